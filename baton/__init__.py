@@ -1,0 +1,1 @@
+"""Baton: prefill and decode on different workers, with the same tokens on any topology."""

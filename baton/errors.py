@@ -1,0 +1,33 @@
+"""One error tree, grouped by what the caller can do about it."""
+
+
+class BatonError(Exception):
+    """Root of every error that Baton raises on purpose."""
+
+
+class ConfigError(BatonError, ValueError):
+    """The operator must change a setting; the message names it, what was expected and what came."""
+
+
+class ModelError(BatonError, ValueError):
+    """The model directory cannot be served: missing, damaged, unsafe or of an unknown architecture."""
+
+
+class InvalidRequest(BatonError, ValueError):
+    """The client must change the request; sending it again unchanged fails again."""
+
+
+class Overloaded(BatonError):
+    """There is no room now; the same request may succeed after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerLost(BatonError):
+    """A process that held part of the work is gone; the work can be replayed elsewhere."""
+
+
+class IntegrityError(BatonError, AssertionError):
+    """A ledger contradicts itself: a bug of ours, never the caller's fault."""

@@ -1,0 +1,138 @@
+"""What is asked of an engine and what it answers: the values that travel between the layers."""
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from baton.errors import InvalidRequest
+
+MAX_CHOICES = 8
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_SEED = 2**63 - 1
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next token is chosen; names, meanings and defaults are vLLM's.
+
+    Raises InvalidRequest when a value is outside its range. Limits that depend on the model (top_k,
+    token ids, context length) are checked by the engine that knows the model.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: the whole vocabulary
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: drawn by the engine when the request is added
+    logprobs: int | None = None  # number of alternatives beside the sampled token
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_reals()
+
+    def _check_counts(self) -> None:
+        _check("n", self.n, 1, MAX_CHOICES)
+        _check("max_tokens", self.max_tokens, 1, None)
+        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check("top_k", self.top_k, -1, None)
+        _check("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
+        if self.seed is not None:
+            _check("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+
+    def _check_reals(self) -> None:
+        _check("temperature", self.temperature, 0.0, None)
+        _check("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be greater than 0, got 0.0")
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, None)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty must be greater than 0, got 0.0")
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token_id, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+def _check(name: str, value: float, low: float, high: float | None) -> None:
+    # Written so that NaN fails: every comparison with NaN is false.
+    if math.isfinite(value) and value >= low and (high is None or value <= high):
+        return
+    bound = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise InvalidRequest(f"{name} must be {bound}, got {value}")
+
+
+class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    tenant: str = ""
+    cache_salt: bytes = b""  # derived from the tenant by the gateway; pages are shared within one salt only
+    priority: int = 0  # lower is served first, as in vLLM
+    sla: Sla = Sla()
+    arrival_s: float = 0.0
+    attempt: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Natural-log probabilities at one position, before temperature, most likely alternatives first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of one choice of one request; with `finish_reason` set, the last that will come.
+
+    `token_id` is None only when a sequence ended without sampling (abort).
+    """
+
+    request_id: str
+    choice: int
+    index: int  # 0 is the first generated token
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 only
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
