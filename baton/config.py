@@ -74,8 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: int = 1
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
     seed: int = 0
-    cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -125,17 +125,21 @@ def log_level() -> int:
 def _build(struct_type: type[StructT], settings: object, prefix: str) -> StructT:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
-    fields = {field.name: field for field in msgspec.structs.fields(struct_type)}
+    fields = {_join(prefix, field.name): field for field in msgspec.structs.fields(struct_type)}
     values = {}
     for name, value in settings.items():
-        key = f"{prefix}.{name}" if prefix else str(name)
-        if name not in fields:
-            raise ConfigError(_unknown_key(key, [f"{prefix}.{known}" if prefix else known for known in fields]))
-        values[name] = _value(fields[name].type, value, key)
-    for name, field in fields.items():
-        if field.required and name not in values:
-            raise ConfigError(f"{f'{prefix}.{name}' if prefix else name}: expected a value, got none")
+        key = _join(prefix, name)
+        if key not in fields:
+            raise ConfigError(_unknown_key(key, list(fields)))
+        values[fields[key].name] = _value(fields[key].type, value, key)
+    for key, field in fields.items():
+        if field.required and field.name not in values:
+            raise ConfigError(f"{key}: expected a value, got none")
     return struct_type(**values)
+
+
+def _join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
 
 
 def _value(expected: Any, value: object, key: str) -> Any:
