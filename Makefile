@@ -1,0 +1,48 @@
+# make test    set up on first use, then run every test
+# make check   lint, formatting, types and the architecture
+# make format  rewrite the tree in the one format
+# make clean   forget the environment and every cache
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(shell command -v $(name))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>/dev/null)
+# With a driver, the machine's own torch build is kept: it fits that driver. Without, a CPU build is pinned.
+CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
+VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
+STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
+
+.PHONY: all setup redis test check format clean
+
+all: check test
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[worker,dev]'
+	touch $@
+
+redis:
+	@command -v redis-server >/dev/null && exit 0; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
+	fi >/dev/null 2>&1; \
+	command -v redis-server >/dev/null || echo "note: redis-server is missing; install it to run what needs it"
+
+test: setup redis
+	$(BIN)/python -m pytest --ignore=tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+format: setup
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
