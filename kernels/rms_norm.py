@@ -1,0 +1,141 @@
+"""Root-mean-square normalisation, alone or fused with the residual addition before it.
+
+Shapes: T tokens, H heads, E normalised width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.kernels.triton_import import Pointer, jit, tl, triton
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, rounded as Hugging Face's Llama does.
+
+    x_TE: [T, E], or [T, H, E] to normalise every head by itself; rows may be strided. Mean and
+    quotient are fp32; the quotient is rounded to the dtype of x before the product with the weight.
+    Returns a new contiguous tensor of the shape of x.
+    """
+    if x_TE.is_cuda:
+        return rms_norm_triton(x_TE, weight_E, eps)
+    return rms_norm_reference(x_TE, weight_E, eps)
+
+
+def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """`rms_norm(residual)` after `residual += x`; residual_TE is updated in place, rounded to its dtype."""
+    if x_TE.is_cuda:
+        return add_rms_norm_triton(x_TE, residual_TE, weight_E, eps)
+    return add_rms_norm_reference(x_TE, residual_TE, weight_E, eps)
+
+
+@jit(varying=("num_rows",))
+def rms_norm_kernel(
+    x_ptr: Pointer,  # [T, H, E]; row r is token r // H, head r % H
+    residual_ptr: Pointer,  # [T, H, E], read and written when HAS_RESIDUAL
+    weight_ptr: Pointer,  # [E]
+    out_ptr: Pointer,  # [T * H, E], contiguous
+    num_rows: int,
+    num_heads: int,
+    width: int,
+    eps: float,
+    x_stride_token: int,
+    x_stride_head: int,
+    residual_stride_token: int,
+    residual_stride_head: int,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    row_R = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column_E = tl.arange(0, BLOCK_E)
+    inside_RE = (row_R[:, None] < num_rows) & (column_E[None, :] < width)
+    # int64: rows times width may pass 2^31.
+    token_R = (row_R // num_heads).to(tl.int64)
+    head_R = row_R % num_heads
+    x_offset_R = token_R * x_stride_token + head_R * x_stride_head
+    x_RE = tl.load(x_ptr + x_offset_R[:, None] + column_E[None, :], mask=inside_RE, other=0.0)
+    dtype = x_RE.dtype
+    x_RE = x_RE.to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_offset_R = token_R * residual_stride_token + head_R * residual_stride_head
+        residual_ptr_RE = residual_ptr + residual_offset_R[:, None] + column_E[None, :]
+        residual_RE = tl.load(residual_ptr_RE, mask=inside_RE, other=0.0).to(tl.float32)
+        rounded_RE = (x_RE + residual_RE).to(dtype)
+        tl.store(residual_ptr_RE, rounded_RE, mask=inside_RE)
+        x_RE = rounded_RE.to(tl.float32)
+    mean_square_R = tl.sum(x_RE * x_RE, axis=1) / width
+    normed_RE = (x_RE * tl.rsqrt(mean_square_R + eps)[:, None]).to(dtype)
+    weight_E = tl.load(weight_ptr + column_E, mask=column_E < width, other=0.0)
+    scaled_RE = (normed_RE.to(tl.float32) * weight_E.to(tl.float32)[None, :]).to(dtype)
+    out_offset_R = row_R.to(tl.int64) * width
+    tl.store(out_ptr + out_offset_R[:, None] + column_E[None, :], scaled_RE, mask=inside_RE)
+
+
+def rms_norm_triton(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    _check(x_TE, x_TE, weight_E)
+    return _launch(x_TE, None, weight_E, eps)
+
+
+def add_rms_norm_triton(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    _check(x_TE, residual_TE, weight_E)
+    return _launch(x_TE, residual_TE, weight_E, eps)
+
+
+def _launch(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: float) -> Tensor:
+    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
+    if out_TE.numel() == 0:
+        return out_TE
+    width = x_TE.shape[-1]
+    num_heads = x_TE.shape[1] if x_TE.dim() == 3 else 1
+    num_rows = x_TE.shape[0] * num_heads
+    block_E = triton.next_power_of_2(width)
+    block_rows = max(1, 1024 // block_E)
+    residual = x_TE if residual_TE is None else residual_TE
+    rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x_TE,
+        residual,
+        weight_E,
+        out_TE,
+        num_rows,
+        num_heads,
+        width,
+        eps,
+        *_row_strides(x_TE),
+        *_row_strides(residual),
+        HAS_RESIDUAL=residual_TE is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_E=block_E,
+        num_warps=min(16, max(4, block_E // 1024)),
+    )
+    return out_TE
+
+
+def _row_strides(x_TE: Tensor) -> tuple[int, int]:
+    return x_TE.stride(0), x_TE.stride(1) if x_TE.dim() == 3 else 0
+
+
+def _check(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor) -> None:
+    if x_TE.dim() not in (2, 3) or x_TE.stride(-1) != 1:
+        raise ValueError(f"x must be [T, E] or [T, H, E] with adjacent E, got {tuple(x_TE.shape)}")
+    if residual_TE.shape != x_TE.shape or residual_TE.stride(-1) != 1:
+        raise ValueError(f"residual must be {tuple(x_TE.shape)} like x, got {tuple(residual_TE.shape)}")
+    if weight_E.shape != x_TE.shape[-1:] or not weight_E.is_contiguous():
+        raise ValueError(f"weight must be [{x_TE.shape[-1]}], got {tuple(weight_E.shape)}")
+    if not x_TE.dtype == residual_TE.dtype == weight_E.dtype:
+        found = (x_TE.dtype, residual_TE.dtype, weight_E.dtype)
+        raise ValueError(f"x, residual and weight must share a dtype, got {found}")
+    if not x_TE.device == residual_TE.device == weight_E.device:
+        raise ValueError(f"devices differ: {x_TE.device}, {residual_TE.device}, {weight_E.device}")
+
+
+def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    wide_TE = x_TE.float()
+    mean_square_T1 = wide_TE.square().mean(-1, keepdim=True)
+    return (wide_TE * torch.rsqrt(mean_square_T1 + eps)).to(x_TE.dtype) * weight_E
+
+
+def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    residual_TE += x_TE
+    return rms_norm_reference(residual_TE, weight_E, eps)

@@ -1,0 +1,113 @@
+"""Write new keys and values into their pages.
+
+Shapes: T tokens, K kv heads, D head dim, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.kernels.triton_import import Pointer, jit, tl, triton
+
+
+def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    """Write one layer's new keys and values into the pool.
+
+    kv_pages: [P, 2, K, S, D], strided over pages, modified in place. slots_T: int64 `page * S + offset`;
+    -1 is skipped (padding). The other slots must be distinct and inside the pool; the caller owns that.
+    """
+    if key_TKD.is_cuda:
+        store_kv_triton(key_TKD, value_TKD, kv_pages, slots_T)
+    else:
+        store_kv_reference(key_TKD, value_TKD, kv_pages, slots_T)
+
+
+@jit()
+def store_kv_kernel(
+    key_ptr: Pointer,  # [T, K, D]
+    value_ptr: Pointer,  # [T, K, D]
+    kv_ptr: Pointer,  # [P, 2, K, S, D]
+    slots_ptr: Pointer,  # [T] int64
+    num_kv_heads: int,
+    head_dim: int,
+    key_stride_token: int,
+    key_stride_head: int,
+    value_stride_token: int,
+    value_stride_head: int,
+    kv_stride_page: int,
+    kv_stride_value: int,  # from a key to the value of the same token
+    kv_stride_head: int,
+    kv_stride_slot: int,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)  # T * K * D may pass 2^31
+    slot = tl.load(slots_ptr + token)  # int64: page * kv_stride_page passes 2^31
+    if slot < 0:
+        return
+    head_K = tl.arange(0, BLOCK_K)[:, None]
+    dim_D = tl.arange(0, BLOCK_D)[None, :]
+    inside_KD = (head_K < num_kv_heads) & (dim_D < head_dim)
+    key_KD = tl.load(key_ptr + token * key_stride_token + head_K * key_stride_head + dim_D, mask=inside_KD)
+    value_ptr_KD = value_ptr + token * value_stride_token + head_K * value_stride_head + dim_D
+    value_KD = tl.load(value_ptr_KD, mask=inside_KD)
+    slot_ptr = kv_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_slot
+    destination_KD = slot_ptr + head_K * kv_stride_head + dim_D
+    tl.store(destination_KD, key_KD, mask=inside_KD)
+    tl.store(destination_KD + kv_stride_value, value_KD, mask=inside_KD)
+
+
+def store_kv_triton(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    _check(key_TKD, value_TKD, kv_pages, slots_T)
+    num_tokens, num_kv_heads, head_dim = key_TKD.shape
+    if num_tokens == 0:
+        return
+    store_kv_kernel[(num_tokens,)](
+        key_TKD,
+        value_TKD,
+        kv_pages,
+        slots_T,
+        num_kv_heads,
+        head_dim,
+        key_TKD.stride(0),
+        key_TKD.stride(1),
+        value_TKD.stride(0),
+        value_TKD.stride(1),
+        *kv_pages.stride()[:4],
+        PAGE_SIZE=kv_pages.shape[3],
+        BLOCK_K=triton.next_power_of_2(num_kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )
+
+
+def _check(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    if key_TKD.dim() != 3 or key_TKD.stride(2) != 1:
+        raise ValueError(f"key must be [T, K, D] with adjacent D, got {tuple(key_TKD.shape)}")
+    if value_TKD.shape != key_TKD.shape or value_TKD.stride(2) != 1:
+        raise ValueError(f"value must be {tuple(key_TKD.shape)} like key, got {tuple(value_TKD.shape)}")
+    num_tokens, num_kv_heads, head_dim = key_TKD.shape
+    if kv_pages.dim() != 5 or kv_pages.stride(4) != 1:
+        raise ValueError(f"kv_pages must be [P, 2, K, S, D] with adjacent D, got {tuple(kv_pages.shape)}")
+    if (kv_pages.shape[1], kv_pages.shape[2], kv_pages.shape[4]) != (2, num_kv_heads, head_dim):
+        expected = f"[P, 2, {num_kv_heads}, S, {head_dim}]"
+        raise ValueError(f"kv_pages must be {expected}, got {tuple(kv_pages.shape)}")
+    if slots_T.shape != (num_tokens,) or slots_T.dtype != torch.int64 or not slots_T.is_contiguous():
+        raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {tuple(slots_T.shape)}")
+    if not key_TKD.dtype == value_TKD.dtype == kv_pages.dtype:
+        found = (key_TKD.dtype, value_TKD.dtype, kv_pages.dtype)
+        raise ValueError(f"key, value and kv_pages must share a dtype, got {found}")
+    if not key_TKD.device == value_TKD.device == kv_pages.device == slots_T.device:
+        raise ValueError(f"kv_pages on {kv_pages.device} and the rest must be on {key_TKD.device}")
+
+
+def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    kept_T = slots_T >= 0
+    if not bool(kept_T.all()):
+        key_TKD, value_TKD, slots_T = key_TKD[kept_T], value_TKD[kept_T], slots_T[kept_T]
+    page_size = kv_pages.shape[3]
+    page_T = torch.div(slots_T, page_size, rounding_mode="floor")
+    offset_T = slots_T % page_size
+    kv_pages[:, 0].transpose(1, 2).index_put_((page_T, offset_T), key_TKD)
+    kv_pages[:, 1].transpose(1, 2).index_put_((page_T, offset_T), value_TKD)
