@@ -1,0 +1,213 @@
+"""What a model is, read from `config.json` of a Hugging Face directory.
+
+Both spellings are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
+transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
+refused, never ignored.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from baton.engine.json_file import JsonObject, read_json
+from baton.engine.rope_config import RopeConfig, read_rope_config
+from baton.errors import ModelError
+from baton.layout import DTYPE_BYTES
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only transformer with RMS norm, SwiGLU and rotary attention."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...]  # one a layer; w: position p sees (p - w, p]; None: everything
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the weights as saved
+    initializer_range: float = 0.02  # standard deviation of dummy weights
+
+
+class _Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the layers of one architecture have that those of another lack."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...]
+
+
+def _llama(keys: JsonObject, num_layers: int) -> _Traits:
+    bias = keys.flag("attention_bias")
+    return _Traits(
+        qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"), sliding_windows=(None,) * num_layers
+    )
+
+
+def _mistral(keys: JsonObject, num_layers: int) -> _Traits:
+    window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
+    return _Traits(sliding_windows=(window,) * num_layers)
+
+
+def _qwen2(keys: JsonObject, num_layers: int) -> _Traits:
+    return _Traits(qkv_bias=True, sliding_windows=_qwen_windows(keys, num_layers))
+
+
+def _qwen3(keys: JsonObject, num_layers: int) -> _Traits:
+    bias = keys.flag("attention_bias")
+    return _Traits(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=_qwen_windows(keys, num_layers))
+
+
+def _qwen_windows(keys: JsonObject, num_layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; without it, those from `max_window_layers` on."""
+    if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
+        return (None,) * num_layers
+    window = keys.count("sliding_window", 4096)
+    layer_types = keys.get("layer_types", list[Literal["full_attention", "sliding_attention"]])
+    if layer_types is None:
+        num_full = keys.get("max_window_layers", int)
+        first = 28 if num_full is None else num_full
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise ModelError(
+            f"{keys.source}: 'layer_types' should have {num_layers} entries, got {len(layer_types)}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+_TRAITS: Final[dict[str, Callable[[JsonObject, int], _Traits]]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+# A config.json saved without a model has a model_type and no architectures.
+_MODEL_TYPES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ARCHITECTURES: Final = tuple(_TRAITS)
+MAX_LAYERS: Final = 4096  # bounds what a damaged file can make us allocate
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The model that `config.json` describes; the end tokens of `generation_config.json` win over its own.
+
+    Raises ModelError, naming the key and the file, on what is missing, nonsense or not supported.
+    """
+    keys = read_json(directory / "config.json")
+    architecture = _architecture(keys)
+    _refuse_unsupported(keys)
+    num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
+    vocab_size = keys.count("vocab_size")
+    num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
+    traits = _TRAITS[architecture](keys, num_layers)
+    tokens = _generation_config(directory).merged(keys)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=keys.count("hidden_size"),
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=keys.count("max_position_embeddings"),
+        rms_norm_eps=keys.positive("rms_norm_eps"),
+        rope=read_rope_config(keys),
+        tie_word_embeddings=keys.flag("tie_word_embeddings"),
+        bos_token_id=_bos_token_id(tokens, vocab_size),
+        eos_token_ids=_eos_token_ids(tokens, vocab_size),
+        dtype=_dtype(keys),
+        initializer_range=keys.positive("initializer_range", 0.02),
+        **msgspec.structs.asdict(traits),
+    )
+
+
+def _architecture(keys: JsonObject) -> str:
+    named = keys.get("architectures", list[str])
+    model_type = keys.get("model_type", str)
+    if named is None and model_type is None:
+        raise ModelError(f"{keys.source}: key 'architectures' is missing")
+    architecture = named[0] if named else _MODEL_TYPES.get(model_type or "", str(model_type))
+    if architecture not in _TRAITS:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{keys.source}: architecture {architecture!r} is not known; known are {known}")
+    return architecture
+
+
+def _refuse_unsupported(keys: JsonObject) -> None:
+    activation = keys.get("hidden_act", str) or "silu"
+    if activation != "silu":
+        raise ModelError(f"{keys.source}: 'hidden_act' should be 'silu', got {activation!r}")
+    if "quantization_config" in keys:
+        raise ModelError(f"{keys.source}: quantised weights ('quantization_config') are not supported")
+
+
+def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:
+    hidden_size = keys.count("hidden_size")
+    num_heads = keys.count("num_attention_heads")
+    num_kv_heads = keys.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{keys.source}: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
+        )
+    if "head_dim" in keys:
+        head_dim = keys.count("head_dim")
+    elif architecture == "Qwen3ForCausalLM":
+        head_dim = 128  # its default, whatever the hidden size
+    else:
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"{keys.source}: 'hidden_size' {hidden_size} is not a multiple of {num_heads} attention heads"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ModelError(f"{keys.source}: rotary embedding needs an even head dimension, got {head_dim}")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _dtype(keys: JsonObject) -> str:
+    dtype = keys.get("dtype", str) or keys.get("torch_dtype", str) or "float32"
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{keys.source}: 'dtype' should be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return dtype
+
+
+def _generation_config(directory: Path) -> JsonObject:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else JsonObject({}, str(path))
+
+
+def _bos_token_id(tokens: JsonObject, vocab_size: int) -> int | None:
+    bos = tokens.get("bos_token_id", int)
+    return None if bos is None else _in_vocabulary(tokens, "bos_token_id", bos, vocab_size)
+
+
+def _eos_token_ids(tokens: JsonObject, vocab_size: int) -> tuple[int, ...]:
+    ids = tokens.integers("eos_token_id")
+    return tuple(_in_vocabulary(tokens, "eos_token_id", token_id, vocab_size) for token_id in ids)
+
+
+def _in_vocabulary(tokens: JsonObject, key: str, token_id: int, vocab_size: int) -> int:
+    if not 0 <= token_id < vocab_size:
+        raise ModelError(f"{tokens.source}: {key!r} should be in [0, {vocab_size}), got {token_id}")
+    return token_id
