@@ -1,0 +1,38 @@
+"""Names for page contents that mean the same in every process, on any worker, in any layout.
+
+A key chains everything the KV of a full page depends on: the model, the element type, the tenant's
+salt, all tokens before the page and the tokens in it. Equal keys therefore mean equal contents, and
+without the secret nobody can compute the key of a prompt. Python's `hash()` has none of this.
+"""
+
+import struct
+from hashlib import blake2b
+
+KEY_BYTES = 16
+
+
+class PageKeys:
+    """Keyed BLAKE2b-128: root = H(salt), key = H(parent key, token ids as u32 little endian)."""
+
+    def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
+        """`dtype` is the name of the KV element type; tp_size and the order of bytes do not enter."""
+        identity = blake2b(digest_size=32, key=blake2b(secret, digest_size=32).digest(), person=b"baton-model")
+        for part in (model_fingerprint.encode(), dtype.encode()):
+            identity.update(len(part).to_bytes(8, "little") + part)
+        self._identity = identity.digest()
+        self._page_hash = blake2b(digest_size=KEY_BYTES, key=self._identity, person=b"baton-page")
+        self._pack = struct.Struct(f"<{page_size}I").pack
+        self._page_size = page_size
+
+    def root(self, salt: bytes) -> bytes:
+        return blake2b(salt, digest_size=KEY_BYTES, key=self._identity, person=b"baton-salt").digest()
+
+    def extend(self, keys: list[bytes], token_ids: list[int], num_pages: int, salt: bytes) -> None:
+        """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
+        parent = keys[-1] if keys else self.root(salt)
+        size = self._page_size
+        for first in range(len(keys) * size, num_pages * size, size):
+            page_hash = self._page_hash.copy()
+            page_hash.update(parent + self._pack(*token_ids[first : first + size]))
+            parent = page_hash.digest()
+            keys.append(parent)

@@ -1,0 +1,155 @@
+"""Finds pages by what is in them, so that a prompt seen before is not computed again.
+
+1. A page becomes known when it is full and computed (`register`), prompt and generated tokens alike.
+2. `match` finds the longest chain of known pages that starts a sequence: first on the device, then on
+   the host. At least one token is always left to compute, or there would be no logits to sample from.
+3. Pages that nobody uses stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to
+   the host tier if it has pages.
+
+Invariant: whoever holds a known page holds the known page before it. Two sequences that compute the
+same page at the same time would break it, so the second one lets its copy go and shares the first.
+Hence what is known is prefix-closed. A lease released front to back can cut a chain; `_evict` then
+forgets what hangs below the page it takes.
+"""
+
+from typing import NamedTuple
+
+from baton.engine.host_tier import HostTier
+from baton.engine.page_keys import PageKeys
+from baton.engine.pages import PagePool, PageState
+from baton.engine.sequence import Sequence
+from baton.errors import IntegrityError
+
+_NO_PAGE = -1
+
+
+class PrefixMatch(NamedTuple):
+    device_pages: list[int]
+    host_keys: list[bytes]  # they continue the chain of device_pages
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.device_pages) + len(self.host_keys)
+
+
+class PrefixCache:
+    """`page_keys` None turns it off: nothing is hashed, nothing matches, nothing stays cached."""
+
+    def __init__(self, pool: PagePool, page_keys: PageKeys | None, host: HostTier | None = None) -> None:
+        self.pool = pool
+        self.host = host if host is not None else HostTier()
+        self.enabled = page_keys is not None
+        self._page_keys = page_keys
+        self._page_of: dict[bytes, int] = {}
+        self._key: list[bytes | None] = [None] * pool.num_pages
+        self._parent = [_NO_PAGE] * pool.num_pages  # of known pages
+        self._num_children = [0] * pool.num_pages
+
+    def extend_keys(self, sequence: Sequence, num_pages: int) -> None:
+        """Name the first `num_pages` full pages of the sequence, hashing only what is new."""
+        if self._page_keys is not None and num_pages > len(sequence.page_keys):
+            self._page_keys.extend(sequence.page_keys, sequence.token_ids, num_pages, sequence.cache_salt)
+
+    def match(self, sequence: Sequence) -> PrefixMatch:
+        """The longest known prefix of the sequence, as far as its keys reach. Changes nothing."""
+        device_pages: list[int] = []
+        if not self.enabled or sequence.needs_prompt_logprobs:
+            return PrefixMatch(device_pages, [])
+        keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            device_pages.append(page)
+        host_keys: list[bytes] = []
+        if self.host.num_pages:
+            for key in keys[len(device_pages) :]:
+                if key not in self.host:
+                    break
+                host_keys.append(key)
+        return PrefixMatch(device_pages, host_keys)
+
+    def page_of(self, key: bytes) -> int | None:
+        return self._page_of.get(key)
+
+    def register(self, sequence: Sequence) -> None:
+        """Make the full, computed pages of the sequence known; share the known page where there is one."""
+        if not self.enabled:
+            return
+        num_full = sequence.num_computed_tokens // self.pool.page_size
+        self.extend_keys(sequence, num_full)
+        table, keys = sequence.page_table, sequence.page_keys
+        for index in range(sequence.num_known_pages, num_full):
+            parent = table[index - 1] if index else _NO_PAGE
+            if index and self._key[parent] != keys[index - 1]:
+                break  # the chain was cut above: a page below could never be found
+            page, known = table[index], self._page_of.get(keys[index])
+            if known is None:
+                self._learn(page, keys[index], parent)
+            elif known != page:
+                self._replace(sequence, index, known)
+        sequence.num_known_pages = num_full
+
+    def make_room(self, num_pages: int, *, keep: bool = True) -> None:
+        """Evict until `num_pages` are free. `keep` False spares the copies to the host: for pages that
+        something outside the step is about to write."""
+        while self.pool.num_free < num_pages:
+            page = self.pool.oldest_cached()
+            if page is None:
+                raise IntegrityError(f"{num_pages} pages were promised, {self.pool.num_free} can be had")
+            self._evict(page, keep)
+
+    def check_integrity(self) -> None:
+        """Both directions agree, parents are known, cached pages have a key. Raises IntegrityError."""
+        num_children = [0] * self.pool.num_pages
+        for key, page in self._page_of.items():
+            parent = self._parent[page]
+            if self._key[page] != key or (parent != _NO_PAGE and self._key[parent] is None):
+                raise IntegrityError(f"page {page} is not what key {key.hex()} says, or its parent is lost")
+            if key in self.host:
+                raise IntegrityError(f"key {key.hex()} is on the device and on the host")
+            if parent != _NO_PAGE:
+                num_children[parent] += 1
+        if num_children != self._num_children:
+            raise IntegrityError("the numbers of children do not match the parents")
+        for page in range(self.pool.num_pages):
+            if self.pool.state(page) is PageState.CACHED and self._key[page] is None:
+                raise IntegrityError(f"page {page} is cached without a key")
+
+    def _learn(self, page: int, key: bytes, parent: int) -> None:
+        self._page_of[key] = page
+        self._key[page] = key
+        self._parent[page] = parent
+        if parent != _NO_PAGE:
+            self._num_children[parent] += 1
+        self.host.drop(key)
+        self.pool.mark_known(page)
+
+    def _replace(self, sequence: Sequence, index: int, known: int) -> None:
+        own = sequence.page_table[index]
+        self.pool.share((known,), sequence.key)
+        self.pool.release((own,), sequence.key)
+        sequence.page_table[index] = known
+        sequence.table_version += 1
+
+    def _evict(self, page: int, keep: bool) -> None:
+        key = self._key[page]
+        if key is None:
+            raise IntegrityError(f"page {page} is cached without a key")
+        if keep and self.host.num_pages:
+            self.host.store(key, page)
+        self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        key, parent = self._key[page], self._parent[page]
+        if key is None:
+            return
+        if self._num_children[page]:
+            for child in [child for child in self._page_of.values() if self._parent[child] == page]:
+                self._forget(child)
+        del self._page_of[key]
+        self._key[page] = None
+        self._parent[page] = _NO_PAGE
+        if parent != _NO_PAGE:
+            self._num_children[parent] -= 1
+        self.pool.forget(page)

@@ -1,0 +1,107 @@
+"""One choice of one request while the engine works on it.
+
+There are no phases. A sequence knows its tokens (prompt, then generated) and how many of them have
+their KV in pages; each step lets `num_computed_tokens` catch up with `num_tokens`:
+
+    token_ids   [ prompt ................ | generated .... ]
+                [0, num_computed_tokens)    KV is in the pages of page_table
+                [num_computed_tokens, num_tokens)  still to compute; the last one is what samples
+
+A prefill is a sequence that is far behind, a decode one that is behind by one token.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Self, TypeAlias
+
+from baton.request import FinishReason, Request, SamplingParams
+
+SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
+SequenceRank: TypeAlias = tuple[int, float, int]  # (priority, arrival_s, serial); the lowest goes first
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # new, or preempted with its pages dropped
+    SWAPPED = "swapped"  # preempted with its KV kept in host_pages
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Mutable, and only the scheduler mutates it. `page_table[i]` holds tokens [i, i + 1) * page_size.
+
+    `table_version` grows whenever an entry of `page_table` already seen may have changed; between two
+    equal versions the table is only appended to.
+    """
+
+    key: SequenceKey
+    sampling: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    min_num_tokens: int  # no stop id ends the sequence before it has this many tokens
+    max_num_tokens: int  # it ends when it has this many, whatever they are
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    arrival_s: float = 0.0
+    cache_salt: bytes = b""
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    page_table: list[int] = field(default_factory=list)
+    table_version: int = 0
+    host_pages: list[int] = field(default_factory=list)  # filled only while SWAPPED
+    page_keys: list[bytes] = field(default_factory=list)  # identity of full pages, as far as asked for
+    num_known_pages: int = 0  # leading pages that the prefix cache has been told of
+    num_preemptions: int = 0
+    rank: SequenceRank = (0, 0.0, 0)
+    enqueued_s: float = 0.0
+
+    @classmethod
+    def from_request(
+        cls, request: Request, choice: int, *, max_model_len: int, eos_token_ids: Collection[int] = ()
+    ) -> Self:
+        """Start choice `choice` of `request`; a sequence never grows past `max_model_len` tokens."""
+        sampling = request.sampling
+        num_prompt_tokens = len(request.token_ids)
+        eos_ids = () if sampling.ignore_eos else eos_token_ids
+        return cls(
+            key=(request.request_id, choice),
+            sampling=sampling,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            min_num_tokens=num_prompt_tokens + sampling.min_tokens,
+            max_num_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+            stop_ids=frozenset(sampling.stop_token_ids).union(eos_ids),
+            priority=request.priority,
+            arrival_s=request.arrival_s,
+            cache_salt=request.cache_salt,
+        )
+
+    @property
+    def request_id(self) -> str:
+        return self.key[0]
+
+    @property
+    def choice(self) -> int:
+        return self.key[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """True while every prompt position must still pass through the model: no cached prefix helps."""
+        return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
