@@ -130,7 +130,7 @@ def _build(struct_type: type[StructT], settings: object, prefix: str) -> StructT
     for name, value in settings.items():
         key = _join(prefix, name)
         if key not in fields:
-            raise ConfigError(_unknown_key(key, list(fields)))
+            raise ConfigError(_unknown_key(key, _known_keys(struct_type, prefix)))
         values[fields[key].name] = _value(fields[key].type, value, key)
     for key, field in fields.items():
         if field.required and field.name not in values:
@@ -143,7 +143,7 @@ def _join(prefix: str, name: object) -> str:
 
 
 def _value(expected: Any, value: object, key: str) -> Any:
-    if isinstance(expected, type) and issubclass(expected, msgspec.Struct):
+    if _is_struct(expected):
         return _build(expected, value, key)
     if key.endswith("_bytes") and isinstance(value, str):
         try:
@@ -157,9 +157,25 @@ def _value(expected: Any, value: object, key: str) -> Any:
 
 
 def _unknown_key(key: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known keys are {', '.join(known)}"
-    return f"unknown configuration key {key!r}{hint}"
+    # Leaves are compared alone: a shared prefix would make any two keys of one section look alike.
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
+    hint = f"did you mean {leaves[nearest[0]]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return f"unknown configuration key {key!r}; {hint}"
+
+
+def _known_keys(struct_type: type[msgspec.Struct], prefix: str) -> list[str]:
+    """Dotted keys of a struct and of those inside it, outermost first."""
+    fields = msgspec.structs.fields(struct_type)
+    own = [_join(prefix, field.name) for field in fields]
+    nested = [
+        _known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)
+    ]
+    return own + [key for keys in nested for key in keys]
+
+
+def _is_struct(expected: Any) -> bool:
+    return isinstance(expected, type) and issubclass(expected, msgspec.Struct)
 
 
 def _describe(expected: Any) -> str:

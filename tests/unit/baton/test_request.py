@@ -1,0 +1,83 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 0}, "n must be between 1 and 8, got 0"),
+        ({"n": 9}, "n must be between 1 and 8, got 9"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"min_tokens": 17}, "min_tokens must be between 0 and 16, got 17"),
+        ({"temperature": -0.1}, "temperature must be at least 0.0, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0.0, got nan"),
+        ({"temperature": float("inf")}, "temperature must be at least 0.0, got inf"),
+        ({"top_p": 0.0}, "top_p must be greater than 0, got 0.0"),
+        ({"top_p": 1.1}, "top_p must be between 0.0 and 1.0, got 1.1"),
+        ({"top_p": float("nan")}, "top_p must be between"),
+        ({"top_k": -2}, "top_k must be at least -1, got -2"),
+        ({"min_p": 1.5}, "min_p must be between"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be greater than 0, got 0.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be between -2.0 and 2.0, got 2.5"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty must be between"),
+        ({"logit_bias": {5: 101.0}}, r"logit_bias\[5\] must be between -100.0 and 100.0, got 101.0"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, r"len\(logit_bias\) must be between 0 and 1024"),
+        ({"seed": -1}, "seed must be between 0 and"),
+        ({"seed": 2**63}, "seed must be between 0 and"),
+        ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20, got -1"),
+    ],
+)
+def test_sampling_out_of_range(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**change)
+
+
+def test_the_edges_of_every_range_are_allowed() -> None:
+    SamplingParams(n=8, min_tokens=16, temperature=0.0, top_p=1.0, top_k=-1, min_p=1.0, seed=0, logprobs=20)
+    SamplingParams(presence_penalty=-2.0, frequency_penalty=2.0, seed=2**63 - 1, logit_bias={0: -100.0})
+
+
+def test_greedy_means_temperature_zero() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+@pytest.mark.parametrize(
+    "change", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}]
+)
+def test_penalties_are_noticed(change: dict[str, float]) -> None:
+    assert SamplingParams(**change).has_penalties  # type: ignore[arg-type]
+    assert not SamplingParams().has_penalties
+
+
+def test_a_request_survives_the_wire() -> None:
+    request = Request(
+        request_id="r", token_ids=(1, 2), sampling=SamplingParams(stop_token_ids=(3,), logit_bias={1: 2.0})
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
+def test_an_unknown_field_is_refused_on_the_wire() -> None:
+    frame = msgspec.msgpack.encode({"request_id": "r", "token_ids": [1], "kv_transfer": {}})
+    with pytest.raises(msgspec.ValidationError, match="unknown field `kv_transfer`"):
+        msgspec.msgpack.decode(frame, type=Request)
+
+
+def test_bad_sampling_is_refused_on_the_wire() -> None:
+    frame = msgspec.msgpack.encode({"request_id": "r", "token_ids": [1], "sampling": {"top_p": 2.0}})
+    with pytest.raises(msgspec.ValidationError, match="top_p must be between"):
+        msgspec.msgpack.decode(frame, type=Request)
+
+
+def test_an_output_survives_the_wire() -> None:
+    logprobs = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top=((7, -0.5), (8, -1.0)))
+    output = StepOutput(
+        request_id="r", choice=0, index=3, token_id=7, logprobs=logprobs, finish_reason=FinishReason.LENGTH
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
