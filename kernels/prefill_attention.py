@@ -1,0 +1,276 @@
+"""Prefill attention: ragged chunks of new tokens attend causally over their paged context.
+
+One program takes BLOCK_M query rows: consecutive tokens of one sequence times the G query heads that
+share a kv head (FlashAttention-2 with packed heads). No row is padded to another sequence's length.
+
+Shapes: T tokens of the batch, B sequences, H query heads, K kv heads, G = H / K, D head dim, P pages,
+S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.kernels.attention_tile import attend_keys
+from baton.kernels.paged_attention import LOG2_E
+from baton.kernels.paged_kv import check_paged_kv, dense_kv
+from baton.kernels.triton_import import Block, Pointer, jit, tl, triton
+
+
+def prefill_attention(
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    page_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    max_seqlen_q: int,
+) -> Tensor:
+    """Causal attention of every new token over its sequence; returns a new [T, H, D].
+
+    query_THD: the new tokens of all sequences end to end; strides over tokens and heads are free.
+    kv_pages: one layer, [P, 2, K, S, D]; the keys of the new tokens are already stored.
+    cu_seqlens_q_B1: int32 [B + 1]; sequence b owns the tokens [cu[b], cu[b + 1]), possibly none.
+    context_lens_B: int32, new tokens included, so token i of sequence b sits at position
+    `context_lens[b] - (cu[b + 1] - cu[b]) + i`. window: the query at p sees keys in (p - window, p].
+    max_seqlen_q: an upper bound of the new tokens of one sequence.
+    """
+    if query_THD.is_cuda:
+        return prefill_attention_triton(
+            query_THD,
+            kv_pages,
+            page_table_BP,
+            cu_seqlens_q_B1,
+            context_lens_B,
+            scale=scale,
+            window=window,
+            max_seqlen_q=max_seqlen_q,
+        )
+    return prefill_attention_reference(
+        query_THD, kv_pages, page_table_BP, cu_seqlens_q_B1, context_lens_B, scale=scale, window=window
+    )
+
+
+@jit()
+def _sequence_of(cu_seqlens_ptr: Pointer, num_sequences: Block, block: Block, BLOCK_Q: tl.constexpr) -> Block:
+    """The sequence that query block `block` belongs to.
+
+    Blocks are numbered so that sequence b starts at cu[b] // BLOCK_Q + b, which leaves every sequence
+    at least the blocks it needs; the last b that starts at or before `block` is found by bisection.
+    """
+    low = 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit(varying=("num_sequences", "page_table_stride"))
+def prefill_attention_kernel(
+    query_ptr: Pointer,  # [T, H, D]
+    kv_ptr: Pointer,  # [P, 2, K, S, D]
+    page_table_ptr: Pointer,  # [B, pages] int32
+    cu_seqlens_ptr: Pointer,  # [B + 1] int32
+    context_lens_ptr: Pointer,  # [B] int32
+    out_ptr: Pointer,  # [T, H, D], contiguous
+    scale: float,
+    num_sequences: int,
+    head_dim: int,
+    query_stride_token: int,
+    query_stride_head: int,
+    kv_stride_page: int,
+    kv_stride_value: int,
+    kv_stride_head: int,
+    kv_stride_slot: int,
+    page_table_stride: int,
+    WINDOW: tl.constexpr,  # 0: all
+    PAGE_SIZE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # G
+    BLOCK_Q: tl.constexpr,  # tokens of a program: BLOCK_M // G
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    EVEN_D: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = _sequence_of(cu_seqlens_ptr, num_sequences, block, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_ptr + sequence)
+    num_tokens = tl.load(cu_seqlens_ptr + sequence + 1) - first_token
+    token = (block - first_token // BLOCK_Q - sequence) * BLOCK_Q  # of this sequence, as all below
+    if token >= num_tokens:
+        return
+    num_computed = tl.load(context_lens_ptr + sequence) - num_tokens
+
+    row_M = tl.arange(0, BLOCK_M)
+    dim_D = tl.arange(0, BLOCK_D)
+    token_M = token + row_M // GROUP_SIZE
+    head_M = kv_head * GROUP_SIZE + row_M % GROUP_SIZE
+    inside_M = (row_M < BLOCK_Q * GROUP_SIZE) & (token_M < num_tokens)
+    inside_MD = inside_M[:, None] & (dim_D[None, :] < head_dim)
+    row_of_batch_M = (first_token + token_M).to(tl.int64)  # T * H * D may pass 2^31
+    query_ptr_M = query_ptr + row_of_batch_M * query_stride_token + head_M * query_stride_head
+    query_MD = tl.load(query_ptr_M[:, None] + dim_D[None, :], mask=inside_MD, other=0.0)
+
+    # Keys [start, stop) are seen by some row, [whole_start, whole_stop) by every row: only the edges
+    # on either side of the whole part need a mask.
+    position_M = num_computed + token_M
+    first_position = num_computed + token
+    stop = num_computed + tl.minimum(token + BLOCK_Q, num_tokens)
+    start = 0
+    whole_start = 0
+    if WINDOW > 0:
+        start = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        whole_start = tl.minimum(tl.cdiv(tl.maximum(stop - WINDOW, 0), BLOCK_N) * BLOCK_N, stop)
+    whole_stop = tl.maximum((first_position + 1) // BLOCK_N * BLOCK_N, whole_start)
+    bounds = (start, whole_start, whole_stop, stop)
+
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total_M = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.static_range(3):
+        acc_MD, peak_M, total_M = attend_keys(
+            kv_ptr + kv_head * kv_stride_head,
+            page_table_ptr + sequence.to(tl.int64) * page_table_stride,
+            query_MD,
+            position_M,
+            acc_MD,
+            peak_M,
+            total_M,
+            bounds[part],
+            bounds[part + 1],
+            scale,
+            head_dim,
+            kv_stride_page,
+            kv_stride_value,
+            kv_stride_slot,
+            part != 1,
+            WINDOW,
+            PAGE_SIZE,
+            BLOCK_N,
+            BLOCK_D,
+            EVEN_D,
+        )
+    # Rows outside the tile saw no key.
+    out_MD = acc_MD / tl.where(total_M > 0, total_M, 1.0)[:, None]
+    num_heads = tl.num_programs(1) * GROUP_SIZE
+    out_ptr_M = out_ptr + (row_of_batch_M * num_heads + head_M) * head_dim
+    tl.store(out_ptr_M[:, None] + dim_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=inside_MD)
+
+
+def prefill_attention_triton(
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    page_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    max_seqlen_q: int,
+) -> Tensor:
+    check_paged_kv(query_THD, kv_pages, page_table_BP, context_lens_B, window)
+    _check_cu_seqlens(cu_seqlens_q_B1, context_lens_B)
+    num_tokens, num_heads, head_dim = query_THD.shape
+    num_kv_heads, page_size = kv_pages.shape[2:4]
+    num_sequences = context_lens_B.shape[0]
+    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    if num_tokens == 0:
+        return out_THD
+    group_size = num_heads // num_kv_heads
+    tile = prefill_tile(query_THD, group_size, max_seqlen_q)
+    # The most blocks that any division of T tokens into B sequences takes; the spare ones return at once.
+    num_blocks = num_tokens // tile["BLOCK_Q"] + num_sequences
+    prefill_attention_kernel[(num_blocks, num_kv_heads)](
+        query_THD,
+        kv_pages,
+        page_table_BP,
+        cu_seqlens_q_B1,
+        context_lens_B,
+        out_THD,
+        scale * LOG2_E,
+        num_sequences,
+        head_dim,
+        query_THD.stride(0),
+        query_THD.stride(1),
+        *kv_pages.stride()[:4],
+        page_table_BP.stride(0),
+        WINDOW=window or 0,
+        PAGE_SIZE=page_size,
+        GROUP_SIZE=group_size,
+        EVEN_D=head_dim == tile["BLOCK_D"],
+        **tile,
+    )
+    return out_THD
+
+
+def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[str, int]:
+    """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks."""
+    block_D = max(16, triton.next_power_of_2(query_THD.shape[2]))
+    row_bytes = block_D * query_THD.element_size()
+    rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
+    if query_THD.dtype == torch.float32:
+        rows = 32  # without matrix units the products run from registers
+    rows = max(16, min(rows, triton.next_power_of_2(max_seqlen_q * group_size)))
+    rows = max(rows, triton.next_power_of_2(group_size))
+    return {
+        "BLOCK_Q": rows // group_size,
+        "BLOCK_M": rows,
+        "BLOCK_N": 64 if row_bytes <= 256 else 32,
+        "BLOCK_D": block_D,
+        "num_warps": 8 if rows == 128 else 4,
+        "num_stages": 3 if row_bytes <= 256 else 2,
+    }
+
+
+def _check_cu_seqlens(cu_seqlens_q_B1: Tensor, context_lens_B: Tensor) -> None:
+    expected = (context_lens_B.shape[0] + 1,)
+    if cu_seqlens_q_B1.shape != expected or cu_seqlens_q_B1.dtype != torch.int32:
+        found = f"{cu_seqlens_q_B1.dtype} {tuple(cu_seqlens_q_B1.shape)}"
+        raise ValueError(f"cu_seqlens_q must be int32 {expected}, got {found}")
+    if not cu_seqlens_q_B1.is_contiguous() or cu_seqlens_q_B1.device != context_lens_B.device:
+        raise ValueError(f"cu_seqlens_q must be contiguous on {context_lens_B.device}")
+
+
+def prefill_attention_reference(
+    query_THD: Tensor,
+    kv_pages: Tensor,
+    page_table_BP: Tensor,
+    cu_seqlens_q_B1: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    out_THD = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
+    bounds = cu_seqlens_q_B1.tolist()
+    for sequence, context_len in enumerate(context_lens_B.tolist()):
+        begin, end = bounds[sequence], bounds[sequence + 1]
+        if begin == end:
+            continue
+        first_position = context_len - (end - begin)
+        first = 0 if window is None else max(0, first_position - window + 1)
+        key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len)
+        position_T1 = torch.arange(first_position, context_len, device=query_THD.device)[:, None]
+        key_position_N = torch.arange(first, context_len, device=query_THD.device)
+        visible_TN = key_position_N <= position_T1
+        if window is not None:
+            visible_TN &= key_position_N > position_T1 - window
+        out_1HTD = F.scaled_dot_product_attention(
+            query_THD[begin:end].transpose(0, 1)[None],
+            key_KND[None],
+            value_KND[None],
+            attn_mask=visible_TN,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out_THD[begin:end] = out_1HTD[0].transpose(0, 1)
+    return out_THD
