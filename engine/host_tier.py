@@ -74,17 +74,18 @@ class HostTier:
 
     def drop(self, key: bytes) -> None:
         """The device holds this content again: forget the host's, if any."""
-        host_page = self._cached.pop(key, None)
-        if host_page is not None:
-            self._to_host.pop(host_page, None)
-            self._free.append(host_page)
+        for place in (self._cached, self._pinned):
+            if key in place:
+                host_page = place.pop(key)
+                self._to_host.pop(host_page, None)
+                self._free.append(host_page)
 
     # Pages of preempted sequences.
 
     def swap_out(self, owner: Owner, device_pages: list[int]) -> list[int]:
         """Take one host page for each device page; the caller has checked `num_available`."""
         if len(device_pages) > self.num_available:
-            raise IntegrityError(f"{len(device_pages)} host pages were asked for, {self.num_available} are left")
+            raise IntegrityError(f"{len(device_pages)} host pages asked for, {self.num_available} left")
         host_pages = [self._take_page() for _ in device_pages]
         self._swapped[owner] = host_pages
         self._to_host.update(zip(host_pages, device_pages, strict=True))

@@ -16,7 +16,8 @@ class PageKeys:
 
     def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
         """`dtype` is the name of the KV element type; tp_size and the order of bytes do not enter."""
-        identity = blake2b(digest_size=32, key=blake2b(secret, digest_size=32).digest(), person=b"baton-model")
+        key = blake2b(secret, digest_size=32).digest()
+        identity = blake2b(digest_size=32, key=key, person=b"baton-model")
         for part in (model_fingerprint.encode(), dtype.encode()):
             identity.update(len(part).to_bytes(8, "little") + part)
         self._identity = identity.digest()

@@ -87,6 +87,11 @@ class PagePool:
     def is_available(self, page: int) -> bool:
         return self._state[page] in (_FREE, _CACHED)
 
+    def is_freed_by(self, page: int, num_releases: int) -> bool:
+        """Whether the page would be available if that many of its owners let go."""
+        held_outside = page in self._leases or page in self._writers
+        return len(self._owners[page]) == num_releases and not held_outside
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 

@@ -21,13 +21,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The next step as decided, before anything has changed. Applying it once makes it stale.
 
     `scheduled` is in batch order, chunks of one token first. `admitted` (new, resumed and swapped-in
-    sequences) are among the scheduled; `preempted` never are. `page_needs` names only sequences that
-    take pages, counting prefix hits that leave the cache; its sum is never more than what is available.
+    sequences) are among the scheduled; `preempted` never are. `page_needs` counts the pages to allocate
+    and names only sequences that need any; with the claimed pages it never exceeds what is available.
     """
 
     version: int
     scheduled: Mapping[SequenceKey, int]
+    num_decodes: int  # the leading chunks of one token
     page_needs: Mapping[SequenceKey, int]
+    num_claimed_pages: int = 0  # cached pages that admitted sequences share
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
     num_padded_tokens: int = 0  # rows that a padded batch computes for nothing

@@ -52,15 +52,10 @@ class PrefixCache:
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """The longest known prefix of the sequence, as far as its keys reach. Changes nothing."""
-        device_pages: list[int] = []
-        if not self.enabled or sequence.needs_prompt_logprobs:
-            return PrefixMatch(device_pages, [])
+        if sequence.needs_prompt_logprobs:
+            return PrefixMatch([], [])
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            device_pages.append(page)
+        device_pages = self._known_pages(keys)
         host_keys: list[bytes] = []
         if self.host.num_pages:
             for key in keys[len(device_pages) :]:
@@ -69,8 +64,17 @@ class PrefixCache:
                 host_keys.append(key)
         return PrefixMatch(device_pages, host_keys)
 
+    def match_swapped(self, sequence: Sequence) -> PrefixMatch:
+        """The leading full pages of a swapped-out sequence that the device still knows."""
+        keys = sequence.page_keys[: sequence.num_computed_tokens // self.pool.page_size]
+        return PrefixMatch(self._known_pages(keys), [])
+
     def page_of(self, key: bytes) -> int | None:
         return self._page_of.get(key)
+
+    def learn_fetched(self, page_table: list[int], key: bytes) -> None:
+        """The last page of the table has just been brought back from the host."""
+        self._learn(page_table[-1], key, page_table[-2] if len(page_table) > 1 else _NO_PAGE)
 
     def register(self, sequence: Sequence) -> None:
         """Make the full, computed pages of the sequence known; share the known page where there is one."""
@@ -115,6 +119,15 @@ class PrefixCache:
         for page in range(self.pool.num_pages):
             if self.pool.state(page) is PageState.CACHED and self._key[page] is None:
                 raise IntegrityError(f"page {page} is cached without a key")
+
+    def _known_pages(self, keys: list[bytes]) -> list[int]:
+        pages: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def _learn(self, page: int, key: bytes, parent: int) -> None:
         self._page_of[key] = page

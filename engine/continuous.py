@@ -1,0 +1,98 @@
+"""Continuous batching: every step is planned anew, decodes first, then chunks of prefills.
+
+How the tokens left after the decodes are shared among prefills (running and waiting, by rank):
+
+1. In rank order, each that can be finished in this step gets all it needs.
+2. The first that cannot is the head. It is sure of half of what is left, every step, so nothing that
+   arrives later can starve it: at most twice the steps it would take alone.
+3. The other half goes to shorter prefills of the same priority, shortest first, so a long prompt costs
+   short ones no more than half the step either. What they leave goes back to the head, whose
+   chunks therefore stay large.
+
+A waiting sequence that finds no pages ends admission for the step: nothing overtakes it for memory.
+"""
+
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
+
+from baton.engine.plan_draft import PlanDraft
+from baton.engine.queue_window import Opening, QueueWindow
+from baton.engine.sequence import Sequence, SequenceStatus
+from baton.engine.sequence_queues import SequenceQueues, rank_of
+
+LOOKAHEAD = 64  # waiting sequences among which a short one is looked for
+
+
+class ContinuousPolicy:
+    def __init__(self, window: QueueWindow, shares_prompts: bool) -> None:
+        """`shares_prompts`: later choices of a request wait for the first one's prompt pages."""
+        self._window = window
+        self._shares_prompts = shares_prompts
+
+    def fill(self, draft: PlanDraft, now_s: float) -> float | None:
+        """Schedule the step; return the seconds until the queue window opens if something waits for it."""
+        draft.schedule_decodes()
+        queues = draft.queues
+        if not (queues.prefilling or queues.waiting) or not draft.budget:
+            return None
+        opening = self._window.look(queues.waiting, draft.seats, now_s)
+        newcomers = self._eligible(queues, opening)
+        running = sorted((s for s in queues.prefilling.values() if not draft.is_preempted(s)), key=rank_of)
+        self._share_budget(draft, merge(running, newcomers, key=rank_of))
+        return opening.wait_s
+
+    def _eligible(self, queues: SequenceQueues, opening: Opening) -> Iterator[Sequence]:
+        for sequence in self._window.released(queues.waiting, opening):
+            if not (self._shares_prompts and waits_for_leader(sequence, queues)):
+                yield sequence
+
+    def _share_budget(self, draft: PlanDraft, by_rank: Iterator[Sequence]) -> None:
+        seating = Seating(draft)
+        for sequence in by_rank:
+            if not draft.budget:
+                return
+            if not seating.has(sequence):
+                continue
+            if draft.remaining(sequence) > draft.budget:
+                self._split(draft, seating, sequence, by_rank)
+                return
+            draft.grant(sequence, draft.budget)
+
+    def _split(self, draft: PlanDraft, seating: "Seating", head: Sequence, later: Iterator[Sequence]) -> None:
+        share = draft.budget // 2
+        draft.grant(head, draft.budget - share)
+        shorter = [
+            sequence
+            for sequence in islice(later, LOOKAHEAD)
+            if sequence.priority == head.priority and draft.remaining(sequence) < draft.remaining(head)
+        ]
+        for sequence in sorted(shorter, key=draft.remaining):
+            if not share:
+                break
+            if seating.has(sequence):
+                share -= draft.grant(sequence, share)
+        draft.grant(head, draft.budget)
+
+
+class Seating:
+    """Admits the waiting sequences that a plan comes to, until one does not fit."""
+
+    def __init__(self, draft: PlanDraft) -> None:
+        self._draft = draft
+        self._is_open = True
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the sequence runs in this step, admitting it if it waits."""
+        if sequence.status is SequenceStatus.RUNNING:
+            return not self._draft.is_preempted(sequence)
+        self._is_open = self._is_open and self._draft.admit(sequence)
+        return self._is_open
+
+
+def waits_for_leader(sequence: Sequence, queues: SequenceQueues) -> bool:
+    """A later choice waits while the first one computes the prompt whose pages both will use."""
+    if not sequence.choice or sequence.num_computed_tokens or sequence.needs_prompt_logprobs:
+        return False
+    leader = queues.by_key.get((sequence.request_id, 0))
+    return leader is not None and not leader.num_generated_tokens

@@ -1,0 +1,214 @@
+"""The books of one plan while a policy fills it in: tokens, seats and pages that are left.
+
+A draft reads the queues and the ledgers and never changes them. It accounts for the worst case: what it
+grants can be had when the plan is applied to the same state.
+"""
+
+from collections import Counter
+
+from baton.engine.plan import Plan, PreemptMode
+from baton.engine.preemption import PreemptionRates, cheaper_mode
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.sequence_queues import SequenceQueues, rank_of
+
+HEADROOM_TOKENS = 16  # each running sequence can grow by this much before a newcomer takes its pages
+
+
+class PlanDraft:
+    """`budget`: tokens left in the step; `seats`: sequences that may still join."""
+
+    def __init__(
+        self, queues: SequenceQueues, cache: PrefixCache, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.queues = queues
+        self.budget = max_num_batched_tokens
+        self.seats = max_num_seqs - queues.num_running
+        self.rates: PreemptionRates | None = None
+        self.num_padded_tokens = 0
+        self._may_admit = True
+        self._cache = cache
+        self._pool = cache.pool
+        self._available = cache.pool.num_available
+        self._host_available = cache.host.num_available
+        self._decodes: dict[SequenceKey, int] = {}
+        self._chunks: dict[SequenceKey, int] = {}
+        self._page_needs: dict[SequenceKey, int] = {}
+        self._admitted: dict[SequenceKey, tuple[int, int]] = {}  # key -> (first token, pages it comes with)
+        self._preempted: dict[SequenceKey, PreemptMode] = {}
+        self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
+        self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
+        self._claimed: set[int] = set()  # cached pages that admitted sequences will share
+        self._committed = 0  # pages that running prefills will still ask for
+        for sequence in queues.prefilling.values():
+            self._committed += self._num_missing_pages(sequence)
+
+    # Running sequences.
+
+    def schedule_decodes(self) -> int:
+        """Give every decode its token and, when its last page is full, a page; return how many run.
+
+        Without shortage this is the whole cost of a decode step: one pass, one dictionary.
+        """
+        decoding, page_size = self.queues.decoding, self._pool.page_size
+        at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
+        if len(at_page_end) <= self._available and len(decoding) <= self.budget and not self._preempted:
+            self._decodes = dict.fromkeys(decoding, 1)
+            self.budget -= len(decoding)
+            for sequence in at_page_end:
+                self._take_pages(sequence, 1)
+            return len(decoding)
+        for sequence in sorted(decoding.values(), key=rank_of):
+            if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
+                self._take_pages(sequence, 1)
+                self._decodes[sequence.key] = 1
+                self.budget -= 1
+        return len(self._decodes)
+
+    def remaining(self, sequence: Sequence) -> int:
+        """Tokens still to compute after what this plan grants; an admitted one starts after its hits."""
+        return sequence.num_tokens - self._end(sequence)
+
+    def grant(self, sequence: Sequence, num_tokens: int) -> int:
+        """Schedule up to `num_tokens` more tokens of a running or admitted sequence; return how many.
+
+        Fewer when pages are short. Only a sequence that could not advance at all preempts others.
+        """
+        num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
+        if num_tokens < 1 or not self._find_pages(sequence, 1):
+            return 0
+        num_pages = self._num_held(sequence) + self._available
+        num_tokens = min(num_tokens, num_pages * self._pool.page_size - self._end(sequence))
+        self._committed -= self._take_pages(sequence, num_tokens)
+        self._chunks[sequence.key] = self._chunks.get(sequence.key, 0) + num_tokens
+        self.budget -= num_tokens
+        return num_tokens
+
+    # Waiting sequences.
+
+    def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
+        """Seat a waiting sequence if all its tokens, or even the `num_tokens` it may grow to, fit beside
+        what the running ones will need."""
+        if not self.seats or not self._may_admit:
+            return False
+        start, shared = self._prospect(sequence)
+        claimed = [page for page in shared if self._is_claimable(page)]
+        num_held = len(shared) + len(sequence.page_table)
+        num_new = max(0, self._pool.pages_for(max(sequence.num_tokens, num_tokens)) - num_held)
+        if len(claimed) + num_new + self._committed + self._headroom() > self._available:
+            return False
+        self._claimed.update(claimed)
+        self._available -= len(claimed)
+        self._committed += num_new
+        self._admitted[sequence.key] = (start, num_held)
+        self.seats -= 1
+        return True
+
+    # Preemption.
+
+    def is_preempted(self, sequence: Sequence) -> bool:
+        return sequence.key in self._preempted
+
+    def preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
+        """Take all pages of a running sequence; without host pages for a swap, it will recompute."""
+        key = sequence.key
+        self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
+        num_taken = self._page_needs.pop(key, 0)
+        self._available += num_taken
+        if key in self.queues.prefilling:
+            self._committed -= self._num_missing_pages(sequence) - num_taken
+        num_pages = self._pool.pages_for(sequence.num_computed_tokens)
+        if not 0 < num_pages <= self._host_available:
+            mode = PreemptMode.RECOMPUTE
+        if mode is PreemptMode.SWAP:
+            self._host_available -= num_pages
+            self._may_admit = False  # the swap may push out what a newcomer would find on the host
+        self._preempted[key] = mode
+        self.seats += 1
+        self._free_pages(sequence)
+
+    # The result.
+
+    def finish(self, version: int, wait_s: float | None) -> Plan:
+        scheduled, num_decodes = self._decodes, len(self._decodes)
+        if self._chunks:
+            singles = {key: num for key, num in self._chunks.items() if num == 1}
+            scheduled = scheduled | singles | self._chunks
+            num_decodes += len(singles)
+        return Plan(
+            version=version,
+            scheduled=scheduled,
+            num_decodes=num_decodes,
+            page_needs=self._page_needs,
+            num_claimed_pages=len(self._claimed),
+            admitted=tuple(self._admitted),
+            preempted=self._preempted,
+            num_padded_tokens=self.num_padded_tokens,
+            wait_s=None if scheduled else wait_s,
+        )
+
+    def _prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
+        """(first token to compute, pages that the sequence will share) once it is admitted."""
+        if sequence.page_table:
+            return sequence.num_computed_tokens, []
+        if sequence.status is SequenceStatus.SWAPPED:
+            return sequence.num_computed_tokens, self._cache.match_swapped(sequence).device_pages
+        match = self._cache.match(sequence)
+        return match.num_pages * self._pool.page_size, match.device_pages
+
+    def _is_claimable(self, page: int) -> bool:
+        return (self._pool.is_available(page) or page in self._freed) and page not in self._claimed
+
+    def _headroom(self) -> int:
+        num_running = self.queues.num_running + len(self._admitted) - len(self._preempted)
+        return num_running * self._pool.pages_for(HEADROOM_TOKENS)
+
+    def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make pages available for the next tokens, preempting worse-ranked sequences, the worst first.
+
+        False: all of them together do not free enough. The sequence then keeps what it has and waits for
+        those of better rank; the best one always gets its pages, so some sequence always advances.
+        """
+        need = self._num_new_pages(sequence, num_tokens)
+        if need <= self._available:
+            return True
+        victims = [s for s in self.queues.running() if s.rank > sequence.rank and not self.is_preempted(s)]
+        for victim in sorted(victims, key=rank_of, reverse=True):
+            num_computed = victim.num_computed_tokens
+            self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
+            self._may_admit = False
+            if need <= self._available:
+                return True
+        return False
+
+    def _free_pages(self, sequence: Sequence) -> None:
+        for page in sequence.page_table:
+            self._released[page] += 1
+            if self._pool.is_freed_by(page, self._released[page]):
+                self._freed.add(page)
+                self._available += 1
+
+    def _num_missing_pages(self, sequence: Sequence) -> int:
+        return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
+
+    def _end(self, sequence: Sequence) -> int:
+        """The token before which everything is computed once the plan is done."""
+        admitted = self._admitted.get(sequence.key)
+        start = admitted[0] if admitted else sequence.num_computed_tokens
+        return start + self._chunks.get(sequence.key, 0)
+
+    def _num_held(self, sequence: Sequence) -> int:
+        admitted = self._admitted.get(sequence.key)
+        num_held = admitted[1] if admitted else len(sequence.page_table)
+        return num_held + self._page_needs.get(sequence.key, 0)
+
+    def _num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        num_pages = self._pool.pages_for(self._end(sequence) + num_tokens)
+        return max(0, num_pages - self._num_held(sequence))
+
+    def _take_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        num_pages = self._num_new_pages(sequence, num_tokens)
+        if num_pages:
+            self._page_needs[sequence.key] = self._page_needs.get(sequence.key, 0) + num_pages
+            self._available -= num_pages
+        return num_pages

@@ -1,0 +1,232 @@
+"""Decides what each step computes and keeps the books of sequences and pages.
+
+The life of a sequence:
+
+1. `add` refuses what could never run and puts the sequence in the waiting queue.
+2. `plan` decides the next step: who is preempted, who is admitted, how many tokens each one computes.
+   It reads and changes nothing.
+3. `apply` carries the plan out on the ledgers (preempt, share prefix pages, evict, allocate) and returns
+   the Batch: page copies, then chunks of tokens. The caller runs the model on it.
+4. `commit` takes the sampled tokens: computed tokens advance, full pages become known to the prefix
+   cache, sequences that are done let go of their pages.
+5. A sequence that is preempted goes back to 2 with all its tokens; `abort` is legal at any point.
+
+Every accepted sequence ends exactly once: as an Advance with a finish reason, or in the list that
+`abort` returns.
+"""
+
+from collections.abc import Sequence as Ordered
+from itertools import count
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.config import SchedulerConfig
+from baton.engine.batch_policies import DynamicPolicy, StaticPolicy
+from baton.engine.continuous import ContinuousPolicy
+from baton.engine.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
+from baton.engine.plan_draft import PlanDraft
+from baton.engine.preemption import PreemptionRates
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.queue_window import QueueWindow
+from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.sequence_pages import SequencePages
+from baton.engine.sequence_queues import SequenceQueues
+from baton.errors import IntegrityError, InvalidRequest
+from baton.request import MAX_CHOICES, FinishReason
+
+_RUNNING = SequenceStatus.RUNNING
+
+
+class BatchPolicy(Protocol):
+    def fill(self, draft: PlanDraft, now_s: float) -> float | None: ...
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+        self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
+        self._config = config
+        self._cache = cache
+        self._pool = cache.pool
+        self._clock = clock
+        self._queues = SequenceQueues()
+        self._pages = SequencePages(cache)
+        self._policy = _policy(config, cache)
+        self._to_preempt: dict[SequenceKey, PreemptMode] = {}
+        self._serials = count()
+        self._version = 0
+
+    # Sequences come and go.
+
+    def add(self, sequence: Sequence) -> None:
+        """Accept a sequence. Raises InvalidRequest when it could not run even with all pages to itself.
+
+        A sequence may bring pages that it owns, with `num_computed_tokens` of KV in them.
+        """
+        if sequence.key in self._queues.by_key:
+            raise ValueError(f"sequence {sequence.key} is already here")
+        if not sequence.num_prompt_tokens:
+            raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
+        num_slots = self._pool.num_pages * self._pool.page_size
+        max_num_tokens = min(sequence.max_num_tokens, num_slots)
+        if sequence.num_prompt_tokens >= max_num_tokens:
+            raise InvalidRequest(
+                f"request {sequence.request_id}: the prompt has {sequence.num_prompt_tokens} tokens; the model "
+                f"and its KV pages hold {max_num_tokens}, one of them for the answer"
+            )
+        sequence.max_num_tokens = max_num_tokens
+        sequence.enqueued_s = self._clock.now_s()
+        sequence.rank = (sequence.priority, sequence.arrival_s, next(self._serials))
+        self._cache.extend_keys(sequence, sequence.num_prompt_tokens // self._pool.page_size)
+        self._queues.wait(sequence)
+        self._version += 1
+
+    def abort(self, request_id: str) -> list[Sequence]:
+        """End every live choice of the request now and return them; none is not an error."""
+        keys = [(request_id, choice) for choice in range(MAX_CHOICES)]
+        aborted = [self._queues.by_key[key] for key in keys if key in self._queues.by_key]
+        for sequence in aborted:
+            self._finish(sequence, FinishReason.ABORT)
+        self._version += 1
+        return aborted
+
+    def has_work(self) -> bool:
+        return bool(self._queues.by_key)
+
+    def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
+        """Make the next plan preempt this running sequence, needed or not."""
+        sequence = self._queues.by_key[key]
+        if sequence.status is not _RUNNING:
+            raise ValueError(f"sequence {key} is {sequence.status.value}, not running")
+        self._to_preempt[key] = mode
+        self._version += 1
+
+    # One step.
+
+    def plan(self) -> Plan:
+        """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
+        config, queues = self._config, self._queues
+        draft = PlanDraft(queues, self._cache, config.max_num_seqs, config.max_num_batched_tokens)
+        draft.rates = self.rates
+        for key, mode in self._to_preempt.items():
+            sequence = queues.by_key.get(key)
+            if sequence is not None and sequence.status is _RUNNING:
+                draft.preempt(sequence, mode)
+        wait_s = self._policy.fill(draft, self._clock.now_s())
+        return draft.finish(self._version, wait_s)
+
+    def apply(self, plan: Plan) -> Batch:
+        """Carry out the latest plan. ValueError when something has changed since it was made."""
+        if plan.version != self._version:
+            raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
+        self._version += 1
+        by_key = self._queues.by_key
+        self._cache.host.begin_step()
+        self._to_preempt.clear()
+        for key, mode in plan.preempted.items():
+            self._preempt(by_key[key], mode)
+        if plan.admitted:
+            self._admit([by_key[key] for key in plan.admitted])
+        if plan.page_needs:
+            self._allocate(plan)
+        sequences = [by_key[key] for key in plan.scheduled]
+        starts = [sequence.num_computed_tokens for sequence in sequences]
+        to_host, to_device = self._cache.host.take_copies()
+        return Batch(
+            chunks=tuple(map(ScheduledChunk, sequences, starts, plan.scheduled.values())),
+            num_decodes=plan.num_decodes,
+            copies_to_host=to_host,
+            copies_to_device=to_device,
+            num_padded_tokens=plan.num_padded_tokens,
+        )
+
+    def commit(self, batch: Batch, sampled: Ordered[int | None]) -> list[Advance]:
+        """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
+
+        Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
+        """
+        advances: list[Advance] = []
+        for chunk, token_id in zip(batch.chunks, sampled, strict=True):
+            sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
+            if sequence.status is not _RUNNING or sequence.num_computed_tokens != chunk.start:
+                continue
+            sequence.num_computed_tokens = num_computed
+            if chunk.num_tokens > 1 or not num_computed % self._pool.page_size:
+                self._cache.register(sequence)
+            if num_computed == len(sequence.token_ids):
+                if token_id is None:
+                    raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
+                advances.append(self._append(sequence, token_id))
+        if self._queues.prefilling:
+            self._queues.promote()
+        self._version += 1
+        return advances
+
+    def check_integrity(self) -> None:
+        """All ledgers agree with each other and with the sequences; raises IntegrityError."""
+        self._pool.check_integrity()
+        self._cache.check_integrity()
+        self._cache.host.check_integrity()
+        for sequence in self._queues.by_key.values():
+            for page in sequence.page_table:
+                if sequence.key not in self._pool.owners(page):
+                    raise IntegrityError(f"sequence {sequence.key} uses page {page} without owning it")
+            pages = sequence.host_pages or sequence.page_table
+            if len(pages) < self._pool.pages_for(sequence.num_computed_tokens):
+                raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
+
+    def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
+        sequence.num_preemptions += 1
+        if mode is PreemptMode.SWAP:
+            self._pages.swap_out(sequence)
+            self._queues.stop(sequence, SequenceStatus.SWAPPED)
+        else:
+            self._pages.drop(sequence)
+            self._queues.stop(sequence, SequenceStatus.WAITING)
+
+    def _admit(self, sequences: list[Sequence]) -> None:
+        # All claim before any restores: restoring evicts, and must not evict what another one claims.
+        host_keys = [self._pages.claim(sequence) for sequence in sequences]
+        for sequence, keys in zip(sequences, host_keys, strict=True):
+            self._pages.restore(sequence, keys)
+            self._queues.run(sequence)
+        self._queues.num_last_admitted = len(sequences)
+
+    def _allocate(self, plan: Plan) -> None:
+        # Admitted sequences may have got some of their pages already, when they came from the host.
+        missing = []
+        for key in plan.page_needs:
+            sequence = self._queues.by_key[key]
+            num_tokens = sequence.num_computed_tokens + plan.scheduled[key]
+            num_pages = self._pool.pages_for(num_tokens) - len(sequence.page_table)
+            missing.append((sequence, max(0, num_pages)))
+        self._cache.make_room(sum(num_pages for _, num_pages in missing))
+        for sequence, num_pages in missing:
+            self._pages.grow(sequence, num_pages)
+
+    def _append(self, sequence: Sequence, token_id: int) -> Advance:
+        token_ids = sequence.token_ids
+        token_ids.append(token_id)
+        num_tokens, reason = len(token_ids), None
+        if token_id in sequence.stop_ids and num_tokens >= sequence.min_num_tokens:
+            reason = FinishReason.STOP
+        elif num_tokens >= sequence.max_num_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._finish(sequence, reason)
+        return Advance(sequence, token_id, num_tokens - sequence.num_prompt_tokens - 1, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._queues.remove(sequence)
+        self._pages.drop(sequence)
+        self._to_preempt.pop(sequence.key, None)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+
+
+def _policy(config: SchedulerConfig, cache: PrefixCache) -> BatchPolicy:
+    window = QueueWindow(config.max_queue_delay_ms / 1e3, config.preferred_batch_sizes)
+    if config.policy == "static":
+        return StaticPolicy()
+    if config.policy == "dynamic":
+        return DynamicPolicy(window)
+    return ContinuousPolicy(window, shares_prompts=cache.enabled)
