@@ -1,0 +1,101 @@
+"""Random weights for a config without a checkpoint (`load_format="dummy"`).
+
+Every element is a function of (seed, tensor name, its index) in integer arithmetic, so that a slice for one
+rank equals the same slice of the whole tensor, and a GPU makes the very values that a CPU makes.
+"""
+
+import hashlib
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.engine.hf_config import ModelConfig
+from baton.engine.parameters import Shape, parameter_shapes
+from baton.engine.weights import check_slice
+from baton.errors import ModelError
+
+# Elements made at a time: what fits a core's cache, and what keeps a GPU busy in 128 MiB of scratch.
+CPU_CHUNK: Final = 2**17
+GPU_CHUNK: Final = 2**24
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# The sum of four independent 16-bit uniforms: mean and standard deviation.
+LANES_MEAN: Final = 4 * (2**16 - 1) / 2
+LANES_STD: Final = math.sqrt(4 * (2**32 - 1) / 12)
+
+
+class DummyCheckpoint:
+    """Norm weights are 1, everything else nearly normal with the config's `initializer_range`.
+
+    Tensors are made anew at each call, in the config's dtype, on `device`.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, *, device: str = "cpu") -> None:
+        self._shapes = parameter_shapes(config)
+        self._std = config.initializer_range
+        self._seed = seed
+        self._dtype = DTYPES[config.dtype]
+        self._device = torch.device(device)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> Shape:
+        if name not in self._shapes:
+            raise ModelError(f"the checkpoint has no tensor {name!r}")
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        return self.slice(name, 0, 0, self.shape(name)[0])
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        shape = self.shape(name)
+        check_slice(name, shape, dim, start, stop)
+        kept = [range(start, stop) if axis == dim else range(size) for axis, size in enumerate(shape)]
+        result = torch.empty([len(part) for part in kept], dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return result.fill_(1.0)
+        rows, columns = kept if len(kept) == 2 else (kept[0], range(1))
+        self._fill(result.view(len(rows), len(columns)), name, rows, columns)
+        return result
+
+    def _fill(self, out: Tensor, name: str, rows: range, columns: range) -> None:
+        row_length = self._shapes[name][1] if len(self._shapes[name]) == 2 else 1
+        key = _key(self._seed, name)
+        column_index = torch.arange(columns.start, columns.stop, device=self._device)
+        chunk_elements = CPU_CHUNK if self._device.type == "cpu" else GPU_CHUNK
+        rows_a_chunk = max(1, chunk_elements // max(1, len(columns)))
+        for first in range(0, len(rows), rows_a_chunk):
+            chunk = rows[first : first + rows_a_chunk]
+            row_index = torch.arange(chunk.start, chunk.stop, device=self._device)
+            index = row_index[:, None] * row_length + column_index
+            out[first : first + len(chunk)] = _normal(index, key) * self._std
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Nearly normal float32 of mean 0 and deviation 1, never past 3.5, for each int64 counter.
+
+    SplitMix64 (Steele, Lea, Flood 2014) makes 64 bits; the sum of their four 16-bit lanes is nearly normal.
+    Products wrap modulo 2^64.
+    """
+    bits = index * _signed(0x9E3779B97F4A7C15) + key
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits ^ _shift_right(bits, 31)
+    lanes = (bits & 0xFFFF) + (bits >> 16 & 0xFFFF) + (bits >> 32 & 0xFFFF) + (bits >> 48 & 0xFFFF)
+    return (lanes - LANES_MEAN) / LANES_STD
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """The logical shift; torch's own repeats the sign."""
+    return bits >> count & (1 << 64 - count) - 1
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
