@@ -1,0 +1,105 @@
+"""The C kernels of the CPU path: compiled once per machine with the system's compiler, called through ctypes.
+
+Plain C with a C ABI: no torch headers, so one build serves every torch and Python version and takes
+seconds. The library is named by a hash of the sources, the flags, the compiler and the CPU. Where there is
+no compiler every op falls back to its plain torch reference, several times slower, and says so once.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES: Final = Path(__file__).resolve().parent / "native"
+FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC", "-w")
+DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1}  # as `enum dtype` in simd.h
+_CTYPES: Final = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+def handles(dtype: torch.dtype) -> bool:
+    """True when the C kernels take tensors of this dtype on this machine."""
+    return dtype in DTYPE_CODES and library() is not None
+
+
+@cache
+def function(name: str, signature: str) -> Callable[..., None]:
+    """The C function `name`; signature: p pointer, n int64 or ptrdiff_t, i int, f float, one letter each.
+
+    Nothing is checked on the C side: callers pass addresses of tensors they keep alive, in the shapes
+    that the source file states.
+    """
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError(f"{name}: the native kernels are not built; ask native.handles() first")
+    entry = loaded[name]
+    entry.argtypes = [_CTYPES[letter] for letter in signature]
+    entry.restype = None
+    return entry
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, built on first use; None without a working C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        logger.warning("no C compiler found: the CPU kernels run as plain torch, several times slower")
+        return None
+    try:
+        return ctypes.CDLL(str(_built_library(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("native kernels not built (%s): the CPU kernels run as plain torch, slower", error)
+        return None
+
+
+def _built_library(compiler: str) -> Path:
+    sources = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (*FLAGS, compiler, platform.machine(), _cpu_features()):
+        digest.update(part.encode())
+    for source in (*sources, *sorted(SOURCES.glob("*.h"))):
+        digest.update(source.read_bytes())
+    target = _cache_folder() / f"kernels-{digest.hexdigest()}.so"
+    if not target.exists():
+        _compile(compiler, sources, target)
+    return target
+
+
+def _compile(compiler: str, sources: list[Path], target: Path) -> None:
+    # OpenMP resolves to the libgomp that torch has loaded: one thread pool in the process, not two.
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        command = [compiler, *FLAGS, "-fopenmp", *map(str, sources), "-o", str(built), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if result.returncode:  # Apple's clang knows no -fopenmp: one thread is better than none
+            command.remove("-fopenmp")
+            result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if result.returncode:
+            raise subprocess.SubprocessError(f"{compiler} failed: {result.stderr.strip()[-300:]}")
+        os.replace(built, target)  # whole or not at all, whichever process comes first
+    logger.info("native kernels compiled", extra={"path": str(target)})
+
+
+def _cache_folder() -> Path:
+    folder = Path.home() / ".cache" / "baton"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _cpu_features() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    lines = cpuinfo.read_text(errors="replace").splitlines()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))

@@ -1,0 +1,325 @@
+// Causal attention of a ragged batch of queries over paged keys and values: decode and prefill alike.
+//
+// A tile is up to MAX_ROWS query rows that share a KV head: neighbouring queries of one sequence times the
+// query heads of the group. The keys pass in blocks of 32 that start at multiples of 32 in the sequence,
+// whatever the page size; for each block the tile
+//   1. transposes the keys, so that lanes are keys and units (a float, or two bf16) run down the head,
+//   2. scores the 32 keys for every row, two vectors that hide each other's latency,
+//   3. updates each row's running maximum and sum (online softmax),
+//   4. adds the probabilities times the values to each row's output.
+// A row's arithmetic depends on its own position only: the same bits in a prefill chunk of any size and in
+// decode, for any page size and any batch.
+#include "simd.h"
+
+#define BLOCK 32
+#define HALVES 2  // vectors of keys in a block
+#define MAX_ROWS 16
+#define MAX_HEAD_DIM 256
+
+// Runs `call` over rows [first, last) in groups of n = 4, 2 or 1 rows, n known to the compiler.
+#define IN_FOURS(r, n, first, last, call)          \
+    for (int64_t r = (first); r < (last);) {       \
+        if ((last) - r >= 4) { enum { n = 4 }; call; r += 4; } \
+        else if ((last) - r >= 2) { enum { n = 2 }; call; r += 2; } \
+        else { enum { n = 1 }; call; r += 1; }     \
+    }
+
+struct attention {
+    const char *query;             // [num_tokens, num_heads, head_dim]
+    ptrdiff_t query_token, query_head;  // strides, bytes
+    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift, head_dim], last two contiguous
+    ptrdiff_t page_stride, value_stride, head_stride;  // bytes
+    const int32_t *page_table;     // [num_sequences, table_stride]
+    ptrdiff_t table_stride;        // elements
+    const int32_t *query_starts;   // [num_sequences + 1], cumulative
+    const int32_t *context_lens;   // [num_sequences], keys in the pages, this chunk's included
+    char *output;                  // [num_tokens, num_heads, head_dim], contiguous
+    int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
+    float scale;
+    int is_bf16;
+};
+
+struct tile {
+    int64_t sequence, kv_head, first_query, num_queries, num_rows;
+    int64_t first_position;  // of the first query in its sequence
+};
+
+// Lane r belongs to row r of the tile.
+struct softmax {
+    f32x16 maximum, sum;
+};
+
+INLINE const char *key_pointer(const struct attention *p, const struct tile *t, int64_t position, int element_bytes) {
+    int64_t page = p->page_table[t->sequence * p->table_stride + (position >> p->page_shift)];
+    int64_t offset = position & ((1 << p->page_shift) - 1);
+    return p->pages + page * p->page_stride + t->kv_head * p->head_stride + offset * p->head_dim * element_bytes;
+}
+
+// The 16 keys from `first` on and their values, each as 16 consecutive rows: in place where one page holds
+// them all, else copied to `spare`. Rows past `last_position` are zeros: what lies there is somebody's past.
+INLINE void find_run(
+    const struct attention *p, const struct tile *t, int64_t first, int64_t last_position, int element_bytes,
+    char spare[2][LANES * MAX_HEAD_DIM * 4], const char **keys, const char **values) {
+    if (p->page_shift >= 4 && first + LANES - 1 <= last_position) {
+        *keys = key_pointer(p, t, first, element_bytes);
+        *values = *keys + p->value_stride;
+        return;
+    }
+    int64_t row_bytes = p->head_dim * element_bytes;
+    for (int64_t i = 0; i < LANES; i++) {
+        if (first + i > last_position) {
+            memset(spare[0] + i * row_bytes, 0, row_bytes);
+            memset(spare[1] + i * row_bytes, 0, row_bytes);
+            continue;
+        }
+        const char *key = key_pointer(p, t, first + i, element_bytes);
+        memcpy(spare[0] + i * row_bytes, key, row_bytes);
+        memcpy(spare[1] + i * row_bytes, key + p->value_stride, row_bytes);
+    }
+    *keys = spare[0];
+    *values = spare[1];
+}
+
+INLINE int64_t first_key(const struct attention *p, int64_t position) {
+    return p->window > 0 ? MAX(0, position - p->window + 1) : 0;
+}
+
+#if defined(__AVX512F__)
+// Sixteen rows of 16 units -> 16 vectors of one unit of every row.
+INLINE void transpose_units(const char *rows, ptrdiff_t stride, uint32_t out[][LANES]) {
+    __m512i a[LANES], b[LANES];
+    for (int i = 0; i < LANES; i++) a[i] = _mm512_loadu_si512(rows + i * stride);
+    for (int i = 0; i < LANES; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(out[i], _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(out[i + 4], _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+        _mm512_storeu_si512(out[i + 8], _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_storeu_si512(out[i + 12], _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+}
+#else
+INLINE void transpose_units(const char *rows, ptrdiff_t stride, uint32_t out[][LANES]) {
+    for (int i = 0; i < LANES; i++)
+        for (int unit = 0; unit < LANES; unit++) memcpy(&out[unit][i], rows + i * stride + unit * 4, 4);
+}
+#endif
+
+// 16 rows of keys -> units[head_dim * element_bytes / 4][16 keys]
+INLINE void transpose_keys(const char *keys, int64_t num_units, uint32_t units[MAX_HEAD_DIM][LANES]) {
+    int64_t unit = 0;
+    for (; unit + LANES <= num_units; unit += LANES) transpose_units(keys + unit * 4, num_units * 4, units + unit);
+    for (; unit < num_units; unit++)
+        for (int64_t i = 0; i < LANES; i++) memcpy(&units[unit][i], keys + (i * num_units + unit) * 4, 4);
+}
+
+// Two rows of bf16 -> pairs of the same dimension: 16 units at `out`.
+INLINE void pair_up(const bf16 *even, const bf16 *odd, uint32_t *out) {
+    u16x16 low, high;
+    memcpy(&low, even, sizeof low);
+    memcpy(&high, odd, sizeof high);
+    u32x16 pair = __builtin_convertvector(low, u32x16) | __builtin_convertvector(high, u32x16) << 16;
+    memcpy(out, &pair, sizeof pair);
+}
+
+// 16 rows of bf16 values -> pairs[8][head_dim] of neighbouring keys
+INLINE void pair_values(const bf16 *values, int64_t head_dim, uint32_t *pairs) {
+    for (int64_t i = 0; i < LANES; i += 2, values += 2 * head_dim, pairs += head_dim) {
+        int64_t d = 0;
+#if defined(__AVX512BW__)
+        const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                             37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (; d + 2 * LANES <= head_dim; d += 2 * LANES) {
+            __m512i even = _mm512_loadu_si512(values + d), odd = _mm512_loadu_si512(values + head_dim + d);
+            _mm512_storeu_si512(pairs + d, _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(pairs + d + LANES, _mm512_permutex2var_epi16(even, high, odd));
+        }
+#endif
+        for (; d < head_dim; d += LANES) pair_up(values + d, values + head_dim + d, pairs + d);
+    }
+}
+
+// Each half of the block has two chains per row, even and odd units, then their sum.
+INLINE void score_rows(
+    const uint32_t *const *query, const uint32_t units[HALVES][MAX_HEAD_DIM][LANES], int64_t num_units, float scale,
+    f32x16 scores[][HALVES], const int rows, const int is_bf16) {
+    f32x16 even[4][HALVES], odd[4][HALVES];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < HALVES; h++) even[r][h] = odd[r][h] = (f32x16){};
+    for (int64_t u = 0; u < num_units; u += 2)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) {
+                even[r][h] = dot_units(even[r][h], query[r][u], units[h][u], is_bf16);
+                odd[r][h] = dot_units(odd[r][h], query[r][u + 1], units[h][u + 1], is_bf16);
+            }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < HALVES; h++) scores[r][h] = (even[r][h] + odd[r][h]) * splat(scale);
+}
+
+// out[r][d, d + 16 * vectors) = out * rescale + probabilities . values
+INLINE void add_slice(
+    float out[][MAX_HEAD_DIM], const uint32_t weights[][BLOCK], const float *rescale, const uint32_t *values,
+    int64_t head_dim, int64_t d, const int rows, const int vectors, const int is_bf16) {
+    f32x16 acc[4][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) acc[r][v] = load_f32(out[r] + d + v * LANES) * splat(rescale[r]);
+    for (int j = 0; j < (is_bf16 ? BLOCK / 2 : BLOCK); j++)
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                acc[r][v] = dot_units(acc[r][v], weights[r][j], values + j * head_dim + d + v * LANES, is_bf16);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store_f32(out[r] + d + v * LANES, acc[r][v]);
+}
+
+INLINE void add_values(
+    float out[][MAX_HEAD_DIM], const f32x16 probabilities[][HALVES], const float *rescale, const uint32_t *values,
+    int64_t head_dim, const int rows, const int is_bf16) {
+    uint32_t weights[4][BLOCK];
+    for (int r = 0; r < rows; r++)
+        for (int h = 0; h < HALVES; h++) store_lanes(weights[r], h * LANES, probabilities[r][h], is_bf16);
+    int64_t d = 0;
+    for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
+        add_slice(out, weights, rescale, values, head_dim, d, rows, 4, is_bf16);
+    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, head_dim, d, rows, 1, is_bf16);
+}
+
+INLINE f32x16 mask_keys(f32x16 score, int64_t first, int64_t low, int64_t high) {
+    i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i32x16 position = lane + ((int32_t)first - (i32x16){});
+    i32x16 seen = (position >= ((int32_t)low - (i32x16){})) & (position <= ((int32_t)high - (i32x16){}));
+    return select_lanes(seen, score, splat(-INFINITY));
+}
+
+INLINE f32x16 set_lane(f32x16 v, int64_t lane, float value) {
+    i32x16 index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return select_lanes(index == ((int32_t)lane - (i32x16){}), splat(value), v);
+}
+
+// Scores of one block for rows [first, last) -> probabilities; `rescale` is what the rows' sums and outputs
+// so far are multiplied by. Lane r of the state belongs to row r.
+INLINE void softmax_block(struct softmax *state, f32x16 scores[][HALVES], int64_t first, int64_t last, float rescale[MAX_ROWS]) {
+    f32x16 highest = splat(-INFINITY), sum = {0};
+    for (int64_t r = first; r < last; r++) {
+        f32x16 larger = select_lanes(scores[r][0] > scores[r][1], scores[r][0], scores[r][1]);
+        highest = set_lane(highest, r, max_lanes(larger));
+    }
+    f32x16 maximum = select_lanes(highest > state->maximum, highest, state->maximum);
+    float row_maximum[MAX_ROWS];
+    store_f32(row_maximum, maximum);
+    for (int64_t r = first; r < last; r++) {
+        for (int h = 0; h < HALVES; h++) scores[r][h] = exp_lanes(scores[r][h] - splat(row_maximum[r]));
+        sum = set_lane(sum, r, sum_lanes(scores[r][0] + scores[r][1]));
+    }
+    f32x16 factor = exp_lanes(state->maximum - maximum);
+    store_f32(rescale, factor);
+    state->sum = state->sum * factor + sum;
+    state->maximum = maximum;
+}
+
+INLINE void run_tile(const struct attention *p, const struct tile *t, const int is_bf16) {
+    const int element_bytes = is_bf16 ? 2 : 4;
+    const int64_t head_dim = p->head_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
+    _Alignas(64) uint32_t units[HALVES][MAX_HEAD_DIM][LANES];
+    _Alignas(64) uint32_t values[BLOCK * MAX_HEAD_DIM];
+    _Alignas(64) char spare[2][LANES * MAX_HEAD_DIM * 4];
+    _Alignas(64) float out[MAX_ROWS][MAX_HEAD_DIM];
+    const uint32_t *query[MAX_ROWS];
+    struct softmax state = {.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
+    for (int64_t r = 0; r < t->num_rows; r++) {
+        int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
+        query[r] = (const uint32_t *)(p->query + token * p->query_token + head * p->query_head);
+        memset(out[r], 0, head_dim * sizeof(float));
+    }
+    int64_t last_position = t->first_position + t->num_queries - 1;
+    for (int64_t block = first_key(p, t->first_position) / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
+        for (int h = 0; h < HALVES; h++) {
+            const char *keys, *run;
+            find_run(p, t, block + h * LANES, last_position, element_bytes, spare, &keys, &run);
+            transpose_keys(keys, num_units, units[h]);
+            uint32_t *half = values + h * LANES * num_units;
+            if (is_bf16) pair_values((const bf16 *)run, head_dim, half);
+            else memcpy(half, run, LANES * head_dim * 4);
+        }
+        // Rows [first, last) see this block: earlier queries end before it, later windows start after it.
+        int64_t first = MAX(0, block - t->first_position) * group, last = t->num_rows;
+        while (last > first && block + BLOCK <= first_key(p, t->first_position + (last - 1) / group)) last -= group;
+        f32x16 scores[MAX_ROWS][HALVES];
+        float rescale[MAX_ROWS];
+        IN_FOURS(r, n, first, last, score_rows(query + r, units, num_units, p->scale, scores + r, n, is_bf16))
+        for (int64_t r = first; r < last; r++) {
+            int64_t position = t->first_position + r / group, low = first_key(p, position);
+            if (block >= low && block + BLOCK <= position + 1) continue;
+            for (int h = 0; h < HALVES; h++) scores[r][h] = mask_keys(scores[r][h], block + h * LANES, low, position);
+        }
+        softmax_block(&state, scores, first, last, rescale);
+        IN_FOURS(r, n, first, last, add_values(out + r, scores + r, rescale + r, values, head_dim, n, is_bf16))
+    }
+    for (int64_t r = 0; r < t->num_rows; r++) {
+        int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
+        f32x16 inverse = splat(state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f);
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store_lanes(p->output, (token * p->num_heads + head) * head_dim + d, load_f32(out[r] + d) * inverse, is_bf16);
+    }
+}
+
+// The tile number `index` of the batch: sequences in order, their queries in runs of `run`, KV heads innermost.
+INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_starts, int64_t index, int64_t run) {
+    int64_t low = 0, high = p->num_sequences;  // tile_starts[low] <= index / kv heads < tile_starts[high]
+    int64_t in_order = index / p->num_kv_heads;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (tile_starts[middle] <= in_order) low = middle;
+        else high = middle;
+    }
+    int64_t start = p->query_starts[low], end = p->query_starts[low + 1];
+    struct tile t = {.sequence = low, .kv_head = index % p->num_kv_heads};
+    t.first_query = start + (in_order - tile_starts[low]) * run;
+    t.num_queries = MIN(run, end - t.first_query);
+    t.num_rows = t.num_queries * (p->num_heads / p->num_kv_heads);
+    t.first_position = p->context_lens[low] - (end - t.first_query);
+    return t;
+}
+
+// tile_starts: scratch of num_sequences + 1. head_dim: a multiple of 16, at most 256. A sequence whose
+// context_len is 0 is padding: its rows come out as zeros.
+EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
+    int64_t group = p->num_heads / p->num_kv_heads, run = MAX(1, MAX_ROWS / group);
+    tile_starts[0] = 0;
+    for (int64_t s = 0; s < p->num_sequences; s++) {
+        int64_t num_queries = p->query_starts[s + 1] - p->query_starts[s];
+        tile_starts[s + 1] = tile_starts[s] + (num_queries + run - 1) / run;
+    }
+    int64_t num_tiles = tile_starts[p->num_sequences] * p->num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 1) if (num_tiles > 1)
+    for (int64_t i = 0; i < num_tiles; i++) {
+        // The longest contexts of a prefill come last in each sequence; starting there evens the load.
+        struct tile t = find_tile(p, tile_starts, num_tiles - 1 - i, run);
+        if (p->is_bf16) run_tile(p, &t, 1);
+        else run_tile(p, &t, 0);
+    }
+}

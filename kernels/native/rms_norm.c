@@ -1,0 +1,71 @@
+// Root-mean-square normalisation of rows, alone or after adding to the residual stream.
+#include "simd.h"
+
+struct rows {
+    ptrdiff_t outer, inner;  // bytes from row to row: row r is (r / num_inner, r % num_inner)
+};
+
+INLINE char *row_at(char *base, struct rows s, int64_t row, int64_t num_inner) {
+    return base + row / num_inner * s.outer + row % num_inner * s.inner;
+}
+
+// y = round(x * rsqrt(mean(x^2) + eps)) * weight, rounded again: Hugging Face's order of rounding.
+INLINE void norm_row(const char *x, const char *weight, char *y, int64_t width, float eps, const int is_bf16) {
+    f32x16 squares = {0};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) {
+        f32x16 v = load_lanes(x, i, is_bf16);
+        squares += v * v;
+    }
+    float sum = sum_lanes(squares);
+    for (int64_t j = i; j < width; j++) sum += load_one(x, j, is_bf16) * load_one(x, j, is_bf16);
+    float inverse = 1.0f / sqrtf(sum / (float)width + eps);
+    for (i = 0; i + LANES <= width; i += LANES) {
+        f32x16 scaled = round_to(load_lanes(x, i, is_bf16) * splat(inverse), is_bf16);
+        store_lanes(y, i, scaled * load_lanes(weight, i, is_bf16), is_bf16);
+    }
+    for (; i < width; i++) {
+        float scaled = load_one(x, i, is_bf16) * inverse;
+        if (is_bf16) scaled = bf16_to_f32(f32_to_bf16(scaled));
+        store_one(y, i, scaled * load_one(weight, i, is_bf16), is_bf16);
+    }
+}
+
+INLINE void add_row(char *residual, const char *x, int64_t width, const int is_bf16) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        store_lanes(residual, i, load_lanes(residual, i, is_bf16) + load_lanes(x, i, is_bf16), is_bf16);
+    for (; i < width; i++)
+        store_one(residual, i, load_one(residual, i, is_bf16) + load_one(x, i, is_bf16), is_bf16);
+}
+
+// x: [num_outer, num_inner, width], last axis contiguous; y: the same shape, contiguous.
+EXPORT void baton_rms_norm(
+    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y,
+    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype) {
+    int64_t num_rows = num_outer * num_inner, row_bytes = width * (dtype == BF16 ? 2 : 4);
+    struct rows strides = {outer, inner};
+#pragma omp parallel for schedule(static) if (num_rows * width > 65536)
+    for (int64_t r = 0; r < num_rows; r++) {
+        char *row = row_at(x, strides, r, num_inner);
+        if (dtype == BF16) norm_row(row, weight, y + r * row_bytes, width, eps, 1);
+        else norm_row(row, weight, y + r * row_bytes, width, eps, 0);
+    }
+}
+
+// residual += x, then y = norm(residual); x and residual: [num_rows, width], contiguous.
+EXPORT void baton_add_rms_norm(
+    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype) {
+    int64_t row_bytes = width * (dtype == BF16 ? 2 : 4);
+#pragma omp parallel for schedule(static) if (num_rows * width > 65536)
+    for (int64_t r = 0; r < num_rows; r++) {
+        char *row = residual + r * row_bytes;
+        if (dtype == BF16) {
+            add_row(row, x + r * row_bytes, width, 1);
+            norm_row(row, weight, y + r * row_bytes, width, eps, 1);
+        } else {
+            add_row(row, x + r * row_bytes, width, 0);
+            norm_row(row, weight, y + r * row_bytes, width, eps, 0);
+        }
+    }
+}

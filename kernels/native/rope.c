@@ -1,0 +1,34 @@
+// Rotary position embedding in place: element i of a head turns with element i + head_dim / 2.
+#include "simd.h"
+
+INLINE void rotate_head(char *x, const float *cos, const float *sin, int64_t half, const int is_bf16) {
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        f32x16 c = load_f32(cos + i), s = load_f32(sin + i);
+        f32x16 a = load_lanes(x, i, is_bf16), b = load_lanes(x, half + i, is_bf16);
+        store_lanes(x, i, a * c - b * s, is_bf16);
+        store_lanes(x, half + i, b * c + a * s, is_bf16);
+    }
+    for (; i < half; i++) {
+        float a = load_one(x, i, is_bf16), b = load_one(x, half + i, is_bf16);
+        store_one(x, i, a * cos[i] - b * sin[i], is_bf16);
+        store_one(x, half + i, b * cos[i] + a * sin[i], is_bf16);
+    }
+}
+
+// x: [num_tokens, num_heads, head_dim], heads contiguous, tokens `stride` bytes apart;
+// cos_sin: [max_positions, head_dim] fp32, cosines first.
+EXPORT void baton_rope(
+    char *x, ptrdiff_t stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
+    int64_t num_tokens, int64_t head_dim, int dtype) {
+    int64_t head_bytes = head_dim * (dtype == BF16 ? 2 : 4), half = head_dim / 2;
+#pragma omp parallel for schedule(static) if (num_tokens * num_heads * head_dim > 65536)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        const float *cos = cos_sin + positions[t] * head_dim;
+        for (int64_t h = 0; h < num_heads; h++) {
+            char *head = x + t * stride + h * head_bytes;
+            if (dtype == BF16) rotate_head(head, cos, cos + half, half, 1);
+            else rotate_head(head, cos, cos + half, half, 0);
+        }
+    }
+}
