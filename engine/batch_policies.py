@@ -15,7 +15,6 @@ from itertools import islice
 from baton.engine.plan_draft import PlanDraft
 from baton.engine.queue_window import QueueWindow
 from baton.engine.sequence import Sequence
-from baton.engine.sequence_queues import SequenceQueues, rank_of
 
 
 class StaticPolicy:
@@ -23,7 +22,7 @@ class StaticPolicy:
         queues = draft.queues
         members = admit_batch(draft, queues.waiting) if not queues.num_running else []
         num_rows = len(members) or queues.num_last_admitted
-        prefilling = members or prefilling_by_rank(queues)
+        prefilling = members or draft.prefills()
         if prefilling:
             width = max(1, draft.budget // num_rows)
             granted = [draft.grant(sequence, width) for sequence in prefilling]
@@ -43,7 +42,7 @@ class DynamicPolicy:
         queues = draft.queues
         if queues.num_running:
             draft.schedule_decodes()
-            members, wait_s = prefilling_by_rank(queues), None
+            members, wait_s = draft.prefills(), None
         else:
             opening = self._window.look(queues.waiting, draft.seats, now_s)
             wait_s = opening.wait_s
@@ -61,7 +60,3 @@ def admit_batch(draft: PlanDraft, waiting: Iterable[Sequence]) -> list[Sequence]
             break
         members.append(sequence)
     return members
-
-
-def prefilling_by_rank(queues: SequenceQueues) -> list[Sequence]:
-    return sorted(queues.prefilling.values(), key=rank_of)

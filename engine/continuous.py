@@ -38,8 +38,7 @@ class ContinuousPolicy:
             return None
         opening = self._window.look(queues.waiting, draft.seats, now_s)
         newcomers = self._eligible(queues, opening)
-        running = sorted((s for s in queues.prefilling.values() if not draft.is_preempted(s)), key=rank_of)
-        self._share_budget(draft, merge(running, newcomers, key=rank_of))
+        self._share_budget(draft, merge(draft.prefills(), newcomers, key=rank_of))
         return opening.wait_s
 
     def _eligible(self, queues: SequenceQueues, opening: Opening) -> Iterator[Sequence]:

@@ -65,6 +65,10 @@ class PlanDraft:
                 self.budget -= 1
         return len(self._decodes)
 
+    def prefills(self) -> list[Sequence]:
+        """The running sequences that are behind by more than a token, best rank first."""
+        return sorted((s for s in self.queues.prefilling.values() if not self.is_preempted(s)), key=rank_of)
+
     def remaining(self, sequence: Sequence) -> int:
         """Tokens still to compute after what this plan grants; an admitted one starts after its hits."""
         return sequence.num_tokens - self._end(sequence)
@@ -75,7 +79,7 @@ class PlanDraft:
         Fewer when pages are short. Only a sequence that could not advance at all preempts others.
         """
         num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
-        if num_tokens < 1 or not self._find_pages(sequence, 1):
+        if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
         num_pages = self._num_held(sequence) + self._available
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - self._end(sequence))

@@ -70,7 +70,7 @@ class Scheduler:
         max_num_tokens = min(sequence.max_num_tokens, num_slots)
         if sequence.num_prompt_tokens >= max_num_tokens:
             raise InvalidRequest(
-                f"request {sequence.request_id}: the prompt has {sequence.num_prompt_tokens} tokens; the model "
+                f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens; the model "
                 f"and its KV pages hold {max_num_tokens}, one of them for the answer"
             )
         sequence.max_num_tokens = max_num_tokens

@@ -1,0 +1,88 @@
+"""Stand-ins with real behaviour for parts that are slow or outside the process."""
+
+from collections.abc import Sequence as Ordered
+from typing import NamedTuple
+
+from baton.engine.pages import PagePool
+from baton.engine.plan import Batch, ScheduledChunk
+from baton.engine.sequence import Sequence
+
+_MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
+
+
+class KVEntry(NamedTuple):
+    """What one token leaves in its slot; `context` depends on the salt and on every token up to it."""
+
+    position: int
+    token_id: int
+    context: int
+
+
+class HashModel:
+    """A model whose next token depends on every KV entry that it reads, page by page.
+
+    It keeps real contents of device and host pages, runs the copies of a batch in the documented order,
+    and raises AssertionError when a chunk reads a slot that does not hold what the sequence computed, or
+    writes a page that anyone else can see.
+    """
+
+    def __init__(self, pool: PagePool, num_host_pages: int = 0, vocab_size: int = 50) -> None:
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self.device: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(pool.num_pages)]
+        self.host: list[list[KVEntry | None]] = [[None] * pool.page_size for _ in range(num_host_pages)]
+        self.num_computed_tokens = 0
+
+    def run(self, batch: Batch) -> list[int | None]:
+        """Execute the batch: one sampled token for each chunk that samples, else None."""
+        for device_page, host_page in batch.copies_to_host:
+            self.host[host_page] = list(self.device[device_page])
+        for device_page, host_page in batch.copies_to_device:
+            self.device[device_page] = list(self.host[host_page])
+        return [self._run_chunk(chunk) for chunk in batch.chunks]
+
+    def context_of(self, token_ids: Ordered[int], salt: bytes) -> int:
+        context = int.from_bytes(salt, "little")
+        for token_id in token_ids:
+            context = _mix(context, token_id)
+        return context
+
+    def generate(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """The prompt and what follows it, without pages or batches: the answer every run must give."""
+        token_ids = sequence.token_ids[: sequence.num_prompt_tokens]
+        context = self.context_of(token_ids, sequence.cache_salt)
+        while len(token_ids) < num_tokens:
+            token_ids.append(self._sample(context, sequence.choice, len(token_ids)))
+            context = _mix(context, token_ids[-1])
+        return token_ids
+
+    def _run_chunk(self, chunk: ScheduledChunk) -> int | None:
+        sequence, context = chunk.sequence, int.from_bytes(chunk.sequence.cache_salt, "little")
+        for position in range(chunk.start):
+            context = _mix(context, sequence.token_ids[position])
+            page, offset = self._slot(sequence, position)
+            expected = KVEntry(position, sequence.token_ids[position], context)
+            assert self.device[page][offset] == expected, (
+                f"{sequence.key} reads page {page}: {self.device[page][offset]}, expected {expected}"
+            )
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            context = _mix(context, sequence.token_ids[position])
+            page, offset = self._slot(sequence, position)
+            assert self._pool.owners(page) == {sequence.key}, f"{sequence.key} writes shared page {page}"
+            self.device[page][offset] = KVEntry(position, sequence.token_ids[position], context)
+        self.num_computed_tokens += chunk.num_tokens
+        if not chunk.samples:
+            return None
+        return self._sample(context, sequence.choice, sequence.num_tokens)
+
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        page = sequence.page_table[position // self._pool.page_size]
+        assert sequence.key in self._pool.owners(page), f"{sequence.key} does not own page {page}"
+        return page, position % self._pool.page_size
+
+    def _sample(self, context: int, choice: int, position: int) -> int:
+        return (_mix(_mix(context, choice), position) >> 33) % self._vocab_size
+
+
+def _mix(context: int, value: int) -> int:
+    return (context * _MULTIPLIER + value + 1442695040888963407) % _MODULUS

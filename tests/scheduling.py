@@ -1,0 +1,181 @@
+"""A scheduler with its ledgers and a HashModel, and a slow oracle that recomputes the books every step."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.clock import ManualClock
+from baton.config import SchedulerConfig
+from baton.engine.host_tier import HostTier
+from baton.engine.page_keys import PageKeys
+from baton.engine.pages import PagePool, PageState
+from baton.engine.plan import Advance, Batch, Plan
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.request import FinishReason, Request, SamplingParams
+from tests.fakes import HashModel
+
+
+@dataclass(kw_only=True)
+class Settings:
+    num_pages: int = 64
+    page_size: int = 4
+    num_host_pages: int = 0
+    prefix_caching: bool = True
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+class Harness:
+    """Runs steps; every step is checked against the oracle, every finished sequence against the model."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.clock = ManualClock()
+        self.pool = PagePool(settings.num_pages, settings.page_size)
+        keys = PageKeys(model_fingerprint="hash-model", dtype="float32", page_size=settings.page_size)
+        self.host = HostTier(settings.num_host_pages)
+        self.cache = PrefixCache(self.pool, keys if settings.prefix_caching else None, self.host)
+        self.scheduler = Scheduler(settings.scheduler, self.cache, self.clock)
+        self.model = HashModel(self.pool, settings.num_host_pages)
+        self.live: dict[SequenceKey, Sequence] = {}
+        self.finished: list[Sequence] = []
+        self.num_steps = 0
+
+    def add(
+        self, request_id: str, token_ids: Iterable[int], sampling: SamplingParams | None = None, **fields: object
+    ) -> list[Sequence]:
+        """Add every choice of a request; `fields` are further fields of Request."""
+        request = Request(
+            request_id=request_id,
+            token_ids=tuple(token_ids),
+            sampling=sampling or SamplingParams(max_tokens=4),
+            **fields,  # type: ignore[arg-type]
+        )
+        sequences = [
+            Sequence.from_request(request, choice, max_model_len=1 << 20) for choice in range(request.sampling.n)
+        ]
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self.live[sequence.key] = sequence
+        return sequences
+
+    def abort(self, request_id: str) -> None:
+        for sequence in self.scheduler.abort(request_id):
+            del self.live[sequence.key]
+
+    def plan(self) -> Plan:
+        plan = self.scheduler.plan()
+        assert plan == self.scheduler.plan(), "planning twice must give the same plan"
+        self._check_plan(plan)
+        return plan
+
+    def step(self) -> tuple[Plan, Batch, list[Advance]]:
+        plan = self.plan()
+        expected_hits = self._expected_hits(plan)
+        batch = self.scheduler.apply(plan)
+        self._check_batch(plan, batch, expected_hits)
+        self.scheduler.check_integrity()
+        advances = self.scheduler.commit(batch, self.model.run(batch))
+        for advance in advances:
+            if advance.finish_reason is not None:
+                self.finished.append(self.live.pop(advance.sequence.key))
+        self._check_books()
+        self.num_steps += 1
+        return plan, batch, advances
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until everything has finished, then check that every page is back and every answer right."""
+        while self.scheduler.has_work():
+            plan, _, _ = self.step()
+            assert plan.scheduled or plan.preempted or plan.wait_s, "nothing was planned: a deadlock"
+            if plan.wait_s is not None:
+                self.clock.advance(plan.wait_s)
+            assert self.num_steps < max_steps, "no end in sight: a livelock"
+        assert not self.live
+        assert self.pool.count(PageState.ACTIVE) == 0
+        assert self.pool.num_available == self.pool.num_pages
+        self.check_answers()
+
+    def check_answers(self) -> None:
+        for sequence in self.finished:
+            assert sequence.token_ids == self.model.generate(sequence, sequence.num_tokens)
+            if sequence.finish_reason is FinishReason.LENGTH:
+                assert sequence.num_tokens == sequence.max_num_tokens
+
+    # The oracle.
+
+    def _check_plan(self, plan: Plan) -> None:
+        config = self.settings.scheduler
+        running = {key for key, s in self.live.items() if s.status is SequenceStatus.RUNNING}
+        nums = list(plan.scheduled.values())
+        assert all(num > 0 for num in nums)
+        assert sum(nums) <= config.max_num_batched_tokens
+        assert nums[: plan.num_decodes] == [1] * plan.num_decodes and 1 not in nums[plan.num_decodes :]
+        assert set(plan.scheduled) <= running | set(plan.admitted)
+        assert config.policy != "continuous" or set(plan.admitted) <= set(plan.scheduled)
+        assert set(plan.preempted) <= running - set(plan.scheduled)
+        assert len(running) + len(plan.admitted) - len(plan.preempted) <= config.max_num_seqs
+        kept = {p for key in running - set(plan.preempted) for p in self.live[key].page_table}
+        freed = {p for key in plan.preempted for p in self.live[key].page_table} - kept
+        num_pages = sum(plan.page_needs.values()) + plan.num_claimed_pages
+        assert num_pages <= self.pool.num_available + len(freed)
+
+    def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
+        """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""
+        contexts: set[int] = set()
+        for page in range(self.pool.num_pages):
+            last = self.model.device[page][-1]
+            if last is not None and (self.pool.state(page) is PageState.CACHED or self._is_computed(page)):
+                contexts.add(last.context)
+        hits = {}
+        for key in plan.admitted:
+            sequence = self.live[key]
+            if sequence.status is SequenceStatus.WAITING and not self.settings.num_host_pages:
+                hits[key] = self._num_hit_tokens(sequence, contexts) if self.settings.prefix_caching else 0
+        return hits
+
+    def _is_computed(self, page: int) -> bool:
+        size = self.pool.page_size
+        return any(
+            page in s.page_table and s.page_table.index(page) < s.num_computed_tokens // size
+            for s in self.live.values()
+        )
+
+    def _num_hit_tokens(self, sequence: Sequence, contexts: set[int]) -> int:
+        size, num_tokens = self.pool.page_size, 0
+        if sequence.needs_prompt_logprobs:
+            return 0
+        while num_tokens + size < sequence.num_tokens:
+            prefix = sequence.token_ids[: num_tokens + size]
+            if self.model.context_of(prefix, sequence.cache_salt) not in contexts:
+                break
+            num_tokens += size
+        return num_tokens
+
+    def _check_batch(self, plan: Plan, batch: Batch, expected_hits: dict[SequenceKey, int]) -> None:
+        assert [c.sequence.key for c in batch.chunks] == list(plan.scheduled)
+        assert [c.num_tokens for c in batch.chunks] == list(plan.scheduled.values())
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            assert chunk.start == sequence.num_computed_tokens
+            assert chunk.start + chunk.num_tokens <= sequence.num_tokens
+            if sequence.key in expected_hits and not plan.preempted:
+                assert chunk.start == expected_hits[sequence.key], f"{sequence.key} missed a prefix"
+
+    def _check_books(self) -> None:
+        """Owners, states and sizes of tables, derived from nothing but the live sequences."""
+        self.scheduler.check_integrity()
+        owners: dict[int, set[SequenceKey]] = defaultdict(set)
+        for sequence in self.live.values():
+            assert len(set(sequence.page_table)) == len(sequence.page_table)
+            held = 0 if sequence.status is not SequenceStatus.RUNNING else sequence.num_computed_tokens
+            assert len(sequence.page_table) == self.pool.pages_for(held)
+            for page in sequence.page_table:
+                owners[page].add(sequence.key)
+        for page in range(self.pool.num_pages):
+            assert self.pool.owners(page) == owners[page]
+            assert (self.pool.state(page) is PageState.ACTIVE) == bool(owners[page])
+        assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
+        num_swapped = sum(len(s.host_pages) for s in self.live.values())
+        assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages
