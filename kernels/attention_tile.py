@@ -6,20 +6,20 @@ products is fp32. Shapes: M query rows of one kv head, N keys of a block, D head
 
 from __future__ import annotations
 
-from baton.kernels.triton_import import Block, Pointer, jit, tl
+from baton.kernels.triton_import import jit, tl
 
 
-@jit()
+@jit
 def attend_keys(
-    kv_ptr: Pointer,  # [P, 2, K, S, D] at the kv head of the query rows
-    page_table_ptr: Pointer,  # [pages] int32, the row of one sequence
-    query_MD: Block,
-    position_M: Block,
-    acc_MD: Block,  # running sum of weight * value
-    peak_M: Block,  # running maximum of the scores, -inf before the first visible key
-    total_M: Block,  # running sum of the weights
-    first: Block,  # keys [first, last) are met; first is a multiple of BLOCK_N
-    last: Block,
+    kv_ptr: tl.tensor,  # [P, 2, K, S, D] at the kv head of the query rows
+    page_table_ptr: tl.tensor,  # [pages] int32, the row of one sequence
+    query_MD: tl.tensor,
+    position_M: tl.tensor,
+    acc_MD: tl.tensor,  # running sum of weight * value
+    peak_M: tl.tensor,  # running maximum of the scores, -inf before the first visible key
+    total_M: tl.tensor,  # running sum of the weights
+    first: tl.tensor,  # keys [first, last) are met; first is a multiple of BLOCK_N
+    last: tl.tensor,
     scale: float,  # of the scores, times log2(e)
     head_dim: int,
     kv_stride_page: int,
@@ -31,7 +31,7 @@ def attend_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,  # head_dim == BLOCK_D
-) -> tuple[Block, Block, Block]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The running (acc, peak, total) after the keys [first, last)."""
     dim_D = tl.arange(0, BLOCK_D)
     for start in range(first, last, BLOCK_N):

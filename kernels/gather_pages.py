@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.page_words import as_words, check_transfer
-from baton.kernels.triton_import import Pointer, jit, tl, triton
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 def gather_pages(pool: Tensor, page_ids_N: Tensor, out: Tensor) -> None:
@@ -21,11 +21,11 @@ def gather_pages(pool: Tensor, page_ids_N: Tensor, out: Tensor) -> None:
         gather_pages_reference(pool, page_ids_N, out)
 
 
-@jit()
+@kernel()
 def gather_pages_kernel(
-    pool_ptr: Pointer,  # [P, words]
-    page_ids_ptr: Pointer,  # [N] int64
-    out_ptr: Pointer,  # [N, words], contiguous
+    pool_ptr: tl.tensor,  # [P, words]
+    page_ids_ptr: tl.tensor,  # [N] int64
+    out_ptr: tl.tensor,  # [N, words], contiguous
     page_words: int,
     pool_stride_page: int,
     BLOCK: tl.constexpr,

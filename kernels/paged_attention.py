@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.kernels.attention_tile import attend_keys
 from baton.kernels.paged_kv import check_paged_kv, dense_kv
-from baton.kernels.triton_import import Block, Pointer, jit, tl, triton
+from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)
 TARGET_PROGRAMS = 528  # four for each of the 132 multiprocessors of an H100
@@ -51,14 +51,14 @@ def paged_attention_decode(
     )
 
 
-@jit()
+@jit
 def _split_shape(
-    context_len: Block,
+    context_len: tl.tensor,
     NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-) -> tuple[Block, Block]:
+) -> tuple[tl.tensor, tl.tensor]:
     """(first key that is read, keys per split), both multiples of BLOCK_N."""
     first = 0
     if WINDOW > 0:
@@ -67,14 +67,14 @@ def _split_shape(
     return first, tl.cdiv(per_split, BLOCK_N) * BLOCK_N
 
 
-@jit(varying=("page_table_stride",))
+@kernel(varying=("page_table_stride",))
 def paged_attention_kernel(
-    query_ptr: Pointer,  # [B, H, D]
-    kv_ptr: Pointer,  # [P, 2, K, S, D]
-    page_table_ptr: Pointer,  # [B, pages] int32
-    context_lens_ptr: Pointer,  # [B] int32
-    out_ptr: Pointer,  # [B, H, NUM_SPLITS, D]: fp32 when there are several splits, else of the query
-    log_total_ptr: Pointer,  # [B, H, NUM_SPLITS] fp32, base 2: logarithm of the softmax denominator
+    query_ptr: tl.tensor,  # [B, H, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    page_table_ptr: tl.tensor,  # [B, pages] int32
+    context_lens_ptr: tl.tensor,  # [B] int32
+    out_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D]: fp32 when there are several splits, else of the query
+    log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32, base 2: logarithm of the softmax denominator
     scale: float,
     group_size: int,  # G
     head_dim: int,
@@ -144,12 +144,12 @@ def paged_attention_kernel(
         tl.store(log_total_ptr + cell_G, peak_G + tl.log2(total_G), mask=row_G < group_size)
 
 
-@jit()
+@kernel()
 def join_splits_kernel(
-    partial_ptr: Pointer,  # [B, H, NUM_SPLITS, D] fp32
-    log_total_ptr: Pointer,  # [B, H, NUM_SPLITS] fp32
-    context_lens_ptr: Pointer,  # [B] int32
-    out_ptr: Pointer,  # [B, H, D], contiguous
+    partial_ptr: tl.tensor,  # [B, H, NUM_SPLITS, D] fp32
+    log_total_ptr: tl.tensor,  # [B, H, NUM_SPLITS] fp32
+    context_lens_ptr: tl.tensor,  # [B] int32
+    out_ptr: tl.tensor,  # [B, H, D], contiguous
     head_dim: int,
     NUM_SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,

@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.kernels.attention_tile import attend_keys
 from baton.kernels.paged_attention import LOG2_E
 from baton.kernels.paged_kv import check_paged_kv, dense_kv
-from baton.kernels.triton_import import Block, Pointer, jit, tl, triton
+from baton.kernels.triton_import import jit, kernel, tl, triton
 
 
 def prefill_attention(
@@ -55,8 +55,13 @@ def prefill_attention(
     )
 
 
-@jit()
-def _sequence_of(cu_seqlens_ptr: Pointer, num_sequences: Block, block: Block, BLOCK_Q: tl.constexpr) -> Block:
+@jit
+def _sequence_of(
+    cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
+    num_sequences: tl.tensor,
+    block: tl.tensor,
+    BLOCK_Q: tl.constexpr,
+) -> tl.tensor:
     """The sequence that query block `block` belongs to.
 
     Blocks are numbered so that sequence b starts at cu[b] // BLOCK_Q + b, which leaves every sequence
@@ -73,14 +78,14 @@ def _sequence_of(cu_seqlens_ptr: Pointer, num_sequences: Block, block: Block, BL
     return low
 
 
-@jit(varying=("num_sequences", "page_table_stride"))
+@kernel(varying=("num_sequences", "page_table_stride"))
 def prefill_attention_kernel(
-    query_ptr: Pointer,  # [T, H, D]
-    kv_ptr: Pointer,  # [P, 2, K, S, D]
-    page_table_ptr: Pointer,  # [B, pages] int32
-    cu_seqlens_ptr: Pointer,  # [B + 1] int32
-    context_lens_ptr: Pointer,  # [B] int32
-    out_ptr: Pointer,  # [T, H, D], contiguous
+    query_ptr: tl.tensor,  # [T, H, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    page_table_ptr: tl.tensor,  # [B, pages] int32
+    cu_seqlens_ptr: tl.tensor,  # [B + 1] int32
+    context_lens_ptr: tl.tensor,  # [B] int32
+    out_ptr: tl.tensor,  # [T, H, D], contiguous
     scale: float,
     num_sequences: int,
     head_dim: int,

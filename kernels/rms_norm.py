@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.triton_import import Pointer, jit, tl, triton
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -30,12 +30,12 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     return add_rms_norm_reference(x_TE, residual_TE, weight_E, eps)
 
 
-@jit(varying=("num_rows",))
+@kernel(varying=("num_rows",))
 def rms_norm_kernel(
-    x_ptr: Pointer,  # [T, H, E]; row r is token r // H, head r % H
-    residual_ptr: Pointer,  # [T, H, E], read and written when HAS_RESIDUAL
-    weight_ptr: Pointer,  # [E]
-    out_ptr: Pointer,  # [T * H, E], contiguous
+    x_ptr: tl.tensor,  # [T, H, E]; row r is token r // H, head r % H
+    residual_ptr: tl.tensor,  # [T, H, E], read and written when HAS_RESIDUAL
+    weight_ptr: tl.tensor,  # [E]
+    out_ptr: tl.tensor,  # [T * H, E], contiguous
     num_rows: int,
     num_heads: int,
     width: int,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.triton_import import Block, Pointer, jit, tl, triton
+from baton.kernels.triton_import import jit, kernel, tl, triton
 
 
 def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
@@ -24,12 +24,12 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
         rope_reference(query_THD, key_TKD, cos_sin_MD, positions_T)
 
 
-@jit()
+@kernel()
 def rope_kernel(
-    query_ptr: Pointer,  # [T, H, D], in place
-    key_ptr: Pointer,  # [T, K, D], in place
-    cos_sin_ptr: Pointer,  # [M, D] fp32, contiguous
-    positions_ptr: Pointer,  # [T]
+    query_ptr: tl.tensor,  # [T, H, D], in place
+    key_ptr: tl.tensor,  # [T, K, D], in place
+    cos_sin_ptr: tl.tensor,  # [M, D] fp32, contiguous
+    positions_ptr: tl.tensor,  # [T]
     num_query_heads: int,
     num_kv_heads: int,
     half: int,  # D // 2
@@ -52,11 +52,11 @@ def rope_kernel(
     _rotate(key_ptr, cos_D, sin_D, num_kv_heads, half, key_stride_head, BLOCK_K)
 
 
-@jit()
+@jit
 def _rotate(
-    x_ptr: Pointer,  # [heads, D] of one token, in place
-    cos_D: Block,  # [BLOCK_HALF] fp32
-    sin_D: Block,
+    x_ptr: tl.tensor,  # [heads, D] of one token, in place
+    cos_D: tl.tensor,  # [BLOCK_HALF] fp32
+    sin_D: tl.tensor,
     num_heads: int,
     half: int,
     stride_head: int,

@@ -38,7 +38,7 @@ class RopeScaling:
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_positions < 1:
-            raise ValueError(f"{self.rope_type} needs original_max_positions, got {self.original_max_positions}")
+            raise ValueError(f"{self.rope_type} rope needs original_max_positions of at least 1")
 
 
 def rope_table(head_dim: int, max_positions: int, theta: float, scaling: RopeScaling) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels.philox import philox
-from baton.kernels.triton_import import Block, Pointer, jit, tl, triton
+from baton.kernels.triton_import import jit, kernel, tl, triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,30 +46,30 @@ def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     return sample_reference(logits_BV, sampling)
 
 
-@jit()
-def _ordered_key(x: Block) -> Block:
+@jit
+def _ordered_key(x: tl.tensor) -> tl.tensor:
     """uint32 in the order of the fp32 x; -0 equals +0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     flip = (bits >> 31) | -(2**31)  # the sign bit, and for negative numbers every other bit too
     return (bits ^ flip).to(tl.uint32, bitcast=True)
 
 
-@jit()
-def _exponent(x: Block, peak: Block, inverse_temperature: Block) -> Block:
+@jit
+def _exponent(x: tl.tensor, peak: tl.tensor, inverse_temperature: tl.tensor) -> tl.tensor:
     """(x - peak) / temperature; 0 where x is the peak, an infinite one too."""
     return tl.where(x == peak, 0.0, (x - peak) * inverse_temperature)
 
 
-@jit()
+@jit
 def _weigh(
-    row_ptr: Pointer,  # [V] fp32
-    key: Block,
-    peak: Block,
-    inverse_temperature: Block,
+    row_ptr: tl.tensor,  # [V] fp32
+    key: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
     vocab_size: int,
     BY_MASS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-) -> tuple[Block, Block]:
+) -> tuple[tl.tensor, tl.tensor]:
     """(number, weight) of the tokens at or above `key`: probability relative to the peak's, or one each."""
     number_V = tl.zeros([BLOCK_V], tl.int32)
     mass_V = tl.zeros([BLOCK_V], tl.float32)
@@ -87,17 +87,17 @@ def _weigh(
         return number, number.to(tl.float32)
 
 
-@jit()
+@jit
 def _threshold(
-    row_ptr: Pointer,  # [V] fp32
-    low: Block,  # the tokens at or above it weigh the target at least
-    target: Block,
-    peak: Block,
-    inverse_temperature: Block,
+    row_ptr: tl.tensor,  # [V] fp32
+    low: tl.tensor,  # the tokens at or above it weigh the target at least
+    target: tl.tensor,
+    peak: tl.tensor,
+    inverse_temperature: tl.tensor,
     vocab_size: int,
     BY_MASS: tl.constexpr,
     BLOCK_V: tl.constexpr,
-) -> Block:
+) -> tl.tensor:
     """The largest key whose tokens at or above weigh the target, or one below it that keeps the same."""
     # weight(tokens >= low) >= target > weight(tokens >= high); number_* counts the same tokens.
     high = _ordered_key(peak) + 1
@@ -116,24 +116,24 @@ def _threshold(
     return low
 
 
-@jit()
-def _best(score_V: Block, token_V: Block) -> tuple[Block, Block]:
+@jit
+def _best(score_V: tl.tensor, token_V: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """(largest score, lowest token that has it)."""
     peak = tl.max(score_V, axis=0)
     return peak, tl.min(tl.where(score_V == peak, token_V, 2**31 - 1), axis=0)
 
 
-@jit()
+@kernel()
 def sample_kernel(
-    logits_ptr: Pointer,  # [B, V] fp32
-    temperature_ptr: Pointer,  # [B] fp32
-    top_k_ptr: Pointer,  # [B] int32
-    top_p_ptr: Pointer,  # [B] fp32
-    min_p_ptr: Pointer,  # [B] fp32
-    seed_ptr: Pointer,  # [B] int64
-    choice_ptr: Pointer,  # [B] int32
-    position_ptr: Pointer,  # [B] int64
-    out_ptr: Pointer,  # [B] int64
+    logits_ptr: tl.tensor,  # [B, V] fp32
+    temperature_ptr: tl.tensor,  # [B] fp32
+    top_k_ptr: tl.tensor,  # [B] int32
+    top_p_ptr: tl.tensor,  # [B] fp32
+    min_p_ptr: tl.tensor,  # [B] fp32
+    seed_ptr: tl.tensor,  # [B] int64
+    choice_ptr: tl.tensor,  # [B] int32
+    position_ptr: tl.tensor,  # [B] int64
+    out_ptr: tl.tensor,  # [B] int64
     vocab_size: int,
     logits_stride: int,
     BLOCK_V: tl.constexpr,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from baton.kernels.page_words import as_words, check_transfer
-from baton.kernels.triton_import import Pointer, jit, tl, triton
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 def scatter_pages(staging: Tensor, page_ids_N: Tensor, pool: Tensor) -> None:
@@ -20,11 +20,11 @@ def scatter_pages(staging: Tensor, page_ids_N: Tensor, pool: Tensor) -> None:
         scatter_pages_reference(staging, page_ids_N, pool)
 
 
-@jit()
+@kernel()
 def scatter_pages_kernel(
-    staging_ptr: Pointer,  # [N, words], contiguous
-    page_ids_ptr: Pointer,  # [N] int64
-    pool_ptr: Pointer,  # [P, words]
+    staging_ptr: tl.tensor,  # [N, words], contiguous
+    page_ids_ptr: tl.tensor,  # [N] int64
+    pool_ptr: tl.tensor,  # [P, words]
     page_words: int,
     pool_stride_page: int,
     BLOCK: tl.constexpr,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.triton_import import Pointer, jit, tl, triton
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 def silu_mul(gate_up_T2F: Tensor) -> Tensor:
@@ -20,10 +20,10 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     return silu_mul_reference(gate_up_T2F)
 
 
-@jit()
+@kernel()
 def silu_mul_kernel(
-    gate_up_ptr: Pointer,  # [T, 2 * F]
-    out_ptr: Pointer,  # [T, F], contiguous
+    gate_up_ptr: tl.tensor,  # [T, 2 * F]
+    out_ptr: tl.tensor,  # [T, F], contiguous
     width: int,  # F
     stride_token: int,
     BLOCK_F: tl.constexpr,

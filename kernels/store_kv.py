@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.triton_import import Pointer, jit, tl, triton
+from baton.kernels.triton_import import kernel, tl, triton
 
 
 def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
@@ -23,12 +23,12 @@ def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tens
         store_kv_reference(key_TKD, value_TKD, kv_pages, slots_T)
 
 
-@jit()
+@kernel()
 def store_kv_kernel(
-    key_ptr: Pointer,  # [T, K, D]
-    value_ptr: Pointer,  # [T, K, D]
-    kv_ptr: Pointer,  # [P, 2, K, S, D]
-    slots_ptr: Pointer,  # [T] int64
+    key_ptr: tl.tensor,  # [T, K, D]
+    value_ptr: tl.tensor,  # [T, K, D]
+    kv_ptr: tl.tensor,  # [P, 2, K, S, D]
+    slots_ptr: tl.tensor,  # [T] int64
     num_kv_heads: int,
     head_dim: int,
     key_stride_token: int,

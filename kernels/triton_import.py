@@ -1,7 +1,8 @@
 """The one place that imports Triton, so that every op imports and runs on a machine without it."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any
 
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -9,44 +10,32 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["Block", "Kernel", "Pointer", "jit", "tl", "triton"]
-
-Pointer: TypeAlias = Any  # a tensor at the launch, a typed pointer inside the kernel
-Block: TypeAlias = Any  # a tile or a scalar that lives in registers
+__all__ = ["Kernel", "jit", "kernel", "tl", "triton"]
 
 
-class Kernel(Protocol):
+class Kernel:
+    """A compiled-on-demand GPU function: `kernel[grid](*arguments)` launches one program per grid point."""
+
+    def __init__(self, function: Callable[..., Any], varying: tuple[str, ...]) -> None:
+        self.name = function.__name__
+        self.jitted: Any = triton and triton.jit(function, do_not_specialize=list(varying))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """`kernel[grid](*arguments)` launches one program per grid point."""
+        if self.jitted is None:
+            raise RuntimeError(f"{self.name} needs Triton: pip install 'baton[gpu]'")
+        # Said aloud because the default differs between releases of Triton.
+        return partial(self.jitted[grid], enable_fp_fusion=True)
 
-    def __call__(self, *arguments: Any) -> Any:
-        """A call from inside another kernel, where it is inlined."""
 
-
-def jit(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """`triton.jit`; without Triton, a stand-in that says so when it is launched.
+def kernel(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+    """Makes a function a `Kernel`.
 
     varying: integer parameters that change from step to step. They are not specialised (Triton
     otherwise compiles anew for 1, multiples of 16 and the rest), so a running engine never compiles.
     """
-
-    def decorate(function: Callable[..., Any]) -> Kernel:
-        kernel: Kernel
-        if triton is None:
-            kernel = _AbsentKernel(function.__name__)
-        else:
-            kernel = triton.jit(function, do_not_specialize=list(varying))
-        return kernel
-
-    return decorate
+    return partial(Kernel, varying=varying)
 
 
-class _AbsentKernel:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return self
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        raise RuntimeError(f"{self._name} needs Triton: pip install 'baton[gpu]'")
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`triton.jit` for a function that kernels call: it is inlined into them."""
+    return function if triton is None else triton.jit(function)

@@ -1,0 +1,150 @@
+"""What the launchers pass to their kernels at serving shapes, recorded instead of run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels import (
+    gather_pages,
+    paged_attention,
+    prefill_attention,
+    rms_norm,
+    rope,
+    sample,
+    scatter_pages,
+    silu_mul,
+    store_kv,
+)
+from baton.kernels.triton_import import Kernel
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Kernel
+    arguments: tuple[object, ...]
+    options: dict[str, object]
+
+
+class Recorder:
+    """Stands where a kernel stands and remembers how it was launched."""
+
+    def __init__(self, kernel: Kernel, launches: list[Launch]) -> None:
+        self._kernel = kernel
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *arguments: object, **options: object) -> None:
+        self._launches.append(Launch(self._kernel, arguments, options))
+
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    module: ModuleType
+    kernel_name: str
+    run: Run
+
+
+def record(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    launches: list[Launch] = []
+    recorder = Recorder(getattr(scenario.module, scenario.kernel_name), launches)
+    for name, value in vars(scenario.module).items():
+        if name.endswith("_kernel") and not isinstance(value, ModuleType):
+            monkeypatch.setattr(scenario.module, name, Recorder(value, []))
+    monkeypatch.setattr(scenario.module, scenario.kernel_name, recorder)
+    scenario.run()
+    (launch,) = launches
+    return launch
+
+
+def scenarios() -> Iterator[Scenario]:
+    """Every kernel, at the shapes of an 8B model and at awkward ones, in every dtype that it serves."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        yield from _row_scenarios(dtype)
+        yield from _attention_scenarios(dtype)
+    yield from _page_scenarios()
+    logits = torch.empty(4, 128256)
+    yield Scenario("sample", sample, "sample_kernel", partial(sample.sample_triton, logits, sampling_of(4)))
+
+
+def sampling_of(num_rows: int) -> sample.SamplingTensors:
+    ones = torch.ones(num_rows)
+    small, wide = ones.to(torch.int32), ones.to(torch.int64)
+    return sample.SamplingTensors(ones, small, ones, ones, wide, small, wide)
+
+
+def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
+    name = str(dtype).removeprefix("torch.")
+    x, weight = torch.empty(3, 4096, dtype=dtype), torch.empty(4096, dtype=dtype)
+    heads, head_weight = torch.empty(3, 48, 128, dtype=dtype)[:, :32], torch.empty(128, dtype=dtype)
+    kernel = "rms_norm_kernel"
+    yield Scenario(f"rms_norm-{name}", rms_norm, kernel, partial(rms_norm.rms_norm_triton, x, weight, 1e-5))
+    run = partial(rms_norm.add_rms_norm_triton, x, x.clone(), weight, 1e-5)
+    yield Scenario(f"add_rms_norm-{name}", rms_norm, kernel, run)
+    run = partial(rms_norm.rms_norm_triton, heads, head_weight, 1e-5)
+    yield Scenario(f"rms_norm_heads-{name}", rms_norm, kernel, run)
+    run = partial(silu_mul.silu_mul_triton, torch.empty(3, 2 * 14336, dtype=dtype))
+    yield Scenario(f"silu_mul-{name}", silu_mul, "silu_mul_kernel", run)
+    for head_dim in (128, 80):
+        qkv = torch.empty(3, 48, head_dim, dtype=dtype)
+        query, key, value = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
+        table, three = torch.empty(64, head_dim), torch.zeros(3, dtype=torch.int64)
+        run = partial(rope.rope_triton, query, key, table, three)
+        yield Scenario(f"rope-{head_dim}-{name}", rope, "rope_kernel", run)
+        pages = torch.empty(4, 2, 2, 8, 16, head_dim, dtype=dtype)[:, 0]
+        run = partial(store_kv.store_kv_triton, key, value, pages, three)
+        yield Scenario(f"store_kv-{head_dim}-{name}", store_kv, "store_kv_kernel", run)
+
+
+def _attention_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
+    name = str(dtype).removeprefix("torch.")
+    shapes = ((128, 32, None, 16), (80, 56, 4096, 64), (256, 8, None, 1))
+    for head_dim, num_heads, window, page_size in shapes:
+        pages = torch.empty(4, 2, 2, 8, page_size, head_dim, dtype=dtype)[:, 0]
+        query = torch.empty(3, num_heads + 16, head_dim, dtype=dtype)[:, :num_heads]
+        table, lens = torch.zeros(3, 8192 // page_size, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+        for label, width in (("split", table.shape[1]), ("whole", 1)):
+            decode = partial(
+                paged_attention.paged_attention_decode_triton, query, pages, table[:, :width], lens
+            )
+            run = partial(decode, scale=0.1, window=window)
+            suffix = f"{label}-{head_dim}-{name}"
+            yield Scenario(f"decode-{suffix}", paged_attention, "paged_attention_kernel", run)
+        run = partial(decode.func, query, pages, table, lens, scale=0.1, window=window)
+        yield Scenario(f"join-{head_dim}-{name}", paged_attention, "join_splits_kernel", run)
+        cu_seqlens = torch.arange(4, dtype=torch.int32)
+        prefill = partial(prefill_attention.prefill_attention_triton, query, pages, table, cu_seqlens, lens)
+        run = partial(prefill, scale=0.1, window=window, max_seqlen_q=2048)
+        yield Scenario(f"prefill-{head_dim}-{name}", prefill_attention, "prefill_attention_kernel", run)
+
+
+def _page_scenarios() -> Iterator[Scenario]:
+    for dtype, page_elements in ((torch.bfloat16, 65536), (torch.float32, 33), (torch.uint8, 99)):
+        pool = torch.empty(4, page_elements, dtype=dtype)
+        staging, ids = torch.empty_like(pool), torch.arange(4)
+        name = str(dtype).removeprefix("torch.")
+        gather: Run = partial(gather_pages.gather_pages_triton, pool, ids, staging)
+        yield Scenario(f"gather_pages-{name}", gather_pages, "gather_pages_kernel", gather)
+        scatter: Run = partial(scatter_pages.scatter_pages_triton, staging, ids, pool)
+        yield Scenario(f"scatter_pages-{name}", scatter_pages, "scatter_pages_kernel", scatter)
+
+
+def type_name(argument: object) -> str:
+    """The Triton type that the argument of a launch has."""
+    if isinstance(argument, Tensor):
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.uint8: "u8"}
+        return "*" + (names.get(argument.dtype) or f"i{argument.element_size() * 8}")
+    if isinstance(argument, float):
+        return "fp32"
+    assert isinstance(argument, int)
+    return "i32" if -(2**31) <= argument < 2**31 else "i64"

@@ -1,0 +1,71 @@
+"""Every kernel compiles for Hopper on a machine without a GPU, exactly as its launcher would launch it."""
+
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from baton.kernels.triton_import import triton
+from tests.kernels.launches import Launch, Scenario, record, scenarios, type_name
+
+pytestmark = [
+    pytest.mark.skipif(triton is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+
+SHARED_MEMORY_BYTES = 227 * 1024  # what one block may have on sm_90
+OPTIONS = ("num_warps", "num_stages")
+SCENARIOS = list(scenarios()) if triton is not None else []
+
+
+def compile_for_hopper(launch: Launch) -> Any:
+    kernel = launch.kernel.jitted
+    names: list[str] = kernel.arg_names
+    values = dict(zip(names, launch.arguments, strict=False))
+    options = {name: value for name, value in launch.options.items() if name in OPTIONS}
+    constants = {name: value for name, value in launch.options.items() if name not in OPTIONS}
+    varying = {param.name for param in kernel.params if param.do_not_specialize}
+    specialised = [name for name in values if name not in varying]
+    constants |= {name: 1 for name in specialised if _is_one(values[name])}
+    signature = {name: "constexpr" if name in constants else type_name(values[name]) for name in names}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name in specialised
+        if name not in constants and _is_divisible_by_16(values[name])
+    }
+    compiler = importlib.import_module("triton.compiler")
+    source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
+
+
+def _is_one(value: object) -> bool:
+    return isinstance(value, int) and value == 1
+
+
+def _is_divisible_by_16(value: object) -> bool:
+    number = value.data_ptr() if isinstance(value, Tensor) else value
+    return isinstance(number, int) and number % 16 == 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_for_hopper(record(scenario, monkeypatch))
+    assert ".target sm_90" in compiled.asm["ptx"]
+    assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+
+
+def test_no_kernel_is_left_out() -> None:
+    folder = Path(inspect.getfile(record)).parents[2] / "kernels"
+    written = {
+        name
+        for path in folder.glob("*.py")
+        for name in vars(importlib.import_module(f"baton.kernels.{path.stem}"))
+        if name.endswith("_kernel")
+    }
+    assert written == {scenario.kernel_name for scenario in SCENARIOS}
