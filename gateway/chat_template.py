@@ -1,0 +1,106 @@
+"""Messages to prompt text by the model's own chat template.
+
+The template comes from the model directory, never from a request. Messages come from requests, so rendering
+is bounded in steps and in output, and whatever goes wrong there is that one request's fault.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import minijinja
+
+from baton.errors import InvalidRequest, ModelError
+from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_config
+
+MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
+MAX_OUTPUT_CHARS: Final = 8 * 2**20
+NAME: Final = "chat template"
+# The template itself is wrong, whatever the messages are.
+TEMPLATE_FAULTS: Final = frozenset(
+    {"SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "UnknownMethod", "TemplateNotFound"}
+)
+# Marks what the assistant wrote, for training; it renders its body.
+GENERATION_TAG: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+
+Message = Mapping[str, object]
+
+
+class ChatTemplate:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Raises ModelError when `source` is no template. `now` dates the prompt where a template asks."""
+        self._special_tokens = dict(special_tokens)
+        self._environment = minijinja.Environment(
+            debug=False,  # debug output would carry one request's messages into an error text
+            fuel=MAX_STEPS,
+            lstrip_blocks=True,
+            trim_blocks=True,
+        )
+        self._environment.add_global("raise_exception", _raise_exception)
+        self._environment.add_global("strftime_now", lambda form: now().strftime(form))
+        self._environment.add_filter("tojson", _to_json)
+        try:
+            self._environment.add_template(NAME, _without_generation_tags(source))
+        except minijinja.TemplateError as error:
+            raise ModelError(f"the chat template is damaged: {error}") from None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "ChatTemplate | None":
+        """None when the model has no template: it completes text and cannot chat."""
+        config = read_tokenizer_config(directory)
+        source = read_chat_template(directory, config)
+        return None if source is None else cls(source, config.special_tokens())
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages."""
+        try:
+            prompt = self._environment.render_template(
+                NAME,
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except minijinja.TemplateError as error:
+            raise _translate(error) from None
+        if len(prompt) > MAX_OUTPUT_CHARS:
+            raise InvalidRequest(
+                f"the prompt should be at most {MAX_OUTPUT_CHARS} characters, got {len(prompt)}"
+            )
+        return prompt
+
+
+def _translate(error: minijinja.TemplateError) -> InvalidRequest | ModelError:
+    if error.kind in TEMPLATE_FAULTS:
+        return ModelError(f"the chat template cannot be used: {error}")
+    if error.kind == "OutOfFuel":
+        return InvalidRequest(f"the messages take more than {MAX_STEPS} steps of the chat template")
+    return InvalidRequest(f"the messages do not fit the chat template: {error}")
+
+
+def _without_generation_tags(source: str) -> str:
+    return GENERATION_TAG.sub(lambda tag: f"{tag[1]}{'endif' if tag[2] else 'if true'}{tag[3]}", source)
+
+
+def _raise_exception(message: str) -> None:
+    raise InvalidRequest(message)
+
+
+def _to_json(value: object, *, indent: int | None = None) -> str:
+    # Not minijinja's own, which escapes < and > for HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,72 @@
+"""Text to token ids and back, from `tokenizer.json` of a model directory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import tokenizers
+
+from baton.errors import InvalidRequest, ModelError
+from baton.gateway.detokenizer import Detokenizer
+from baton.gateway.tokenizer_config import TokenizerConfig, read_text, read_tokenizer_config
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+
+
+class Tokenizer:
+    """Safe to call from several threads; encoding a long prompt belongs off the event loop."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+        # A file may ask for truncation or padding as it was used in training; serving must do neither.
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        self._special_tokens = config.special_tokens()
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer":
+        """Raises ModelError when there is no `tokenizer.json` or it is damaged."""
+        path = directory / TOKENIZER_FILE
+        text = read_text(path)
+        if text is None:
+            raise ModelError(f"{path}: there is no such file; other tokenizer formats are not supported")
+        try:
+            inner = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception on a damaged file
+            raise ModelError(f"{path}: is not a tokenizer: {error}") from error
+        return cls(inner, read_tokenizer_config(directory))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this; the model's own vocabulary may be padded beyond it."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """`{"eos_token": "</s>", ...}` as `tokenizer_config.json` names them."""
+        return dict(self._special_tokens)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self._special_tokens.get("eos_token")
+        return None if token is None else self._inner.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens=False` for text from a chat template, which writes them itself.
+
+        Raises InvalidRequest on text that is no Unicode (half a surrogate pair).
+        """
+        try:
+            return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # how the library refuses a surrogate
+            raise InvalidRequest("the text is not valid Unicode") from None
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids without a token, such as those of a padded vocabulary, have no text."""
+        return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        """For one stream. `context`: the last few tokens of the prompt that it goes on from."""
+        return Detokenizer(
+            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens), context
+        )
