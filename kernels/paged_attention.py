@@ -214,7 +214,7 @@ def paged_attention_decode_triton(
         PAGE_SIZE=page_size,
         BLOCK_G=max(16, triton.next_power_of_2(group_size)),
         EVEN_D=head_dim == tile["BLOCK_D"],
-        num_warps=4,
+        num_warps=8 if query_BHD.dtype == torch.float32 else 4,
         num_stages=3,
         **tile,
     )

@@ -220,19 +220,21 @@ def prefill_attention_triton(
 def prefill_tile(query_THD: Tensor, group_size: int, max_seqlen_q: int) -> dict[str, int]:
     """Compile-time constants: 128 rows where registers and shared memory allow, fewer for short chunks."""
     block_D = max(16, triton.next_power_of_2(query_THD.shape[2]))
-    row_bytes = block_D * query_THD.element_size()
-    rows = 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32
-    if query_THD.dtype == torch.float32:
-        rows = 32  # without matrix units the products run from registers
-    rows = max(16, min(rows, triton.next_power_of_2(max_seqlen_q * group_size)))
+    if query_THD.dtype == torch.float32:  # no matrix units: both operands of a product sit in registers
+        most_rows, block_N, num_stages = 16, 32 if block_D <= 128 else 16, 2
+    elif block_D <= 128:
+        most_rows, block_N, num_stages = 128, 64, 3
+    else:
+        most_rows, block_N, num_stages = 64, 32, 2
+    rows = max(16, min(most_rows, triton.next_power_of_2(max_seqlen_q * group_size)))
     rows = max(rows, triton.next_power_of_2(group_size))
     return {
         "BLOCK_Q": rows // group_size,
         "BLOCK_M": rows,
-        "BLOCK_N": 64 if row_bytes <= 256 else 32,
+        "BLOCK_N": block_N,
         "BLOCK_D": block_D,
-        "num_warps": 8 if rows == 128 else 4,
-        "num_stages": 3 if row_bytes <= 256 else 2,
+        "num_warps": 8 if rows == 128 or query_THD.dtype == torch.float32 else 4,
+        "num_stages": num_stages,
     }
 
 

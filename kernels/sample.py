@@ -176,7 +176,7 @@ def sample_kernel(
             token_V = start + lane_V
             x_V = tl.load(row_ptr + token_V, mask=token_V < vocab_size, other=float("-inf"))
             exponent_V = _exponent(x_V, peak, inverse_temperature)
-            kept_V = (_ordered_key(x_V) >= floor) & (tl.exp(exponent_V) >= min_p)
+            kept_V = (token_V < vocab_size) & (_ordered_key(x_V) >= floor) & (tl.exp(exponent_V) >= min_p)
             quad = (start // 4 + tl.arange(0, BLOCK_V // 4)).to(tl.uint32)
             zero = quad * 0
             word_0, word_1, word_2, word_3 = tl.philox(

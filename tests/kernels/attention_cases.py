@@ -1,0 +1,114 @@
+"""Paged keys and values with scattered pages, unwritten slots and padded tables.
+
+Shapes: B sequences, H query heads, K kv heads, D head dim, P pages, S page size.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.kernels.paged_attention import paged_attention_decode_reference, paged_attention_decode_triton
+from baton.kernels.prefill_attention import prefill_attention_reference, prefill_attention_triton
+from tests.kernels.outcomes import DTYPES, Outcome, normal, short
+
+
+@dataclass(frozen=True)
+class Shape:
+    page_size: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True)
+class PagedKv:
+    pages: Tensor  # [P, 2, K, S, D], one layer of a larger pool; NaN where no token was stored
+    table_BP: Tensor  # -1 past the pages of a sequence
+    lens_B: Tensor
+    dense: list[Tensor]  # [n, 2, K, D] of each sequence
+
+
+def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> PagedKv:
+    counts = [-(-length // shape.page_size) for length in lens]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
+    layer = (num_pages, 2, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    pages = torch.full(layer, math.nan, dtype=dtype, device=device)[:, 1]
+    table = torch.full((len(lens), max(counts, default=0) + 2), -1, dtype=torch.int32)
+    dense = []
+    for sequence, (length, count) in enumerate(zip(lens, counts, strict=True)):
+        table[sequence, :count] = order[sum(counts[:sequence]) :][:count]
+        kv = normal(length + 1, 2, shape.num_kv_heads, shape.head_dim, dtype=dtype, device=device)[:length]
+        token = torch.arange(length)
+        page = table[sequence].long()[token // shape.page_size]
+        pages[page.to(device), :, :, (token % shape.page_size).to(device)] = kv
+        dense.append(kv)
+    return PagedKv(pages, table.to(device), torch.tensor(lens, dtype=torch.int32, device=device), dense)
+
+
+def decode_outcome(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> Outcome:
+    kv = paged_kv(lens, shape, dtype, device)
+    query = normal(len(lens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
+    arguments = (query[:, : shape.num_heads], kv.pages, kv.table_BP, kv.lens_B)
+    kernel = paged_attention_decode_triton(*arguments, scale=shape.scale, window=shape.window)
+    reference = paged_attention_decode_reference(*arguments, scale=shape.scale, window=shape.window)
+    return Outcome(kernel, reference)
+
+
+def prefill_outcome(
+    chunks: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    """chunks: (tokens computed before, new tokens) of each sequence."""
+    kv = paged_kv([before + new for before, new in chunks], shape, dtype, device)
+    new_tokens = [new for _, new in chunks]
+    cu_seqlens = torch.tensor([0, *new_tokens]).cumsum(0).to(torch.int32).to(device)
+    query = normal(sum(new_tokens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
+    arguments = (query[:, : shape.num_heads], kv.pages, kv.table_BP, cu_seqlens, kv.lens_B)
+    kernel = prefill_attention_triton(
+        *arguments, scale=shape.scale, window=shape.window, max_seqlen_q=max(new_tokens, default=0)
+    )
+    reference = prefill_attention_reference(*arguments, scale=shape.scale, window=shape.window)
+    return Outcome(kernel, reference)
+
+
+SHAPES = (
+    Shape(page_size=1, num_kv_heads=1, group_size=1, head_dim=16),
+    Shape(page_size=4, num_kv_heads=2, group_size=7, head_dim=40),
+    Shape(page_size=16, num_kv_heads=1, group_size=4, head_dim=64, window=9),
+    Shape(page_size=64, num_kv_heads=2, group_size=1, head_dim=80, window=70),
+    Shape(page_size=16, num_kv_heads=1, group_size=4, head_dim=96, window=1),
+)
+DECODE_LENS = {"ragged": [5, 0, 130, 1], "one": [1], "padding": [0, 0], "empty": [], "full_pages": [64]}
+PREFILL_CHUNKS = {
+    "ragged": [(0, 5), (7, 0), (60, 70), (0, 0), (20, 1)],
+    "one": [(0, 1)],
+    "empty": [],
+    "prefix": [(64, 3)],
+}
+
+NamedRun = tuple[str, Callable[[torch.device], Outcome]]
+
+
+def attention_cases() -> Iterator[NamedRun]:
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            label = f"page{shape.page_size}-group{shape.group_size}-window{shape.window}-{short(dtype)}"
+            yield f"decode-ragged-{label}", partial(decode_outcome, DECODE_LENS["ragged"], shape, dtype)
+            yield f"prefill-ragged-{label}", partial(prefill_outcome, PREFILL_CHUNKS["ragged"], shape, dtype)
+    for name, lens in DECODE_LENS.items():
+        yield f"decode-{name}", partial(decode_outcome, lens, SHAPES[1], torch.float32)
+    for name, chunks in PREFILL_CHUNKS.items():
+        yield f"prefill-{name}", partial(prefill_outcome, chunks, SHAPES[1], torch.float32)

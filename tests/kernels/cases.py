@@ -1,0 +1,140 @@
+"""Small awkward inputs on which a Triton kernel must agree with its plain reference.
+
+`interpreted/` runs them on the CPU under Triton's interpreter, `cuda/` on a GPU; neither knows more than
+`CASES` and `check`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.kernels.gather_pages import gather_pages_reference, gather_pages_triton
+from baton.kernels.rms_norm import (
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
+from baton.kernels.rope import rope_reference, rope_triton
+from baton.kernels.scatter_pages import scatter_pages_reference, scatter_pages_triton
+from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
+from baton.kernels.store_kv import store_kv_reference, store_kv_triton
+from tests.kernels.attention_cases import attention_cases
+from tests.kernels.outcomes import DTYPES, Outcome, normal, short
+from tests.kernels.sampling_cases import sampling_cases
+
+# Rounding to bf16 truncates under the interpreter, hence two units in the last place.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable[[torch.device], Outcome]
+
+
+def check(case: Case, device: torch.device) -> None:
+    outcome = case.run(device)
+    assert outcome.kernel.shape == outcome.reference.shape
+    assert outcome.kernel.dtype == outcome.reference.dtype
+    tolerance = 0 if outcome.exact else TOLERANCES[outcome.kernel.dtype]
+    torch.testing.assert_close(
+        outcome.kernel, outcome.reference, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def rms_norm_outcome(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Outcome:
+    wide = normal(*shape[:-1], shape[-1] + 5, dtype=dtype, device=device)
+    x, weight = wide[..., : shape[-1]], normal(shape[-1], dtype=dtype, device=device)
+    return Outcome(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+
+
+def add_rms_norm_outcome(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Outcome:
+    x, weight = normal(*shape, dtype=dtype, device=device), normal(shape[-1], dtype=dtype, device=device)
+    residual = normal(*shape, dtype=dtype, device=device)
+    updated = residual.clone()
+    kernel = add_rms_norm_triton(x, updated, weight, 1e-5)
+    reference = add_rms_norm_reference(x, residual, weight, 1e-5)
+    return Outcome(torch.stack((kernel, updated)), torch.stack((reference, residual)))
+
+
+def silu_mul_outcome(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Outcome:
+    gate_up = normal(shape[0], shape[1] + 3, dtype=dtype, device=device)[:, : shape[1]]
+    return Outcome(silu_mul_triton(gate_up), silu_mul_reference(gate_up))
+
+
+def rope_outcome(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Outcome:
+    num_tokens, num_heads, num_kv_heads, head_dim = shape
+    kernel = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, device=device)
+    reference = kernel.clone()
+    table = normal(11, head_dim, dtype=torch.float32, device=device)
+    positions = torch.tensor([0, 10, 3, 3, 7][:num_tokens], dtype=torch.int64, device=device)
+    for qkv, rotate in ((kernel, rope_triton), (reference, rope_reference)):
+        rotate(qkv[:, :num_heads], qkv[:, num_heads : num_heads + num_kv_heads], table, positions)
+    return Outcome(kernel, reference)
+
+
+def store_kv_outcome(
+    slots: tuple[int, ...], page_size: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    num_kv_heads, head_dim = shape
+    qkv = normal(len(slots), 4 * num_kv_heads, head_dim, dtype=dtype, device=device)
+    key, value = qkv[:, num_kv_heads : 2 * num_kv_heads], qkv[:, -num_kv_heads:]
+    kernel = normal(5, 3, 2, num_kv_heads, page_size, head_dim, dtype=dtype, device=device)
+    reference = kernel.clone()
+    slots_T = torch.tensor(slots, dtype=torch.int64, device=device)
+    store_kv_triton(key, value, kernel[:, 1], slots_T)
+    store_kv_reference(key, value, reference[:, 1], slots_T)
+    return Outcome(kernel, reference, exact=True)
+
+
+def pages_outcome(
+    page_ids: tuple[int, ...], page_elements: int, dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    """Gather from one layer of a pool, scatter into another."""
+    pool = torch.arange(5 * 3 * page_elements, device=device).view(5, 3, page_elements).to(dtype)
+    ids = torch.tensor(page_ids, dtype=torch.int64, device=device)
+    reference_pool = pool.clone()
+    kernel, reference = (torch.zeros(len(page_ids), page_elements, dtype=dtype, device=device) for _ in "kr")
+    gather_pages_triton(pool[:, 1], ids, kernel)
+    gather_pages_reference(reference_pool[:, 1], ids, reference)
+    scatter_pages_triton(kernel, ids, pool[:, 2])
+    scatter_pages_reference(reference, ids, reference_pool[:, 2])
+    return Outcome(
+        torch.cat((kernel.flatten(), pool.flatten())),
+        torch.cat((reference.flatten(), reference_pool.flatten())),
+        exact=True,
+    )
+
+
+def row_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for shape in ((3, 40), (1, 1), (0, 8), (2, 3, 24), (5, 7, 1), (2, 1100)):
+            yield Case(f"rms_norm-{shape}-{short(dtype)}", partial(rms_norm_outcome, shape, dtype))
+            yield Case(f"add_rms_norm-{shape}-{short(dtype)}", partial(add_rms_norm_outcome, shape, dtype))
+        for wide in ((3, 2), (0, 8), (2, 38), (1, 4100)):
+            yield Case(f"silu_mul-{wide}-{short(dtype)}", partial(silu_mul_outcome, wide, dtype))
+        for heads in ((0, 2, 2, 8), (1, 1, 1, 2), (3, 7, 1, 20), (5, 8, 2, 16)):
+            yield Case(f"rope-{heads}-{short(dtype)}", partial(rope_outcome, heads, dtype))
+
+
+def page_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for page_size, slots in ((1, (4, -1, 0)), (4, (19, 2, -1)), (16, ()), (16, (-1,)), (64, (64, 319))):
+            name = f"store_kv-page{page_size}-{len(slots)}tokens-{short(dtype)}"
+            yield Case(name, partial(store_kv_outcome, slots, page_size, (2, 20), dtype))
+    for dtype in (*DTYPES, torch.int64, torch.uint8):
+        for page_ids, page_elements in (((4, 0, 2), 24), ((1,), 1), ((3, 1), 33), ((), 8), ((2,), 4101)):
+            name = f"pages-{len(page_ids)}x{page_elements}-{short(dtype)}"
+            yield Case(name, partial(pages_outcome, page_ids, page_elements, dtype))
+
+
+CASES = [
+    *row_cases(),
+    *page_cases(),
+    *(Case(name, run) for name, run in attention_cases()),
+    *(Case(name, run) for name, run in sampling_cases()),
+]

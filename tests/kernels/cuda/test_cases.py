@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+from tests.kernels.cases import CASES, Case, check
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_agrees_with_its_reference_on_the_device(case: Case) -> None:
+    check(case, torch.device("cuda"))
