@@ -37,28 +37,33 @@ class ContinuousPolicy:
         if not (queues.prefilling or queues.waiting) or not draft.budget:
             return None
         opening = self._window.look(queues.waiting, draft.seats, now_s)
-        newcomers = self._eligible(queues, opening)
-        self._share_budget(draft, merge(draft.prefills(), newcomers, key=rank_of))
+        seating = Seating(draft)
+        newcomers = self._eligible(seating, opening)
+        self._share_budget(seating, merge(draft.prefills(), newcomers, key=rank_of))
         return opening.wait_s
 
-    def _eligible(self, queues: SequenceQueues, opening: Opening) -> Iterator[Sequence]:
+    def _eligible(self, seating: "Seating", opening: Opening) -> Iterator[Sequence]:
+        queues = seating.draft.queues
         for sequence in self._window.released(queues.waiting, opening):
+            if not seating.is_open:
+                return
             if not (self._shares_prompts and waits_for_leader(sequence, queues)):
                 yield sequence
 
-    def _share_budget(self, draft: PlanDraft, by_rank: Iterator[Sequence]) -> None:
-        seating = Seating(draft)
+    def _share_budget(self, seating: "Seating", by_rank: Iterator[Sequence]) -> None:
+        draft = seating.draft
         for sequence in by_rank:
             if not draft.budget:
                 return
             if not seating.has(sequence):
                 continue
             if draft.remaining(sequence) > draft.budget:
-                self._split(draft, seating, sequence, by_rank)
+                self._split(seating, sequence, by_rank)
                 return
             draft.grant(sequence, draft.budget)
 
-    def _split(self, draft: PlanDraft, seating: "Seating", head: Sequence, later: Iterator[Sequence]) -> None:
+    def _split(self, seating: "Seating", head: Sequence, later: Iterator[Sequence]) -> None:
+        draft = seating.draft
         share = draft.budget // 2
         draft.grant(head, draft.budget - share)
         shorter = [
@@ -78,15 +83,15 @@ class Seating:
     """Admits the waiting sequences that a plan comes to, until one does not fit."""
 
     def __init__(self, draft: PlanDraft) -> None:
-        self._draft = draft
-        self._is_open = True
+        self.draft = draft
+        self.is_open = draft.seats > 0
 
     def has(self, sequence: Sequence) -> bool:
         """Whether the sequence runs in this step, admitting it if it waits."""
         if sequence.status is SequenceStatus.RUNNING:
-            return not self._draft.is_preempted(sequence)
-        self._is_open = self._is_open and self._draft.admit(sequence)
-        return self._is_open
+            return not self.draft.is_preempted(sequence)
+        self.is_open = self.is_open and self.draft.admit(sequence)
+        return self.is_open
 
 
 def waits_for_leader(sequence: Sequence, queues: SequenceQueues) -> bool:

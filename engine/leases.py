@@ -18,17 +18,14 @@ class LeaseTable:
 
     def __init__(self) -> None:
         self._leases: dict[Owner, Lease] = {}
-        self._owners: dict[int, set[Owner]] = {}  # page -> lease owners, never an empty set
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._owners
+        self.by_page: dict[int, set[Owner]] = {}  # page -> lease owners, never an empty set; read only
 
     def owners(self, page: int) -> frozenset[Owner]:
-        return frozenset(self._owners.get(page, ()))
+        return frozenset(self.by_page.get(page, ()))
 
     def deadline_s(self, page: int) -> float | None:
         """When time alone has freed the page: the latest deadline on it, None without a lease."""
-        owners = self._owners.get(page)
+        owners = self.by_page.get(page)
         return max(self._leases[owner].deadline_s for owner in owners) if owners else None
 
     def holds(self, owner: Owner, page: int) -> bool:
@@ -41,7 +38,7 @@ class LeaseTable:
         lease.deadline_s = deadline_s
         for page in pages:
             lease.pages.add(page)
-            self._owners.setdefault(page, set()).add(owner)
+            self.by_page.setdefault(page, set()).add(owner)
 
     def extend(self, owner: Owner, deadline_s: float) -> None:
         """Raises KeyError when the lease has ended: the caller no longer owns its pages."""
@@ -53,10 +50,10 @@ class LeaseTable:
         lease.pages.remove(page)
         if not lease.pages:
             del self._leases[owner]
-        owners = self._owners[page]
+        owners = self.by_page[page]
         owners.remove(owner)
         if not owners:
-            del self._owners[page]
+            del self.by_page[page]
 
     def expired(self, now_s: float) -> list[tuple[Owner, list[int]]]:
         return [

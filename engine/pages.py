@@ -89,7 +89,7 @@ class PagePool:
 
     def is_freed_by(self, page: int, num_releases: int) -> bool:
         """Whether the page would be available if that many of its owners let go."""
-        held_outside = page in self._leases or page in self._writers
+        held_outside = page in self._leases.by_page or page in self._writers
         return len(self._owners[page]) == num_releases and not held_outside
 
     def pages_for(self, num_tokens: int) -> int:
@@ -215,7 +215,7 @@ class PagePool:
     def _state_by_holders(self, page: int) -> int:
         if self._owners[page]:
             return _ACTIVE
-        if page in self._leases:
+        if page in self._leases.by_page:
             return _LEASED
         if page in self._writers:
             return _QUARANTINED

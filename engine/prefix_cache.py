@@ -135,7 +135,8 @@ class PrefixCache:
         self._parent[page] = parent
         if parent != _NO_PAGE:
             self._num_children[parent] += 1
-        self.host.drop(key)
+        if self.host.num_pages:
+            self.host.drop(key)
         self.pool.mark_known(page)
 
     def _replace(self, sequence: Sequence, index: int, known: int) -> None:

@@ -7,6 +7,7 @@ and neither does a sequence that ran before. With a delay of 0 nothing is held.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
+from itertools import islice
 from typing import NamedTuple
 
 from baton.engine.sequence import Sequence
@@ -28,13 +29,16 @@ class QueueWindow:
 
     def look(self, waiting: Ordered[Sequence], num_seats: int, now_s: float) -> Opening:
         """Without preferred sizes the preferred size is every seat there is."""
-        held = [s for s in waiting if self.holds(s)] if self._max_delay_s > 0 else []
+        if self._max_delay_s <= 0:
+            return Opening(0, None)
+        sizes = self._preferred_sizes or (max(1, num_seats),)
+        # More than the largest size need not be counted: the best of them go through at once.
+        held = list(islice((s for s in waiting if self.holds(s)), sizes[-1]))
         if not held:
             return Opening(0, None)
         wait_s = min(s.enqueued_s for s in held) + self._max_delay_s - now_s
         if wait_s <= 0:
-            return Opening(len(held), None)
-        sizes = self._preferred_sizes or (max(1, num_seats),)
+            return Opening(len(waiting), None)
         num_released = max((size for size in sizes if size <= len(held)), default=0)
         return Opening(num_released, None if num_released == len(held) else wait_s)
 

@@ -17,6 +17,7 @@ Every accepted sequence ends exactly once: as an Advance with a finish reason, o
 
 from collections.abc import Sequence as Ordered
 from itertools import count
+from operator import attrgetter
 from typing import Protocol
 
 from baton.clock import Clock
@@ -35,6 +36,7 @@ from baton.errors import IntegrityError, InvalidRequest
 from baton.request import MAX_CHOICES, FinishReason
 
 _RUNNING = SequenceStatus.RUNNING
+_num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class BatchPolicy(Protocol):
@@ -92,8 +94,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._queues.by_key)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queues.waiting)
+
+    def running_keys(self) -> list[SequenceKey]:
+        return [sequence.key for sequence in self._queues.running()]
+
     def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
-        """Make the next plan preempt this running sequence, needed or not."""
+        """Make the next plan preempt this running sequence, needed or not.
+
+        A sequence recomputed again and again advances only if a step is long enough for all its tokens.
+        """
         sequence = self._queues.by_key[key]
         if sequence.status is not _RUNNING:
             raise ValueError(f"sequence {key} is {sequence.status.value}, not running")
@@ -129,7 +141,7 @@ class Scheduler:
         if plan.page_needs:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
-        starts = [sequence.num_computed_tokens for sequence in sequences]
+        starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self._cache.host.take_copies()
         return Batch(
             chunks=tuple(map(ScheduledChunk, sequences, starts, plan.scheduled.values())),
@@ -145,12 +157,13 @@ class Scheduler:
         Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
         """
         advances: list[Advance] = []
+        page_size = self._pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):
             sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
             if sequence.status is not _RUNNING or sequence.num_computed_tokens != chunk.start:
                 continue
             sequence.num_computed_tokens = num_computed
-            if chunk.num_tokens > 1 or not num_computed % self._pool.page_size:
+            if chunk.num_tokens > 1 or not num_computed % page_size:
                 self._cache.register(sequence)
             if num_computed == len(sequence.token_ids):
                 if token_id is None:

@@ -43,7 +43,11 @@ class Harness:
         self.num_steps = 0
 
     def add(
-        self, request_id: str, token_ids: Iterable[int], sampling: SamplingParams | None = None, **fields: object
+        self,
+        request_id: str,
+        token_ids: Iterable[int],
+        sampling: SamplingParams | None = None,
+        **fields: object,
     ) -> list[Sequence]:
         """Add every choice of a request; `fields` are further fields of Request."""
         request = Request(
@@ -53,7 +57,8 @@ class Harness:
             **fields,  # type: ignore[arg-type]
         )
         sequences = [
-            Sequence.from_request(request, choice, max_model_len=1 << 20) for choice in range(request.sampling.n)
+            Sequence.from_request(request, choice, max_model_len=1 << 20)
+            for choice in range(request.sampling.n)
         ]
         for sequence in sequences:
             self.scheduler.add(sequence)

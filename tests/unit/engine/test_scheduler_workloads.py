@@ -21,7 +21,7 @@ def random_settings(rng: random.Random) -> Settings:
     return Settings(
         num_pages=rng.randint(4, 40),
         page_size=rng.choice([1, 2, 4, 8]),
-        num_host_pages=rng.choice([0, 0, 3, 20]),
+        num_host_pages=rng.choice([0, 3, 20, 60]),
         prefix_caching=rng.random() < 0.7,
         scheduler=SchedulerConfig(
             max_num_seqs=rng.randint(1, 8),
@@ -33,6 +33,8 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_prompt(rng: random.Random) -> list[int]:
+    if rng.random() < 0.3:
+        return [rng.randrange(3)] * rng.randint(1, 20)  # comes again and again
     prefix = SHARED_PREFIX[: rng.randint(0, len(SHARED_PREFIX))] if rng.random() < 0.6 else []
     return prefix + [rng.randrange(50) for _ in range(rng.randint(1, 25))]
 
@@ -40,7 +42,7 @@ def random_prompt(rng: random.Random) -> list[int]:
 def random_sampling(rng: random.Random) -> SamplingParams:
     return SamplingParams(
         n=rng.choice([1, 1, 1, 2, 3]),
-        max_tokens=rng.randint(1, 20),
+        max_tokens=rng.choice([1, 5, 20, 50]),
         stop_token_ids=tuple(rng.sample(range(50), rng.choice([0, 3]))),
         prompt_logprobs=rng.choice([None, None, None, 0]),
     )
@@ -60,8 +62,8 @@ def run_workload(seed: int) -> None:
     harness = Harness(random_settings(rng))
     if rng.random() < 0.5:
         harness.scheduler.rates = PreemptionRates(rng.random(), rng.random())
-    disturbance = rng.choice([0.0, 0.0, 0.3])
-    num_requests = rng.randint(1, 15)
+    disturbance = rng.choice([0.0, 0.3, 0.7])
+    num_requests = rng.randint(1, 25)
     for number in range(num_requests):
         try:
             harness.add(
@@ -81,13 +83,13 @@ def run_workload(seed: int) -> None:
     harness.run(max_steps=20_000)
 
 
-@pytest.mark.parametrize("first_seed", range(0, 400, 40))
+@pytest.mark.parametrize("first_seed", range(0, 160, 20))
 def test_random_workloads_are_exact_and_end(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 40):
+    for seed in range(first_seed, first_seed + 20):
         run_workload(seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(min_value=1000))
 def test_any_workload_is_exact_and_ends(seed: int) -> None:
     run_workload(seed)
