@@ -36,8 +36,8 @@ class Shape:
 @dataclass(frozen=True)
 class PagedKv:
     pages: Tensor  # [P, 2, K, S, D], one layer of a larger pool; NaN where no token was stored
-    table_BP: Tensor  # -1 past the pages of a sequence
-    lens_B: Tensor
+    page_table: Tensor  # [B, pages] int32, -1 past the pages of a sequence
+    context_lens: Tensor  # [B] int32
     dense: list[Tensor]  # [n, 2, K, D] of each sequence
 
 
@@ -62,7 +62,7 @@ def paged_kv(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.de
 def decode_outcome(lens: list[int], shape: Shape, dtype: torch.dtype, device: torch.device) -> Outcome:
     kv = paged_kv(lens, shape, dtype, device)
     query = normal(len(lens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
-    arguments = (query[:, : shape.num_heads], kv.pages, kv.table_BP, kv.lens_B)
+    arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table, kv.context_lens)
     kernel = paged_attention_decode_triton(*arguments, scale=shape.scale, window=shape.window)
     reference = paged_attention_decode_reference(*arguments, scale=shape.scale, window=shape.window)
     return Outcome(kernel, reference)
@@ -76,7 +76,7 @@ def prefill_outcome(
     new_tokens = [new for _, new in chunks]
     cu_seqlens = torch.tensor([0, *new_tokens]).cumsum(0).to(torch.int32).to(device)
     query = normal(sum(new_tokens), shape.num_heads + 3, shape.head_dim, dtype=dtype, device=device)
-    arguments = (query[:, : shape.num_heads], kv.pages, kv.table_BP, cu_seqlens, kv.lens_B)
+    arguments = (query[:, : shape.num_heads], kv.pages, kv.page_table, cu_seqlens, kv.context_lens)
     kernel = prefill_attention_triton(
         *arguments, scale=shape.scale, window=shape.window, max_seqlen_q=max(new_tokens, default=0)
     )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from baton.kernels.gather_pages import gather_pages_reference, gather_pages_triton
 from baton.kernels.rms_norm import (

@@ -89,7 +89,7 @@ def _row_scenarios(dtype: torch.dtype) -> Iterator[Scenario]:
     heads, head_weight = torch.empty(3, 48, 128, dtype=dtype)[:, :32], torch.empty(128, dtype=dtype)
     kernel = "rms_norm_kernel"
     yield Scenario(f"rms_norm-{name}", rms_norm, kernel, partial(rms_norm.rms_norm_triton, x, weight, 1e-5))
-    run = partial(rms_norm.add_rms_norm_triton, x, x.clone(), weight, 1e-5)
+    run: Run = partial(rms_norm.add_rms_norm_triton, x, x.clone(), weight, 1e-5)
     yield Scenario(f"add_rms_norm-{name}", rms_norm, kernel, run)
     run = partial(rms_norm.rms_norm_triton, heads, head_weight, 1e-5)
     yield Scenario(f"rms_norm_heads-{name}", rms_norm, kernel, run)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,39 +11,40 @@ from torch import Tensor
 from baton.kernels.sample import SamplingTensors, sample_reference, sample_triton
 from tests.kernels.outcomes import Outcome, normal
 
-Filters = dict[str, float]
-FILTERS: dict[str, Filters] = {
-    "greedy": {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
-    "plain": {},
-    "cold": {"temperature": 1e-40},
-    "hot": {"temperature": 50.0},
-    "top_k": {"top_k": 5},
-    "top_k_1": {"top_k": 1},
-    "top_k_beyond_vocabulary": {"top_k": 10_000},
-    "top_p": {"top_p": 0.6},
-    "top_p_tiny": {"top_p": 1e-6},
-    "min_p": {"min_p": 0.2},
-    "min_p_1": {"min_p": 1.0},
-    "all": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.02},
+
+@dataclass(frozen=True, kw_only=True)
+class Filters:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+ALL = Filters(temperature=0.7, top_k=20, top_p=0.8, min_p=0.02)
+FILTERS = {
+    "greedy": Filters(temperature=0.0, top_k=3, top_p=0.5),
+    "plain": Filters(),
+    "cold": Filters(temperature=1e-40),
+    "hot": Filters(temperature=50.0),
+    "top_k": Filters(top_k=5),
+    "top_k_1": Filters(top_k=1),
+    "top_k_beyond_vocabulary": Filters(top_k=10_000),
+    "top_p": Filters(top_p=0.6),
+    "top_p_tiny": Filters(top_p=1e-6),
+    "min_p": Filters(min_p=0.2),
+    "min_p_1": Filters(min_p=1.0),
+    "all": ALL,
 }
 
 
-def sampling_tensors(
-    num_rows: int,
-    device: torch.device | None = None,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> SamplingTensors:
+def sampling_tensors(num_rows: int, filters: Filters, device: torch.device | None = None) -> SamplingTensors:
     """The same filters on every row; seeds, choices and positions differ."""
     row = torch.arange(num_rows, device=device)
     return SamplingTensors(
-        temperature_B=torch.full((num_rows,), temperature, device=device),
-        top_k_B=torch.full((num_rows,), top_k, dtype=torch.int32, device=device),
-        top_p_B=torch.full((num_rows,), top_p, device=device),
-        min_p_B=torch.full((num_rows,), min_p, device=device),
+        temperature_B=torch.full((num_rows,), filters.temperature, device=device),
+        top_k_B=torch.full((num_rows,), filters.top_k, dtype=torch.int32, device=device),
+        top_p_B=torch.full((num_rows,), filters.top_p, device=device),
+        min_p_B=torch.full((num_rows,), filters.min_p, device=device),
         seed_B=row * 0x1234567890AB + 2**62,
         choice_B=(row % 3).to(torch.int32),
         position_B=row * 2**31 + 7,
@@ -63,12 +65,12 @@ def awkward_logits(vocab_size: int, device: torch.device) -> Tensor:
 
 def sampling_outcome(vocab_size: int, filters: Filters, device: torch.device) -> Outcome:
     logits = awkward_logits(vocab_size, device)
-    sampling = sampling_tensors(len(logits), device, **filters)  # type: ignore[arg-type]
+    sampling = sampling_tensors(len(logits), filters, device)
     return Outcome(sample_triton(logits, sampling), sample_reference(logits, sampling), exact=True)
 
 
 def no_rows(device: torch.device) -> Outcome:
-    logits, sampling = torch.empty(0, 5, device=device), sampling_tensors(0, device)
+    logits, sampling = torch.empty(0, 5, device=device), sampling_tensors(0, ALL, device)
     return Outcome(sample_triton(logits, sampling), sample_reference(logits, sampling), exact=True)
 
 
@@ -76,5 +78,5 @@ def sampling_cases() -> Iterator[tuple[str, Callable[[torch.device], Outcome]]]:
     for name, filters in FILTERS.items():
         yield f"sample-{name}", partial(sampling_outcome, 61, filters)
     for vocab_size in (1, 2, 4, 4099):
-        yield f"sample-vocabulary{vocab_size}", partial(sampling_outcome, vocab_size, FILTERS["all"])
+        yield f"sample-vocabulary{vocab_size}", partial(sampling_outcome, vocab_size, ALL)
     yield "sample-no_rows", no_rows
