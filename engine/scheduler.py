@@ -77,7 +77,9 @@ class Scheduler:
             )
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
-        sequence.rank = (sequence.priority, sequence.arrival_s, next(self._serials))
+        serial = next(self._serials)
+        sequence.rank = (sequence.priority, sequence.arrival_s, serial)
+        sequence.table_version = serial << 32
         self._cache.extend_keys(sequence, sequence.num_prompt_tokens // self._pool.page_size)
         self._queues.wait(sequence)
         self._version += 1

@@ -33,7 +33,7 @@ class Sequence:
     """Mutable, and only the scheduler mutates it. `page_table[i]` holds tokens [i, i + 1) * page_size.
 
     `table_version` grows whenever an entry of `page_table` already seen may have changed; between two
-    equal versions the table is only appended to.
+    equal versions the table is only appended to. Sequences of one scheduler never share a version.
     """
 
     key: SequenceKey
