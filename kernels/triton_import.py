@@ -4,25 +4,38 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+MISSING = "tensors on a GPU need Triton: pip install 'baton[gpu]'"
+
+
+class _MissingTriton:
+    """Stands in for the module, so that a launch names the missing package."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(MISSING)
+
+
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 except ImportError:
-    triton = tl = None
+    triton = tl = _MissingTriton()
 
-__all__ = ["Kernel", "jit", "kernel", "tl", "triton"]
+__all__ = ["HAS_TRITON", "Kernel", "jit", "kernel", "tl", "triton"]
+
+HAS_TRITON = not isinstance(triton, _MissingTriton)
 
 
 class Kernel:
     """A compiled-on-demand GPU function: `kernel[grid](*arguments)` launches one program per grid point."""
 
     def __init__(self, function: Callable[..., Any], varying: tuple[str, ...]) -> None:
-        self.name = function.__name__
-        self.jitted: Any = triton and triton.jit(function, do_not_specialize=list(varying))
+        self.jitted: Any = None
+        if HAS_TRITON:
+            self.jitted = triton.jit(function, do_not_specialize=list(varying))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         if self.jitted is None:
-            raise RuntimeError(f"{self.name} needs Triton: pip install 'baton[gpu]'")
+            raise RuntimeError(MISSING)
         # Said aloud because the default differs between releases of Triton.
         return partial(self.jitted[grid], enable_fp_fusion=True)
 
@@ -38,4 +51,4 @@ def kernel(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], K
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """`triton.jit` for a function that kernels call: it is inlined into them."""
-    return function if triton is None else triton.jit(function)
+    return triton.jit(function) if HAS_TRITON else function

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from baton.kernels.triton_import import triton
+from baton.kernels.triton_import import HAS_TRITON, triton
 from tests.kernels.launches import Launch, Scenario, record, scenarios, type_name
 
 pytestmark = [
-    pytest.mark.skipif(triton is None, reason="Triton is not installed"),
+    pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
 SHARED_MEMORY_BYTES = 227 * 1024  # what one block may have on sm_90
 OPTIONS = ("num_warps", "num_stages")
-SCENARIOS = list(scenarios()) if triton is not None else []
+SCENARIOS = list(scenarios()) if HAS_TRITON else []
 
 
 def compile_for_hopper(launch: Launch) -> Any:

@@ -1,0 +1,79 @@
+"""What a launcher refuses, it refuses with the shape it expected and the one it got."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from baton.kernels.gather_pages import gather_pages_triton
+from baton.kernels.paged_attention import decode_tile, paged_attention_decode_triton
+from baton.kernels.prefill_attention import prefill_attention_triton
+from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from baton.kernels.rope import rope_triton
+from baton.kernels.sample import sample_triton
+from baton.kernels.scatter_pages import scatter_pages_triton
+from baton.kernels.silu_mul import silu_mul_triton
+from baton.kernels.store_kv import store_kv_triton
+from baton.kernels.triton_import import HAS_TRITON
+from tests.kernels.sampling_cases import Filters, sampling_tensors
+
+f = torch.empty
+i32 = partial(torch.zeros, dtype=torch.int32)
+i64 = partial(torch.zeros, dtype=torch.int64)
+pages = f(4, 2, 2, 16, 8)
+
+decode = partial(paged_attention_decode_triton, scale=1.0)
+prefill = partial(prefill_attention_triton, scale=1.0, max_seqlen_q=2)
+sampling = sampling_tensors(2, Filters())
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "rms_norm_weight": (lambda: rms_norm_triton(f(2, 8), f(7), 1e-5), r"weight must be \[8\], got \(7,\)"),
+    "rms_norm_strided": (lambda: rms_norm_triton(f(8, 2).t(), f(8), 1e-5), "adjacent E"),
+    "rms_norm_dtype": (lambda: rms_norm_triton(f(2, 8), f(8).half(), 1e-5), "must share a dtype"),
+    "add_rms_norm": (lambda: add_rms_norm_triton(f(2, 8), f(3, 8), f(8), 1e-5), r"residual must be \(2, 8\)"),
+    "silu_mul": (lambda: silu_mul_triton(f(2, 7)), r"\[T, 2 \* F\].* got \(2, 7\)"),
+    "rope_odd": (lambda: rope_triton(f(2, 4, 7), f(2, 1, 7), f(9, 7), i64(2)), "D even"),
+    "rope_key": (lambda: rope_triton(f(2, 4, 8), f(3, 1, 8), f(9, 8), i64(2)), r"key must be \[2, K, 8\]"),
+    "rope_table": (lambda: rope_triton(f(2, 4, 8), f(2, 1, 8), f(9, 4), i64(2)), r"cos_sin must be \[M, 8\]"),
+    "rope_positions": (lambda: rope_triton(f(2, 4, 8), f(2, 1, 8), f(9, 8), i64(3)), r"positions must be"),
+    "store_kv_slots": (lambda: store_kv_triton(f(3, 2, 8), f(3, 2, 8), pages, i32(3)), "slots must be"),
+    "store_kv_heads": (lambda: store_kv_triton(f(3, 1, 8), f(3, 1, 8), pages, i64(3)), r"\[P, 2, 1, S, 8\]"),
+    "decode_heads": (lambda: decode(f(3, 5, 8), pages, i32(3, 4), i32(3)), "5 query heads of 8 cannot"),
+    "decode_page_size": (lambda: decode(f(3, 4, 8), f(4, 2, 2, 12, 8), i32(3, 4), i32(3)), "power of two"),
+    "decode_table": (lambda: decode(f(3, 4, 8), pages, i64(3, 4), i32(3)), "page_table must be int32"),
+    "decode_batch": (lambda: decode(f(2, 4, 8), pages, i32(3, 4), i32(3)), "query has 2 sequences"),
+    "decode_window": (lambda: decode(f(3, 4, 8), pages, i32(3, 4), i32(3), window=0), "window must be"),
+    "prefill_bounds": (lambda: prefill(f(3, 4, 8), pages, i32(3, 4), i32(3), i32(3)), r"int32 \(4,\)"),
+    "gather_dtype": (lambda: gather_pages_triton(f(4, 8), i64(2), f(2, 8).half()), "staging must be"),
+    "gather_rows": (lambda: gather_pages_triton(f(4, 8), i64(2), f(3, 8)), r"contiguous \[2, ...\]"),
+    "gather_strided": (lambda: gather_pages_triton(f(8, 4).t(), i64(2), f(2, 8)), "must be adjacent"),
+    "scatter_size": (lambda: scatter_pages_triton(f(2, 7), i64(2), f(4, 8)), "a page is 8 elements"),
+    "scatter_ids": (lambda: scatter_pages_triton(f(2, 8), i32(2), f(4, 8)), "page_ids must be"),
+    "sample_dtype": (lambda: sample_triton(f(2, 9).half(), sampling), "logits must be float32"),
+    "sample_rows": (lambda: sample_triton(f(3, 9), sampling), r"temperature_B must be contiguous"),
+    "sample_field": (
+        lambda: sample_triton(f(2, 9), replace(sampling, seed_B=i32(2))),
+        "seed_B must be contiguous torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_launcher_refuses(name: str) -> None:
+    launch, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        launch()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("num_sequences", "table_pages", "num_splits"),
+    [(1, 8192, 64), (1, 4, 1), (8, 8192, 16), (256, 8192, 4), (256, 32, 1), (4096, 8192, 4)],
+)
+def test_splits_follow_from_shapes_alone(num_sequences: int, table_pages: int, num_splits: int) -> None:
+    query = f(num_sequences, 32, 128, dtype=torch.bfloat16, device="meta")
+    kv_pages = f(64, 2, 8, 16, 128, dtype=torch.bfloat16, device="meta")
+    page_table = i32(num_sequences, table_pages, device="meta")
+    assert decode_tile(query, kv_pages, page_table, None)["NUM_SPLITS"] == num_splits

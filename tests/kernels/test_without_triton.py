@@ -1,0 +1,31 @@
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+sys.modules["triton"] = None  # importing it now fails, as on a machine without it
+import torch
+from baton.kernels import gather_pages, paged_attention, prefill_attention, rms_norm, rope
+from baton.kernels import sample, scatter_pages, silu_mul, store_kv
+out = silu_mul.silu_mul(torch.ones(2, 6))
+assert out.shape == (2, 3), out
+three = torch.ones(3, 2, 6)
+for launch in (
+    lambda: silu_mul.silu_mul_triton(torch.ones(2, 6)),
+    lambda: rope.rope_triton(three, three, torch.ones(4, 6), torch.zeros(3, dtype=torch.int64)),
+):
+    try:
+        launch()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_ops_run_on_the_cpu_and_launchers_name_the_missing_package() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["tensors on a GPU need Triton: pip install 'baton[gpu]'"] * 2
