@@ -83,10 +83,9 @@ class JsonObject:
 
 def read_json(path: Path) -> JsonObject:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(
-                f"{path}: {path.stat().st_size} bytes, more than {MAX_FILE_BYTES} for a JSON file"
-            )
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_FILE_BYTES:
+            raise ModelError(f"{path}: should be at most {MAX_FILE_BYTES} bytes, got {num_bytes}")
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise ModelError(f"{path}: there is no such file") from None

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.hf_config import ARCHITECTURES, ModelConfig, read_model_config
 from baton.errors import ModelError
@@ -124,44 +123,6 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path) -> None:
     assert config.bos_token_id == 1
 
 
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "linear", "factor": 4.0},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    {"rope_type": "yarn", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 16.0},
-    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False},
-]
-
-
-@pytest.mark.parametrize("scaling", ROPES)
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
-def test_rope_scaling_in_every_spelling(tmp_path: Path, scaling: dict[str, Any], spelling: str) -> None:
-    oracle = LlamaConfig(**SMALL, rope_parameters=scaling | {"rope_theta": 5000.0})
-    if spelling == "rope_parameters":
-        rope = read(tmp_path, oracle).rope
-    else:
-        old = dict(scaling)
-        if spelling == "type":
-            old["type"] = old.pop("rope_type")
-        rope = read_keys(tmp_path, OLD_LLAMA | {"rope_scaling": old}).rope
-    meant = oracle.rope_parameters
-    assert (rope.type, rope.theta, rope.factor) == (meant["rope_type"], 5000.0, meant["factor"])
-    _, attention_factor = ROPE_INIT_FUNCTIONS[rope.type](oracle, "cpu")
-    assert rope.attention_factor == pytest.approx(attention_factor)
-    if rope.type != "linear":
-        assert rope.original_max_position_embeddings == meant["original_max_position_embeddings"]
-    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "truncate"):
-        if name in scaling:
-            assert getattr(rope, name) == scaling[name]
-
-
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel.*not known") as error:
         read_keys(tmp_path, OLD_LLAMA | {"architectures": ["GPT2LMHeadModel"]})
@@ -198,24 +159,11 @@ def test_a_missing_key_is_named_with_its_file(tmp_path: Path, key: str) -> None:
         ({"hidden_size": 30}, "'hidden_size' 30 is not a multiple of 4"),
         ({"head_dim": 7}, "even head dimension, got 7"),
         ({"rms_norm_eps": 0.0}, "'rms_norm_eps' should be a number above 0, got 0"),
-        ({"rope_theta": -1.0}, "'rope_theta' should be a number above 0"),
         ({"torch_dtype": "float8"}, "'dtype' should be one of float32, bfloat16, float16, got 'float8'"),
         ({"eos_token_id": 64}, r"'eos_token_id' should be in \[0, 64\), got 64"),
         ({"eos_token_id": "end"}, "'eos_token_id' should be int"),
         ({"hidden_act": "gelu"}, "'hidden_act' should be 'silu', got 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
-        ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor' other than 1"),
-        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not known; known are default, linear"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: key 'factor' is missing"),
-        ({"rope_scaling": {"full_attention": {}}}, "for each layer type is not supported"),
-        (
-            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
-            "'high_freq_factor' 1.0 should exceed 'low_freq_factor' 4.0",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 0.5}},
-            "'beta_fast' 0.5 should be at",
-        ),
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
