@@ -270,7 +270,7 @@ def paged_attention_decode_reference(
             continue
         first = 0 if window is None else max(0, context_len - window)
         key_KND, value_KND = dense_kv(kv_pages, page_table_BP[sequence], first, context_len)
-        query_KGD = query_BHD[sequence].reshape(num_kv_heads, -1, query_BHD.shape[2])
-        out_KGD = F.scaled_dot_product_attention(query_KGD, key_KND, value_KND, scale=scale)
-        out_BHD[sequence] = out_KGD.flatten(0, 1)
+        query_1KGD = query_BHD[sequence].reshape(1, num_kv_heads, -1, query_BHD.shape[2])
+        out_1KGD = F.scaled_dot_product_attention(query_1KGD, key_KND[None], value_KND[None], scale=scale)
+        out_BHD[sequence] = out_1KGD.flatten(0, 2)
     return out_BHD

@@ -105,7 +105,7 @@ def prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # late tokens see the most keys: they start first
     kv_head = tl.program_id(1)
     sequence = _sequence_of(cu_seqlens_ptr, num_sequences, block, BLOCK_Q)
     first_token = tl.load(cu_seqlens_ptr + sequence)

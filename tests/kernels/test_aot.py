@@ -60,6 +60,18 @@ def test_kernel_compiles_for_hopper(scenario: Scenario, monkeypatch: pytest.Monk
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize("name", ["prefill-128-bfloat16", "prefill-80-float16", "prefill-256-bfloat16"])
+def test_prefill_runs_on_the_matrix_units_of_hopper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    assert "wgmma.mma_async" in compile_for_hopper(record(scenario, monkeypatch)).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["decode-split-128-bfloat16", "decode-split-80-float16"])
+def test_decode_prefetches_pages_sixteen_bytes_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scenario,) = (scenario for scenario in SCENARIOS if scenario.name == name)
+    assert "cp.async.cg.shared.global" in compile_for_hopper(record(scenario, monkeypatch)).asm["ptx"]
+
+
 def test_no_kernel_is_left_out() -> None:
     folder = Path(inspect.getfile(record)).parents[2] / "kernels"
     written = {
