@@ -1,5 +1,6 @@
 """The parameters that a model must have, by their Hugging Face names, and whether a checkpoint has them."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -7,6 +8,7 @@ from typing import Final
 from baton.engine.hf_config import ModelConfig
 from baton.engine.weights import Checkpoint
 from baton.errors import ModelError
+from baton.layout import DTYPE_BYTES
 
 Shape = tuple[int, ...]
 # Older exports saved the rotary frequencies, which are derived from the config.
@@ -24,6 +26,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def parameter_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all parameters in `dtype`."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * DTYPE_BYTES[dtype]
 
 
 def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:

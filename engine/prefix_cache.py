@@ -39,6 +39,7 @@ class PrefixCache:
         self.pool = pool
         self.host = host if host is not None else HostTier()
         self.enabled = page_keys is not None
+        self.num_cut_pages = 0  # forgotten because a page before them went first; 0 unless leases do that
         self._page_keys = page_keys
         self._page_of: dict[bytes, int] = {}
         self._key: list[bytes | None] = [None] * pool.num_pages
@@ -161,6 +162,7 @@ class PrefixCache:
         if self._num_children[page]:
             for child in [child for child in self._page_of.values() if self._parent[child] == page]:
                 self._forget(child)
+                self.num_cut_pages += 1
         del self._page_of[key]
         self._key[page] = None
         self._parent[page] = _NO_PAGE

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -25,7 +25,12 @@ logger = logging.getLogger(__name__)
 SOURCES: Final = Path(__file__).resolve().parent / "native"
 FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC", "-w")
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1}  # as `enum dtype` in simd.h
-_CTYPES: Final = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_CTYPES: Final[dict[str, Any]] = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "f": ctypes.c_float,
+}
 
 
 def handles(dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.triton_import import kernel, tl, triton
 
 
@@ -20,6 +21,8 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """
     if x_TE.is_cuda:
         return rms_norm_triton(x_TE, weight_E, eps)
+    if _native_handles(x_TE, weight_E):
+        return _rms_norm_native(x_TE, weight_E, eps)
     return rms_norm_reference(x_TE, weight_E, eps)
 
 
@@ -27,6 +30,8 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
     """`rms_norm(residual)` after `residual += x`; residual_TE is updated in place, rounded to its dtype."""
     if x_TE.is_cuda:
         return add_rms_norm_triton(x_TE, residual_TE, weight_E, eps)
+    if _native_handles(x_TE, weight_E) and x_TE.is_contiguous() and residual_TE.is_contiguous():
+        return _add_rms_norm_native(x_TE, residual_TE, weight_E, eps)
     return add_rms_norm_reference(x_TE, residual_TE, weight_E, eps)
 
 
@@ -107,7 +112,7 @@ def _launch(x_TE: Tensor, residual_TE: Tensor | None, weight_E: Tensor, eps: flo
         HAS_RESIDUAL=residual_TE is not None,
         BLOCK_ROWS=block_rows,
         BLOCK_E=block_E,
-        num_warps=min(16, max(4, block_E // 1024)),
+        num_warps=min(16, max(4, block_E // 512)),
     )
     return out_TE
 
@@ -139,3 +144,48 @@ def rms_norm_reference(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def add_rms_norm_reference(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     residual_TE += x_TE
     return rms_norm_reference(residual_TE, weight_E, eps)
+
+
+def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:
+    return (
+        native.handles(x_TE.dtype)
+        and weight_E.dtype == x_TE.dtype
+        and x_TE.shape[-1:] == weight_E.shape
+        and x_TE.stride(-1) == 1
+        and x_TE.dim() in (2, 3)
+    )
+
+
+def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
+    token_stride, head_stride = _row_strides(x_TE)
+    native.function("baton_rms_norm", "pnnppnnnfi")(
+        x_TE.data_ptr(),
+        token_stride * x_TE.element_size(),
+        head_stride * x_TE.element_size(),
+        weight_E.data_ptr(),
+        out_TE.data_ptr(),
+        x_TE.shape[0],
+        x_TE.shape[1] if x_TE.dim() == 3 else 1,
+        x_TE.shape[-1],
+        eps,
+        native.DTYPE_CODES[x_TE.dtype],
+    )
+    return out_TE
+
+
+def _add_rms_norm_native(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    if residual_TE.shape != x_TE.shape or residual_TE.dtype != x_TE.dtype:
+        raise ValueError(f"residual must be {x_TE.dtype} {tuple(x_TE.shape)} like x")
+    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
+    native.function("baton_add_rms_norm", "ppppnnfi")(
+        x_TE.data_ptr(),
+        residual_TE.data_ptr(),
+        weight_E.data_ptr(),
+        out_TE.data_ptr(),
+        x_TE.numel() // x_TE.shape[-1],
+        x_TE.shape[-1],
+        eps,
+        native.DTYPE_CODES[x_TE.dtype],
+    )
+    return out_TE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 
@@ -20,6 +21,9 @@ def rope(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, positions_T: Te
     """
     if query_THD.is_cuda:
         rope_triton(query_THD, key_TKD, cos_sin_MD, positions_T)
+    elif _native_handles(query_THD) and _native_handles(key_TKD):
+        for heads in (query_THD, key_TKD):
+            _rotate_native(heads, cos_sin_MD, positions_T)
     else:
         rope_reference(query_THD, key_TKD, cos_sin_MD, positions_T)
 
@@ -125,3 +129,26 @@ def rope_reference(query_THD: Tensor, key_TKD: Tensor, cos_sin_MD: Tensor, posit
         rotated_first_TND = first_TND * cos_T1D - second_TND * sin_T1D
         rotated_second_TND = second_TND * cos_T1D + first_TND * sin_T1D
         x_TND.copy_(torch.cat((rotated_first_TND, rotated_second_TND), dim=-1))
+
+
+def _native_handles(heads_THD: Tensor) -> bool:
+    head_dim = heads_THD.shape[2]
+    return native.handles(heads_THD.dtype) and heads_THD.stride()[1:] == (head_dim, 1)
+
+
+def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -> None:
+    num_tokens, num_heads, head_dim = heads_THD.shape
+    if cos_sin_MD.dtype != torch.float32 or cos_sin_MD.shape[1] != head_dim or not cos_sin_MD.is_contiguous():
+        raise ValueError(f"cos_sin must be contiguous float32 [M, {head_dim}], got {tuple(cos_sin_MD.shape)}")
+    if positions_T.dtype != torch.int64 or positions_T.shape != (num_tokens,):
+        raise ValueError(f"positions must be int64 [{num_tokens}], got {positions_T.dtype}")
+    native.function("baton_rope", "pnnppnni")(
+        heads_THD.data_ptr(),
+        heads_THD.stride(0) * heads_THD.element_size(),
+        num_heads,
+        cos_sin_MD.data_ptr(),
+        positions_T.data_ptr(),
+        num_tokens,
+        head_dim,
+        native.DTYPE_CODES[heads_THD.dtype],
+    )

@@ -13,8 +13,6 @@ Thresholds are found without sorting, by bisection over the floats as order-pres
 Shapes: B sequences, V vocabulary.
 """
 
-# ruff: noqa: N815 (shape suffixes are capitals)
-
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
@@ -22,6 +20,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.philox import philox
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
@@ -43,6 +42,8 @@ def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     """Token ids, int64 [B]. logits_BV: float32, rows may be strided, not modified. Never waits for a GPU."""
     if logits_BV.is_cuda:
         return sample_triton(logits_BV, sampling)
+    if native.handles(logits_BV.dtype):
+        return _sample_native(logits_BV, sampling)
     return sample_reference(logits_BV, sampling)
 
 
@@ -274,3 +275,20 @@ def _uniform_reference(sampling: SamplingTensors, vocab_size: int) -> Tensor:
     counter = (quad_Q, position_B1, sampling.choice_B[:, None].long(), position_B1 >> 32)
     word_BV = philox((seed_B1, seed_B1 >> 32), counter).flatten(1)[:, :vocab_size]
     return ((word_BV >> 9).float() + 0.5) * 2.0**-23
+
+
+def _sample_native(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
+    _check(logits_BV, sampling)
+    num_rows, vocab_size = logits_BV.shape
+    scratch = torch.empty((torch.get_num_threads(), 2 * vocab_size))
+    tokens_B = torch.empty(num_rows, dtype=torch.int64)
+    native.function("baton_sample", "pn" + 9 * "p" + "nn")(
+        logits_BV.data_ptr(),
+        logits_BV.stride(0),
+        *(getattr(sampling, field.name).data_ptr() for field in fields(sampling)),
+        scratch.data_ptr(),
+        tokens_B.data_ptr(),
+        num_rows,
+        vocab_size,
+    )
+    return tokens_B

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.triton_import import kernel, tl, triton
 
 
@@ -17,6 +18,8 @@ def silu_mul(gate_up_T2F: Tensor) -> Tensor:
     """
     if gate_up_T2F.is_cuda:
         return silu_mul_triton(gate_up_T2F)
+    if native.handles(gate_up_T2F.dtype) and gate_up_T2F.is_contiguous():
+        return _silu_mul_native(gate_up_T2F)
     return silu_mul_reference(gate_up_T2F)
 
 
@@ -60,3 +63,12 @@ def _check(gate_up_T2F: Tensor) -> None:
 def silu_mul_reference(gate_up_T2F: Tensor) -> Tensor:
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
     return torch.mul(F.silu(gate_TF), up_TF)
+
+
+def _silu_mul_native(gate_up_T2F: Tensor) -> Tensor:
+    num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype)
+    native.function("baton_silu_mul", "ppnni")(
+        gate_up_T2F.data_ptr(), out_TF.data_ptr(), num_tokens, width, native.DTYPE_CODES[gate_up_T2F.dtype]
+    )
+    return out_TF

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.triton_import import kernel, tl, triton
 
 
@@ -19,6 +20,8 @@ def store_kv(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tens
     """
     if key_TKD.is_cuda:
         store_kv_triton(key_TKD, value_TKD, kv_pages, slots_T)
+    elif native.library() is not None and _rows_are_whole(key_TKD, value_TKD, kv_pages):
+        _store_kv_native(key_TKD, value_TKD, kv_pages, slots_T)
     else:
         store_kv_reference(key_TKD, value_TKD, kv_pages, slots_T)
 
@@ -111,3 +114,38 @@ def store_kv_reference(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slo
     offset_T = slots_T % page_size
     kv_pages[:, 0].transpose(1, 2).index_put_((page_T, offset_T), key_TKD)
     kv_pages[:, 1].transpose(1, 2).index_put_((page_T, offset_T), value_TKD)
+
+
+def _rows_are_whole(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor) -> bool:
+    """Whether every token's heads, and every page's rows, are adjacent and of one dtype."""
+    head_dim = key_TKD.shape[2]
+    return (
+        key_TKD.stride()[1:] == value_TKD.stride()[1:] == (head_dim, 1)
+        and kv_pages.stride()[3:] == (head_dim, 1)
+        and key_TKD.dtype == value_TKD.dtype == kv_pages.dtype
+    )
+
+
+def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots_T: Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = key_TKD.shape
+    page_size = kv_pages.shape[3]
+    if kv_pages.shape[1:] != (2, num_kv_heads, page_size, head_dim) or value_TKD.shape != key_TKD.shape:
+        raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
+    if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,):
+        raise ValueError(f"slots must be int64 [{num_tokens}], got {slots_T.dtype} {tuple(slots_T.shape)}")
+    element_bytes = key_TKD.element_size()
+    native.function("baton_store_kv", "pnpnpnnnpnnnn")(
+        key_TKD.data_ptr(),
+        key_TKD.stride(0) * element_bytes,
+        value_TKD.data_ptr(),
+        value_TKD.stride(0) * element_bytes,
+        kv_pages.data_ptr(),
+        kv_pages.stride(0) * element_bytes,
+        kv_pages.stride(1) * element_bytes,
+        kv_pages.stride(2) * element_bytes,
+        slots_T.data_ptr(),
+        num_tokens,
+        num_kv_heads,
+        page_size,
+        head_dim * element_bytes,
+    )

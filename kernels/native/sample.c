@@ -6,7 +6,7 @@
 //    it depends on nothing but (seed, choice, position, v), so a replayed sequence draws the same tokens.
 #include "simd.h"
 
-#define MAX_GUMBEL 17.4f  // -log(-log(1 - 2^-25)), rounded up
+#define MAX_GUMBEL 16.7f  // -log(-log(1 - 2^-24)), rounded up
 
 struct sampling {
     float temperature;  // 0: greedy
@@ -81,35 +81,33 @@ INLINE void philox(uint32_t counter[4], uint32_t key0, uint32_t key1) {
 static float gumbel(const struct sampling *s, int64_t token) {
     uint32_t counter[4] = {(uint32_t)(token / 4), (uint32_t)s->position, (uint32_t)s->choice, (uint32_t)(s->position >> 32)};
     philox(counter, (uint32_t)s->seed, (uint32_t)(s->seed >> 32));
-    float uniform = ((float)(counter[token % 4] >> 8) + 0.5f) * 0x1p-24f;
+    float uniform = ((float)(counter[token % 4] >> 9) + 0.5f) * 0x1p-23f;
     return -logf(-logf(uniform));
 }
 
-// scaled: logits / temperature; weight: scratch. Returns the smallest key that may be drawn.
-static uint32_t keep_from(const struct sampling *s, const float *scaled, float *weight, float maximum, int64_t size) {
+// exponent: (logit - largest) / temperature, at most 0; weight: scratch. Returns the smallest key of a logit
+// that may be drawn.
+static uint32_t keep_from(const struct sampling *s, const float *logits, const float *exponent, float *weight, int64_t size) {
     uint32_t key = 0;
-    if (s->top_k > 0 && s->top_k < size) key = highest_key(scaled, NULL, (float)s->top_k, size);
+    if (s->top_k > 0 && s->top_k < size) key = highest_key(logits, NULL, (float)s->top_k, size);
     if (s->top_p < 1.0f) {
-        float total = 0;
-        for (int64_t v = 0; v < size; v++) {
-            weight[v] = order_key(scaled[v]) >= key ? expf(scaled[v] - maximum) : 0.0f;
-        }
-        total = mass_from(scaled, weight, key, size);
-        key = MAX(key, highest_key(scaled, weight, s->top_p * total, size));
+        for (int64_t v = 0; v < size; v++) weight[v] = order_key(logits[v]) >= key ? expf(exponent[v]) : 0.0f;
+        key = MAX(key, highest_key(logits, weight, s->top_p * mass_from(logits, weight, key, size), size));
     }
-    if (s->min_p > 0.0f) key = MAX(key, order_key(maximum + logf(s->min_p)));
     return key;
 }
 
-static int64_t draw(const struct sampling *s, const float *logits, float *scaled, float *weight, int64_t size) {
+static int64_t draw(const struct sampling *s, const float *logits, float *exponent, float *weight, int64_t size) {
     int64_t best_token = argmax(logits, size);
-    for (int64_t v = 0; v < size; v++) scaled[v] = logits[v] / s->temperature;
-    uint32_t key = keep_from(s, scaled, weight, scaled[best_token], size);
+    float peak = logits[best_token], inverse_temperature = fminf(1.0f / s->temperature, 3.0e38f);
+    for (int64_t v = 0; v < size; v++)
+        exponent[v] = logits[v] == peak ? 0.0f : (logits[v] - peak) * inverse_temperature;
+    uint32_t key = keep_from(s, logits, exponent, weight, size);
     // Starting from the likeliest token, whatever cannot win even with the largest noise is passed over.
-    float best = scaled[best_token] + gumbel(s, best_token);
+    float best = gumbel(s, best_token), least = s->min_p > 0.0f ? logf(s->min_p) : -INFINITY;
     for (int64_t v = 0; v < size; v++) {
-        if (scaled[v] + MAX_GUMBEL < best || order_key(scaled[v]) < key) continue;
-        float score = scaled[v] + gumbel(s, v);
+        if (exponent[v] + MAX_GUMBEL < best || exponent[v] < least || order_key(logits[v]) < key) continue;
+        float score = exponent[v] + gumbel(s, v);
         if (score > best || (score == best && v < best_token)) {
             best = score;
             best_token = v;

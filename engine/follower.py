@@ -1,0 +1,94 @@
+"""A tensor-parallel rank other than 0: a process that repeats the steps that rank 0 plans.
+
+1. Rank 0 starts one process for each other rank and writes its Assignment to the process's input.
+2. The follower loads its part of the weights, meets the group and agrees on the size of the pool.
+3. It runs every step it is sent; a closed connection or the empty command ends it.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from baton.config import EngineConfig
+from baton.engine.hf_config import read_model_config
+from baton.engine.model_runner import ModelRunner, choose_device
+from baton.engine.parallel import TensorParallel, share_cores
+from baton.engine.step_arrays import decode
+from baton.errors import WorkerLost
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    config: EngineConfig
+    rank: int
+    rendezvous: str  # path of the file where the ranks find each other
+
+
+class Followers:
+    """The processes of ranks 1 and up, and rank 0's place in their group."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
+        rendezvous = str(Path(self._folder.name) / "store")
+        share_cores(size)
+        self._processes = [
+            _start(Assignment(config=config, rank=rank, rendezvous=rendezvous)) for rank in range(1, size)
+        ]
+        store = FileStore(rendezvous, size)
+        self.tp = TensorParallel.join(0, size, store, choose_device(config.device, 0))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Wait for the processes, which have been told to stop; end those that do not."""
+        for process in self._processes:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+
+def follow(assignment: Assignment) -> None:
+    """Serve as one rank until rank 0 says stop or goes away."""
+    config, size = assignment.config, assignment.config.tensor_parallel_size
+    share_cores(size)
+    device = choose_device(config.device, assignment.rank)
+    store = FileStore(assignment.rendezvous, size)
+    tp = TensorParallel.join(assignment.rank, size, store, device)
+    runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
+    runner.load()
+    runner.allocate()
+    while command := tp.receive_command():
+        runner.execute(decode(command))
+
+
+def _start(assignment: Assignment) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "baton.engine.follower"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_import_root())
+    if process.stdin is None:
+        raise WorkerLost(f"rank {assignment.rank} could not be given its assignment")
+    process.stdin.write(msgspec.json.encode(assignment))
+    process.stdin.close()
+    return process
+
+
+def _import_root() -> Path:
+    """The folder that holds the `baton` package, installed or not."""
+    return Path(sys.modules["baton.errors"].__file__ or "").resolve().parents[1]
+
+
+def main() -> None:
+    torch.set_grad_enabled(False)
+    try:
+        follow(msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment))
+    except WorkerLost:
+        sys.exit(0)  # rank 0 is gone, and with it whoever would read an error
+
+
+if __name__ == "__main__":
+    main()

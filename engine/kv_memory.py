@@ -1,0 +1,44 @@
+"""How many KV pages fit the memory given."""
+
+import os
+from typing import Final
+
+import torch
+
+from baton.config import CacheConfig
+from baton.errors import ConfigError
+from baton.layout import PageLayout
+
+DEFAULT_CPU_BYTES: Final = 4 * 2**30
+MAX_CPU_SHARE: Final = 0.25  # of the memory that is free now
+GIB: Final = 2**30
+
+
+def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, max_num_tokens: int) -> int:
+    """Pages for the device pool: what the memory given holds, never more than `max_num_tokens` need."""
+    given = cache.kv_cache_memory_bytes
+    if given is None:
+        given = _free_bytes(cache, device)
+    return min(given // layout.page_bytes, layout.num_pages(max_num_tokens))
+
+
+def check_fits(num_pages: int, layout: PageLayout, max_model_len: int) -> None:
+    """ConfigError unless one sequence of the longest length fits the pool."""
+    needed = layout.num_pages(max_model_len)
+    if num_pages >= needed:
+        return
+    raise ConfigError(
+        f"the KV cache holds {num_pages * layout.page_size} tokens, one sequence of max_model_len "
+        f"{max_model_len} needs {needed * layout.page_bytes / GIB:.2f} GiB, got "
+        f"{num_pages * layout.page_bytes / GIB:.2f}: raise cache.kv_cache_memory_bytes or lower max_model_len"
+    )
+
+
+def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
+    if device.type != "cuda":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(DEFAULT_CPU_BYTES, int(free * MAX_CPU_SHARE))
+    free, total = torch.cuda.mem_get_info(device)
+    # Weights are loaded and a full step has run: what the allocator once held, a later step will need.
+    in_use = total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return max(0, int(total * cache.gpu_memory_utilization) - in_use)

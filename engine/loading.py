@@ -1,0 +1,36 @@
+"""From a configuration to an engine that is ready to step."""
+
+from pathlib import Path
+
+from baton.clock import Clock, SystemClock
+from baton.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.fingerprint import fingerprint
+from baton.engine.follower import Followers
+from baton.engine.hf_config import read_model_config
+from baton.engine.model_runner import ModelRunner
+from baton.engine.parallel import TensorParallel
+from baton.engine.weights import Progress
+
+
+def load_engine(
+    config: EngineConfig, *, clock: Clock | None = None, progress: Progress | None = None
+) -> Engine:
+    """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
+
+    Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine.
+    """
+    directory = Path(config.model).resolve()
+    model = read_model_config(directory)
+    followers = Followers(config) if config.tensor_parallel_size > 1 else None
+    try:
+        runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
+        runner.load(progress)
+        runner.allocate()
+    except BaseException:
+        if followers:
+            followers.close(timeout_s=0.0)
+        raise
+    dummy_seed = config.seed if config.load_format == "dummy" else None
+    name = fingerprint(directory, dummy_seed=dummy_seed)
+    return Engine(runner, clock or SystemClock(), name, followers)

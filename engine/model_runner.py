@@ -1,0 +1,118 @@
+"""One rank of a model replica: its weights, its KV pool, and the forward pass over them.
+
+1. `load` maps the checkpoint and places this rank's part of the weights.
+2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest.
+3. `execute` runs one step: page copies, then the forward pass; returns logits.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.engine.cuda_graphs import DecodeGraphs
+from baton.engine.decoder import Decoder
+from baton.engine.dummy_weights import DummyCheckpoint
+from baton.engine.hf_config import ModelConfig
+from baton.engine.kv_memory import check_fits, count_pages
+from baton.engine.kv_pool import TORCH_DTYPES, KvPool
+from baton.engine.layers import Parameters
+from baton.engine.model_input import ModelInput
+from baton.engine.parallel import TensorParallel
+from baton.engine.parameters import check_parameters, parameter_bytes
+from baton.engine.step_arrays import StepArrays
+from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
+from baton.errors import ConfigError
+from baton.layout import PageLayout
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
+        self.config = config
+        self.model = model
+        self.tp = tp
+        self.device = choose_device(config.device, tp.rank)
+        self.dtype = model.dtype if config.dtype == "auto" else config.dtype
+        self.max_model_len = choose_max_model_len(config, model)
+        self.layout = PageLayout(
+            tp_size=tp.size,
+            page_size=config.cache.page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.dtype,
+        )
+        self.decoder: Decoder
+        self.pool: KvPool
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def load(self, progress: Progress | None = None) -> None:
+        """Read the weights, reporting bytes to `progress`. ModelError when they do not fit the model."""
+        checkpoint = self._open_checkpoint()
+        check_parameters(checkpoint, self.model)
+        if progress is not None:
+            total_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
+            checkpoint = ReportingCheckpoint(checkpoint, total_bytes, progress)
+        parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
+        self.decoder = Decoder(self.model, parameters, self.max_model_len)
+
+    @torch.inference_mode()
+    def allocate(self) -> None:
+        """Make the pool; ConfigError when it cannot hold one sequence of the longest length."""
+        cache, scheduler = self.config.cache, self.config.scheduler
+        most_tokens = scheduler.max_num_seqs * self.max_model_len
+        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device, most_tokens))
+        check_fits(num_pages, self.layout, self.max_model_len)
+        num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
+        self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device)
+        if self.device.type == "cuda":
+            max_pages = self.layout.num_pages(self.max_model_len)
+            self._graphs = DecodeGraphs(self.decoder, self.pool.device, scheduler.max_num_seqs, max_pages)
+        logger.info("%s", self.describe_pool())
+
+    def describe_pool(self) -> str:
+        num_pages, page_size = len(self.pool.device), self.layout.page_size
+        text = (
+            f"KV cache: {num_pages * page_size:,} tokens in {num_pages:,} pages of {page_size} "
+            f"({num_pages * self.layout.page_bytes / 2**30:.2f} GiB a rank)"
+        )
+        return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
+
+    @torch.inference_mode()
+    def execute(self, arrays: StepArrays) -> Tensor:
+        """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32."""
+        self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
+        if not len(arrays.token_ids):
+            return torch.empty((0, self.model.vocab_size), device=self.device)
+        if self._graphs is not None and self._graphs.can_replay(arrays):
+            return self._graphs.replay(arrays)
+        step = ModelInput.from_arrays(arrays, self.device)
+        return self.decoder.logits(self.decoder.forward(step, self.pool.device))
+
+    def _open_checkpoint(self) -> Checkpoint:
+        if self.config.load_format == "dummy":
+            return DummyCheckpoint(self.model, self.config.seed, device=str(self.device))
+        return open_checkpoint(Path(self.config.model))
+
+
+def choose_device(name: str, rank: int) -> torch.device:
+    """`auto` takes a GPU when there is one; rank r of a group takes GPU r."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: expected a CUDA device, but torch finds none on this machine")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: the model has positions for {model.max_position_embeddings} tokens, got {asked}"
+        )
+    return asked or model.max_position_embeddings

@@ -1,0 +1,125 @@
+"""Tensor parallelism: which part of a tensor a rank holds, and the sums and gathers between ranks."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, ReduceOp, Store
+
+from baton.errors import ConfigError, WorkerLost
+
+STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
+IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps only a closed connection says so
+
+
+class Pending(Protocol):
+    def wait(self) -> bool: ...
+
+
+class Collectives(Protocol):
+    """The part of torch's process groups that is used here, gloo's and NCCL's alike."""
+
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = ...) -> Pending: ...
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor]) -> Pending: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """One rank of a group; the default is a group of one, where every exchange is a no-op."""
+
+    rank: int = 0
+    size: int = 1
+    group: Collectives | None = None  # tensors of a step
+    commands: Collectives | None = None  # messages of rank 0, which may be silent for long
+
+    @classmethod
+    def join(cls, rank: int, size: int, store: Store, device: torch.device) -> "TensorParallel":
+        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made."""
+        commands = _gloo(PrefixStore("commands", store), rank, size, IDLE_TIMEOUT)
+        prefixed = PrefixStore("step", store)
+        if device.type == "cuda":
+            return cls(rank, size, _nccl(prefixed, rank, size, STEP_TIMEOUT), commands)
+        return cls(rank, size, _gloo(prefixed, rank, size, STEP_TIMEOUT), commands)
+
+    def shard(self, size: int, *, what: str) -> tuple[int, int]:
+        """The rank's [start, stop) of `size` equal items. ConfigError when they cannot be split evenly."""
+        if size % self.size:
+            raise ConfigError(f"{what}: {size} cannot be split over {self.size} tensor-parallel ranks")
+        part = size // self.size
+        return self.rank * part, (self.rank + 1) * part
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, in place, the same bits on every rank."""
+        if self.group is not None:
+            self._wait(self.group.allreduce([x]))
+        return x
+
+    def all_gather(self, x_TN: Tensor) -> Tensor:
+        """[T, N] of every rank side by side: [T, size * N]."""
+        if self.group is None:
+            return x_TN
+        parts = [torch.empty_like(x_TN) for _ in range(self.size)]
+        self._wait(self.group.allgather([parts], [x_TN.contiguous()]))
+        return torch.cat(parts, dim=1)
+
+    def smallest(self, value: int) -> int:
+        """The least of the ranks' values, on every rank."""
+        if self.commands is None:
+            return value
+        least = torch.tensor([value])
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._wait(self.commands.allreduce([least], options))
+        return int(least)
+
+    def send_command(self, message: bytes) -> None:
+        """From rank 0 to all others; no-op in a group of one."""
+        if self.commands is not None:
+            self._wait(self.commands.broadcast(torch.tensor([len(message)]), 0))
+            self._wait(self.commands.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0))
+
+    def receive_command(self) -> bytes:
+        """The next message of rank 0; waits as long as it takes, WorkerLost when rank 0 is gone."""
+        if self.commands is None:
+            raise ValueError("a group of one has nobody to receive from")
+        length = torch.zeros(1, dtype=torch.int64)
+        self._wait(self.commands.broadcast(length, 0))
+        message = torch.empty(int(length), dtype=torch.uint8)
+        self._wait(self.commands.broadcast(message, 0))
+        return message.numpy().tobytes()
+
+    def _wait(self, work: Pending) -> None:  # foreign errors are translated at this border
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WorkerLost(
+                f"tensor-parallel rank {self.rank} of {self.size} lost a peer: {error}"
+            ) from error
+
+
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:
+    """Gloo has no authentication: its sockets listen on loopback only."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timeout
+    return cast(Collectives, ProcessGroupGloo(store, rank, size, options))
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast(Collectives, ProcessGroupNCCL(store, rank, size, options))
+
+
+def share_cores(num_ranks: int) -> None:
+    """Give this process its part of the cores: ranks that spin against each other stand still."""
+    if num_ranks > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))

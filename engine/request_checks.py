@@ -1,0 +1,29 @@
+"""What a request may ask of the model that is loaded; what no model could do is refused by SamplingParams."""
+
+from collections.abc import Iterable
+
+from baton.errors import InvalidRequest
+from baton.request import Request
+
+
+def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> None:
+    """Raise InvalidRequest, naming the field, for what would fail or mean nothing once it runs."""
+    sampling = request.sampling
+    num_tokens = len(request.token_ids)
+    if not num_tokens:
+        raise InvalidRequest("the prompt is empty: at least one token is needed")
+    if num_tokens >= max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens; the model takes {max_model_len}, one of them for the answer"
+        )
+    _check_ids("prompt token", request.token_ids, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    if sampling.top_k > vocab_size:
+        raise InvalidRequest(f"top_k must be at most the vocabulary of {vocab_size}, got {sampling.top_k}")
+
+
+def _check_ids(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{what}: token id {token_id} is outside the vocabulary [0, {vocab_size})")

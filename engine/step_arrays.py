@@ -1,0 +1,148 @@
+"""One step as plain arrays: what rank 0 plans and every tensor-parallel rank computes.
+
+Rank 0 builds the arrays from the scheduler's batch; the others get them as one msgpack message.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.engine.page_table_rows import PageTableRows
+from baton.engine.plan import Batch, PageCopy, ScheduledChunk
+
+Int64s: TypeAlias = NDArray[np.int64]
+Int32s: TypeAlias = NDArray[np.int32]
+
+
+class StepArrays(NamedTuple):
+    """See ModelInput for the meaning and the order of the rows."""
+
+    token_ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    cu_seqlens: Int32s
+    context_lens: Int32s
+    page_table: Int32s  # [num_sequences, pages of the longest one]
+    logit_rows: Int64s
+    num_decodes: int
+    max_seqlen_q: int
+    copies_to_host: tuple[PageCopy, ...]
+    copies_to_device: tuple[PageCopy, ...]
+
+
+class _Message(msgspec.Struct, array_like=True):
+    arrays: dict[str, bytes]
+    num_decodes: int
+    max_seqlen_q: int
+    copies_to_host: tuple[PageCopy, ...]
+    copies_to_device: tuple[PageCopy, ...]
+
+
+class StepBuilder:
+    """Turns batches into arrays, keeping the page tables of running sequences from step to step."""
+
+    def __init__(self, page_size: int, max_num_seqs: int, max_pages: int) -> None:
+        self._page_size = page_size
+        self._tables = PageTableRows(max_num_seqs, max_pages)
+
+    def build(self, batch: Batch) -> StepArrays:
+        chunks = batch.chunks
+        starts = np.array([chunk.start for chunk in chunks], np.int64)
+        lengths = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+        cu_seqlens = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(lengths, out=cu_seqlens[1:])
+        owner = np.repeat(np.arange(len(chunks)), lengths)  # row -> chunk
+        positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[owner]
+        page_table = self._tables.gather([chunk.sequence for chunk in chunks])
+        pages = page_table[owner, positions // self._page_size].astype(np.int64)
+        arrays = StepArrays(
+            token_ids=_token_ids(batch),
+            positions=positions,
+            slots=pages * self._page_size + positions % self._page_size,
+            cu_seqlens=cu_seqlens,
+            context_lens=(starts + lengths).astype(np.int32),
+            page_table=page_table,
+            logit_rows=_logit_rows(batch, cu_seqlens),
+            num_decodes=batch.num_decodes,
+            max_seqlen_q=int(lengths.max(initial=0)),
+            copies_to_host=batch.copies_to_host,
+            copies_to_device=batch.copies_to_device,
+        )
+        return _pad(arrays, batch.num_padded_tokens) if batch.num_padded_tokens else arrays
+
+
+def wants_prompt_logits(chunk: ScheduledChunk) -> bool:
+    """Whether the logits of every position of the chunk are wanted, not only of the one that samples."""
+    return chunk.sequence.needs_prompt_logprobs
+
+
+def _token_ids(batch: Batch) -> Int64s:
+    chunks, num_decodes = batch.chunks, batch.num_decodes
+    token_ids = [chunk.sequence.token_ids[chunk.start] for chunk in chunks[:num_decodes]]
+    for chunk in chunks[num_decodes:]:
+        token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    return np.array(token_ids, np.int64)
+
+
+def _logit_rows(batch: Batch, cu_seqlens: Int32s) -> Int64s:
+    rows: list[int] = []
+    for chunk, first, end in zip(batch.chunks, cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=False):
+        if wants_prompt_logits(chunk):
+            rows += range(first, end)
+        elif chunk.samples:
+            rows.append(end - 1)
+    return np.array(rows, np.int64)
+
+
+def encode(arrays: StepArrays) -> bytes:
+    """A message for the ranks that follow; `decode` restores it."""
+    fields = {
+        name: value.tobytes() for name, value in arrays._asdict().items() if isinstance(value, np.ndarray)
+    }
+    message = _Message(
+        fields, arrays.num_decodes, arrays.max_seqlen_q, arrays.copies_to_host, arrays.copies_to_device
+    )
+    return msgspec.msgpack.encode(message)
+
+
+def decode(message: bytes) -> StepArrays:
+    received = msgspec.msgpack.decode(message, type=_Message)
+
+    def int64s(name: str) -> Int64s:
+        return np.frombuffer(bytearray(received.arrays[name]), np.int64)
+
+    def int32s(name: str) -> Int32s:
+        return np.frombuffer(bytearray(received.arrays[name]), np.int32)
+
+    context_lens = int32s("context_lens")
+    return StepArrays(
+        token_ids=int64s("token_ids"),
+        positions=int64s("positions"),
+        slots=int64s("slots"),
+        cu_seqlens=int32s("cu_seqlens"),
+        context_lens=context_lens,
+        page_table=int32s("page_table").reshape(len(context_lens), -1),
+        logit_rows=int64s("logit_rows"),
+        num_decodes=received.num_decodes,
+        max_seqlen_q=received.max_seqlen_q,
+        copies_to_host=received.copies_to_host,
+        copies_to_device=received.copies_to_device,
+    )
+
+
+def _pad(arrays: StepArrays, num_rows: int) -> StepArrays:
+    """Add one sequence of `num_rows` tokens that are computed, stored nowhere and looked at by nobody."""
+    zeros = np.zeros(num_rows, np.int64)
+    page_table = np.zeros((len(arrays.context_lens) + 1, max(1, arrays.page_table.shape[1])), np.int32)
+    page_table[:-1, : arrays.page_table.shape[1]] = arrays.page_table
+    return arrays._replace(
+        token_ids=np.concatenate((arrays.token_ids, zeros)),
+        positions=np.concatenate((arrays.positions, zeros)),
+        slots=np.concatenate((arrays.slots, zeros - 1)),
+        cu_seqlens=np.append(arrays.cu_seqlens, np.int32(arrays.cu_seqlens[-1] + num_rows)),
+        context_lens=np.append(arrays.context_lens, np.int32(0)),
+        page_table=page_table,
+        max_seqlen_q=max(arrays.max_seqlen_q, num_rows),
+    )

@@ -1,0 +1,175 @@
+"""Attention of a mixed batch, decodes first, then prefill chunks, over paged keys and values.
+
+On a GPU the two parts have a kernel each. The C kernel of the CPU takes both at once, and gives a query
+the same bits in either part.
+
+Shapes: T query tokens, B sequences, P pages of the longest sequence, H query heads, K kv heads, D head dim,
+S page_size.
+"""
+
+import ctypes
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+from baton.kernels.paged_attention import paged_attention_decode
+from baton.kernels.prefill_attention import prefill_attention
+
+MAX_GROUP: Final = 16  # query heads a kv head, and
+MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
+
+
+class RaggedBatch:
+    """Which queries belong to which sequence, and in which pages its keys lie; serves every layer.
+
+    cu_seqlens_B1 int32: queries of sequence b are [cu_seqlens[b], cu_seqlens[b + 1]). context_lens_B int32
+    counts the keys of each sequence, those of its queries included; 0 marks padding, whose outputs are
+    zeros. page_table_BP int32. The first `num_decodes` sequences have one query each.
+    """
+
+    __slots__ = (
+        "arguments",
+        "context_lens_B",
+        "cu_seqlens_B1",
+        "max_seqlen_q",
+        "num_decodes",
+        "page_table_BP",
+        "scratch",
+    )
+
+    def __init__(
+        self,
+        *,
+        cu_seqlens_B1: Tensor,
+        context_lens_B: Tensor,
+        page_table_BP: Tensor,
+        num_decodes: int,
+        max_seqlen_q: int,
+    ) -> None:
+        self.cu_seqlens_B1 = cu_seqlens_B1
+        self.context_lens_B = context_lens_B
+        self.page_table_BP = page_table_BP
+        self.num_decodes = num_decodes
+        self.max_seqlen_q = max_seqlen_q
+        self.arguments = _Arguments()  # of the C kernel; what the layers share is filled in once
+        self.scratch = torch.empty(0, dtype=torch.int64)
+        if not cu_seqlens_B1.is_cuda:
+            self._prepare_native()
+
+    def _prepare_native(self) -> None:
+        num_sequences = self.context_lens_B.shape[0]
+        self.scratch = torch.empty(num_sequences + 1, dtype=torch.int64)
+        arguments = self.arguments
+        arguments.page_table = self.page_table_BP.data_ptr()
+        arguments.table_stride = self.page_table_BP.stride(0)
+        arguments.query_starts = self.cu_seqlens_B1.data_ptr()
+        arguments.context_lens = self.context_lens_B.data_ptr()
+        arguments.num_sequences = num_sequences
+
+
+def ragged_attention(
+    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, *, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(scale * q . k) v -> [T, H, D]; a query at position p sees keys (p - window, p], all without.
+
+    kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already.
+    """
+    if not query_THD.is_cuda and _native_handles(query_THD, kv_pages):
+        return _ragged_attention_native(query_THD, kv_pages, batch, scale, window or 0)
+    num_decodes = batch.num_decodes
+    decoded = paged_attention_decode(
+        query_THD[:num_decodes],
+        kv_pages,
+        batch.page_table_BP[:num_decodes],
+        batch.context_lens_B[:num_decodes],
+        scale=scale,
+        window=window,
+    )
+    if num_decodes == query_THD.shape[0]:
+        return decoded
+    prefilled = prefill_attention(
+        query_THD[num_decodes:],
+        kv_pages,
+        batch.page_table_BP[num_decodes:],
+        batch.cu_seqlens_B1[num_decodes:] - num_decodes,
+        batch.context_lens_B[num_decodes:],
+        scale=scale,
+        window=window,
+        max_seqlen_q=batch.max_seqlen_q,
+    )
+    return prefilled if num_decodes == 0 else torch.cat((decoded, prefilled))
+
+
+class _Arguments(ctypes.Structure):
+    """`struct attention` of native/attention.c, field by field."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("page_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("query_starts", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("page_shift", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("is_bf16", ctypes.c_int),
+    )
+
+
+def _native_handles(query_THD: Tensor, kv_pages: Tensor) -> bool:
+    num_heads, head_dim = query_THD.shape[1:]
+    return (
+        native.handles(query_THD.dtype)
+        and head_dim % 16 == 0
+        and head_dim <= MAX_HEAD_DIM
+        and num_heads // kv_pages.shape[2] <= MAX_GROUP
+    )
+
+
+def _ragged_attention_native(
+    query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int
+) -> Tensor:
+    num_tokens, num_heads, head_dim = query_THD.shape
+    _, _, num_kv_heads, page_size, _ = kv_pages.shape
+    if (
+        query_THD.stride(2) != 1
+        or kv_pages.stride()[3:] != (head_dim, 1)
+        or kv_pages.dtype != query_THD.dtype
+    ):
+        raise ValueError(
+            f"ragged_attention: query {query_THD.dtype} strides {query_THD.stride()}, "
+            f"kv_pages {kv_pages.dtype} strides {kv_pages.stride()}: heads and page rows must be contiguous"
+        )
+    out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=query_THD.dtype)
+    element_bytes = query_THD.element_size()
+    arguments = batch.arguments
+    arguments.query = query_THD.data_ptr()
+    arguments.query_token = query_THD.stride(0) * element_bytes
+    arguments.query_head = query_THD.stride(1) * element_bytes
+    arguments.pages = kv_pages.data_ptr()
+    arguments.page_stride = kv_pages.stride(0) * element_bytes
+    arguments.value_stride = kv_pages.stride(1) * element_bytes
+    arguments.head_stride = kv_pages.stride(2) * element_bytes
+    arguments.output = out_THD.data_ptr()
+    arguments.num_heads = num_heads
+    arguments.num_kv_heads = num_kv_heads
+    arguments.head_dim = head_dim
+    arguments.page_shift = page_size.bit_length() - 1
+    arguments.window = window
+    arguments.scale = scale
+    arguments.is_bf16 = native.DTYPE_CODES[query_THD.dtype]
+    native.function("baton_attention", "pp")(ctypes.addressof(arguments), batch.scratch.data_ptr())
+    return out_THD
