@@ -100,6 +100,7 @@ class Harness:
         assert not self.live
         assert self.pool.count(PageState.ACTIVE) == 0
         assert self.pool.num_available == self.pool.num_pages
+        assert self.cache.num_cut_pages == 0, "eviction took a page before the pages that follow it"
         self.check_answers()
 
     def check_answers(self) -> None:

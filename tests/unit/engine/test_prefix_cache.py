@@ -173,6 +173,7 @@ def test_lease_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() 
     cache.make_room(1)
     cache.check_integrity()
     assert matched(cache, sequence_of("b", range(17))) == 0
+    assert cache.num_cut_pages == 3
     cache.pool.release(table[1:], "reader")
     assert cache.pool.num_free == 4
     cache.pool.check_integrity()

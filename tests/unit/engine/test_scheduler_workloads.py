@@ -17,6 +17,16 @@ from tests.scheduling import Harness, Settings
 SHARED_PREFIX = [7, 7, 1, 2, 3, 9, 8, 4, 4, 4, 5, 6, 1, 1, 2, 30, 31]
 
 
+def crowded_settings(rng: random.Random) -> Settings:
+    """Few pages, a host tier about as large, room in every step: all that the ledgers can do, at once."""
+    return Settings(
+        num_pages=rng.randint(14, 30),
+        page_size=8,
+        num_host_pages=rng.randint(4, 40),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=400),
+    )
+
+
 def random_settings(rng: random.Random) -> Settings:
     return Settings(
         num_pages=rng.randint(4, 40),
@@ -57,6 +67,25 @@ def disturb(harness: Harness, rng: random.Random, rate: float) -> None:
         harness.abort(rng.choice(list(harness.live))[0])
 
 
+def crowded_workload(seed: int) -> None:
+    """Requests that share their beginnings come in bursts; any of them may be preempted at any step."""
+    rng = random.Random(seed)
+    harness = Harness(crowded_settings(rng))
+    texts = [[number] * 8 + [rng.randrange(3) for _ in range(32)] for number in range(3)]
+    for number in range(40):
+        for burst in range(rng.choice([0, 1, 3])):
+            text = rng.choice(texts)
+            harness.add(
+                f"r{number}-{burst}",
+                text[: rng.randint(7, 40)],
+                SamplingParams(max_tokens=rng.choice([1, 4, 17])),
+            )
+        for _ in range(rng.randint(1, 3)):
+            disturb(harness, rng, 0.4)
+        harness.step()
+    harness.run()
+
+
 def run_workload(seed: int) -> None:
     rng = random.Random(seed)
     harness = Harness(random_settings(rng))
@@ -87,6 +116,11 @@ def run_workload(seed: int) -> None:
 def test_random_workloads_are_exact_and_end(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         run_workload(seed)
+
+
+def test_crowded_workloads_are_exact_and_end() -> None:
+    for seed in range(60):
+        crowded_workload(seed)
 
 
 @settings(max_examples=30, deadline=None)
