@@ -1,0 +1,188 @@
+"""The tasks that the tiny model knows: generated, and with answers that can be checked.
+
+1. A `Case` is one prompt and the only right continuation; after it the model ends its turn.
+2. An `Episode` is what training reads: text in segments, the answers among them marked. One episode holds
+   many questions, so that nearly every row of a batch teaches something.
+
+Pure and free of torch: tests and benchmarks use the same cases as training does.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from baton.bench.tiny.facts import FACTS
+
+END: Final = "<|end|>"
+USER: Final = "<|user|>"
+ASSISTANT: Final = "<|assistant|>"
+SYSTEM: Final = "<|system|>"
+
+NUM_KEYS: Final = 400  # k0 to k399: the distinct keys of one prompt
+TOKENS_PER_PAIR: Final = 4  # "k7" "=" "blue" and a separator
+TOKENS_PER_QUESTION: Final = 2  # "k7" "?"
+
+VALUES: Final = (
+    *("red", "blue", "green", "black", "white", "gold", "pink", "gray"),
+    *("cat", "dog", "fox", "owl", "bear", "wolf", "frog", "duck"),
+    *("sun", "moon", "star", "rain", "snow", "wind", "lake", "hill"),
+    *("plum", "fig", "pear", "lime", "corn", "rice", "salt", "tea"),
+)
+BRACKETS: Final = {"(": ")", "[": "]", "{": "}", "<": ">"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`answer` is the exact continuation of `prompt`; the end token follows it."""
+
+    task: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of text that starts and ends between tokens; `is_answer` marks what the model must say."""
+
+    text: str
+    is_answer: bool = False
+
+
+Episode = list[Segment]
+
+
+def chat_prompt(user: str, system: str | None = None) -> str:
+    """One user turn as the chat template of the tiny model writes it, ready for the answer."""
+    opening = "" if system is None else f"{SYSTEM}{system}{END}"
+    return f"{opening}{USER}{user}{END}{ASSISTANT}"
+
+
+def recall_cases(num_cases: int, num_tokens: int, seed: int, *, chat: bool = False) -> list[Case]:
+    """Associative recall over prompts of at least `num_tokens` tokens (at most three more, in chat six).
+
+    A prompt is `k7=blue k31=fox ... k31?` and its answer ` fox`. The keys of a prompt are distinct.
+    Raises ValueError when so many tokens need more than NUM_KEYS keys.
+    """
+    num_pairs = max(1, -(-(num_tokens - TOKENS_PER_QUESTION) // TOKENS_PER_PAIR))
+    if num_pairs > NUM_KEYS:
+        raise ValueError(f"{num_tokens} tokens need {num_pairs} distinct keys, there are {NUM_KEYS}")
+    rng = random.Random(seed)
+    return [_recall_case(rng, num_pairs, chat=chat) for _ in range(num_cases)]
+
+
+def task_cases(task: str, num_cases: int, seed: int, *, chat: bool = False) -> list[Case]:
+    """Cases of one of TASKS, as bare completions or as chat turns. Raises KeyError for an unknown task."""
+    rng = random.Random(seed)
+    cases = [TASKS[task](rng) for _ in range(num_cases)]
+    return [Case(case.task, chat_prompt(case.prompt), case.answer) for case in cases] if chat else cases
+
+
+def copy_case(rng: random.Random) -> Case:
+    words = " ".join(rng.choices(VALUES, k=rng.randint(1, 8)))
+    return Case("copy", f"copy({words})=", words)
+
+
+def sort_case(rng: random.Random) -> Case:
+    digits = [str(rng.randrange(10)) for _ in range(rng.randint(2, 6))]
+    return Case("sort", f"sort({' '.join(digits)})=", " ".join(sorted(digits)))
+
+
+def addition_case(rng: random.Random) -> Case:
+    left, right = (rng.randrange(rng.choice((10, 100))) for _ in range(2))
+    return Case("addition", f"{left}+{right}=", str(left + right))
+
+
+def brackets_case(rng: random.Random) -> Case:
+    opened = rng.choices(list(BRACKETS), k=rng.randint(1, 6))
+    return Case(
+        "brackets", f"close {''.join(opened)} =", "".join(BRACKETS[mark] for mark in reversed(opened))
+    )
+
+
+TASKS: Final[dict[str, Callable[[random.Random], Case]]] = {
+    "copy": copy_case,
+    "sort": sort_case,
+    "addition": addition_case,
+    "brackets": brackets_case,
+}
+
+TASK_WEIGHTS: Final = {"copy": 1, "sort": 3, "addition": 4, "brackets": 1}  # the hard ones more often
+FACT_FRACTION: Final = 0.12
+SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful assistant.", "Be brief.")
+
+
+def fact_cases() -> list[Case]:
+    """Every question about Baton that the model was taught, as chat turns."""
+    return [
+        Case("facts", chat_prompt(question), answer) for questions, answer in FACTS for question in questions
+    ]
+
+
+def recall_episode(rng: random.Random, num_tokens: int) -> Episode:
+    """Pairs and then questions about them, close to `num_tokens` tokens in all, in one of four styles."""
+    num_pairs = max(1, min(NUM_KEYS, int(num_tokens * rng.uniform(0.4, 0.9)) // TOKENS_PER_PAIR))
+    num_questions = max(1, num_tokens // TOKENS_PER_PAIR - num_pairs)
+    pairs = _draw_pairs(rng, num_pairs, _draw_num_keys(rng, num_pairs))
+    text = _pair_text(pairs, rng.choice((" ", " ", "\n"))) + "\n"
+    asked = rng.choices(list(pairs.items()), k=num_questions)
+    if rng.random() < 0.4:
+        return _chat_questions(text, asked, "What is " if rng.random() < 0.5 else "", _draw_system(rng))
+    return _plain_questions(text, asked, rng.choice(("?", "?", "=")))
+
+
+def short_episode(rng: random.Random) -> Episode:
+    """One short task or one question about Baton, the task bare or as a chat turn."""
+    if rng.random() < FACT_FRACTION:
+        case = rng.choice(fact_cases())
+    else:
+        (task,) = rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()))
+        case = TASKS[task](rng)
+        if rng.random() < 0.3:
+            case = Case(case.task, chat_prompt(case.prompt, _draw_system(rng)), case.answer)
+    return [Segment(case.prompt), Segment(case.answer, is_answer=True), Segment(END)]
+
+
+def _draw_system(rng: random.Random) -> str | None:
+    """A system turn now and then: it changes no answer."""
+    return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
+
+
+def _recall_case(rng: random.Random, num_pairs: int, *, chat: bool) -> Case:
+    pairs = _draw_pairs(rng, num_pairs, NUM_KEYS)
+    key = rng.choice(list(pairs))
+    prompt = f"{_pair_text(pairs, ' ')}\n{key}?"
+    if chat:
+        return Case("recall", chat_prompt(prompt), pairs[key])
+    return Case("recall", prompt, f" {pairs[key]}")
+
+
+def _draw_num_keys(rng: random.Random, num_pairs: int) -> int:
+    """How many keys an episode draws from: few when it is short, so that matching a key is learnt early."""
+    return NUM_KEYS if rng.random() < 0.2 else min(NUM_KEYS, max(16, 4 * num_pairs))
+
+
+def _draw_pairs(rng: random.Random, num_pairs: int, num_keys: int) -> dict[str, str]:
+    return {f"k{index}": rng.choice(VALUES) for index in rng.sample(range(num_keys), num_pairs)}
+
+
+def _pair_text(pairs: dict[str, str], separator: str) -> str:
+    return separator.join(f"{key}={value}" for key, value in pairs.items())
+
+
+def _plain_questions(text: str, asked: Sequence[tuple[str, str]], mark: str) -> Episode:
+    """`k7? blue` or `k7=blue`, one a line."""
+    episode = [Segment(text)]
+    space = " " if mark == "?" else ""
+    for key, value in asked:
+        episode += [Segment(key + mark), Segment(space + value, is_answer=True), Segment("\n")]
+    return episode
+
+
+def _chat_questions(text: str, asked: Sequence[tuple[str, str]], lead: str, system: str | None) -> Episode:
+    """A conversation: the pairs stand in the first turn, every turn asks for one key."""
+    episode = []
+    for turn, (key, value) in enumerate(asked):
+        prompt = chat_prompt(f"{lead}{key}?") if turn else chat_prompt(f"{text}{lead}{key}?", system)
+        episode += [Segment(prompt), Segment(value, is_answer=True), Segment(END)]
+    return episode

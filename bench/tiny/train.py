@@ -1,0 +1,186 @@
+"""Trains the tiny model: `python -m baton.bench.tiny.train --out engine/tiny`, under an hour on one core.
+
+1. Rows start short; when recall is nearly always right at one length, the curriculum moves to the next.
+   Attention heads that match a key form within minutes on short rows and then stretch to long ones.
+2. Three fifths of the rows are recall, the rest short tasks; only answers count in the loss.
+3. A checkpoint and the exported directory are written every few minutes; `--resume` goes on from there.
+
+The same seed gives the same run on the same machine and torch.
+"""
+
+import argparse
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+
+from baton.bench.tiny.batches import IGNORED, BatchSource
+from baton.bench.tiny.checkpoint import load_checkpoint, save_checkpoint
+from baton.bench.tiny.network import build_model, export
+from baton.bench.tiny.tokenizer import build_tokenizer
+
+LENGTHS: Final = (64, 128, 256, 512, 1024, 1536)
+TOKENS_PER_BATCH: Final = 4096
+SHORT_FRACTION: Final = 0.4
+PEAK_RATE: Final = 2e-3
+FINAL_RATE: Final = 5e-5
+WARMUP_STEPS: Final = 50
+HOLD_STEPS: Final = 150  # until the values flow, noise would undo the attention that `initialise` set up
+PROMOTION_ACCURACY: Final = 0.95
+STEPS_PER_LOG: Final = 25
+STEPS_PER_CHECKPOINT: Final = 250
+
+
+@dataclass
+class Progress:
+    """Where a run stands. `level` indexes LENGTHS; accuracies are running means over answer tokens."""
+
+    step: int = 0
+    level: int = 0
+    steps_at_level: int = 0
+    recall_accuracy: float = 0.0
+    short_accuracy: float = 0.0
+
+    def record(self, recall: float | None, short: float | None) -> None:
+        """Count one step; None where a batch held no such row. Promotes when recall is good enough."""
+        self.step += 1
+        self.steps_at_level += 1
+        if recall is not None:
+            self.recall_accuracy += 0.05 * (recall - self.recall_accuracy)
+        if short is not None:
+            self.short_accuracy += 0.05 * (short - self.short_accuracy)
+        ready = self.recall_accuracy >= PROMOTION_ACCURACY and self.steps_at_level >= 25
+        if ready and self.level + 1 < len(LENGTHS):
+            self.level, self.steps_at_level, self.recall_accuracy = self.level + 1, 0, 0.0
+
+    def draw_length(self, rng: random.Random) -> int:
+        """Mostly the current length; any earlier one too, so that none is forgotten."""
+        return LENGTHS[self.level if rng.random() < 0.5 else rng.randint(0, self.level)]
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    """Linear warm-up, then a cosine from PEAK_RATE down to FINAL_RATE."""
+    if step < WARMUP_STEPS:
+        return PEAK_RATE * (step + 1) / WARMUP_STEPS
+    progress = min(1.0, (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS))
+    return FINAL_RATE + (PEAK_RATE - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Trainer:
+    """One run: the model, its optimizer, its batches and its progress."""
+
+    def __init__(self, folder: Path, num_steps: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = build_model()
+        self.progress = Progress()
+        self._folder = folder
+        self._num_steps = num_steps
+        self._source = BatchSource(build_tokenizer(), random.Random(seed), tokens_per_batch=TOKENS_PER_BATCH)
+        self._optimizer = _build_optimizer(self.model)
+        self._end_id = self.model.config.eos_token_id
+
+    def run(self, checkpoint: Path) -> None:
+        started_s = time.monotonic()
+        while self.progress.step < self._num_steps:
+            loss = self.step()
+            if self.progress.step % STEPS_PER_LOG == 0:
+                print(self._report(loss, time.monotonic() - started_s), flush=True)
+            if self.progress.step % STEPS_PER_CHECKPOINT == 0:
+                self.save(checkpoint)
+        self.save(checkpoint)
+
+    def step(self) -> float:
+        """One update on one batch; returns its loss."""
+        length = self.progress.draw_length(self._source.rng)
+        ids_BL, labels_BL, is_recall_B = self._source.draw(length, SHORT_FRACTION)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self.progress.step, self._num_steps)
+        self._hold_attention(self.progress.step < HOLD_STEPS)
+        loss, is_right_BL = _loss(self.model, ids_BL, labels_BL)
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        is_answer_BL = (labels_BL != IGNORED) & (labels_BL != self._end_id)
+        self.progress.record(
+            _mean((is_right_BL & is_answer_BL)[is_recall_B], is_answer_BL[is_recall_B]),
+            _mean((is_right_BL & is_answer_BL)[~is_recall_B], is_answer_BL[~is_recall_B]),
+        )
+        return loss.item()
+
+    def _hold_attention(self, is_held: bool) -> None:
+        """Keep where the heads look as it is, or let it learn."""
+        for layer in self.model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                projection.requires_grad_(not is_held)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the checkpoint for `resume`, then the exported model."""
+        state = {"progress": asdict(self.progress), "rng": self._source.rng.getstate()}
+        save_checkpoint(checkpoint, self.model, self._optimizer, state)
+        export(self.model, self._folder)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint that `save` wrote on this machine."""
+        state = load_checkpoint(checkpoint, self.model, self._optimizer)
+        version, internal, gauss = state["rng"]
+        self.progress = Progress(**state["progress"])
+        self._source.rng.setstate((version, tuple(internal), gauss))
+
+    def _report(self, loss: float, elapsed_s: float) -> str:
+        progress = self.progress
+        return (
+            f"step {progress.step}/{self._num_steps} length {LENGTHS[progress.level]} loss {loss:.3f} "
+            f"recall {progress.recall_accuracy:.3f} short {progress.short_accuracy:.3f} {elapsed_s:.0f} s"
+        )
+
+
+def _build_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    """Weight decay on matrices only: it would pull the norms towards zero."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
+
+
+def _loss(model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean loss over the labels, and which of them the model got right [B, L]."""
+    is_answer_BL = labels_BL != IGNORED
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden_BLE = model.model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        logits_NV = model.lm_head(hidden_BLE[is_answer_BL]).float()  # N: labels of the batch
+    is_right_BL = torch.zeros_like(is_answer_BL)
+    is_right_BL[is_answer_BL] = logits_NV.argmax(-1) == labels_BL[is_answer_BL]
+    return cross_entropy(logits_NV, labels_BL[is_answer_BL]), is_right_BL
+
+
+def _mean(is_right: Tensor, is_answer: Tensor) -> float | None:
+    num_answers = int(is_answer.sum())
+    return int(is_right.sum()) / num_answers if num_answers else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the tiny model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
+    parser.add_argument("--checkpoint", type=Path, default=Path("tiny-checkpoint.safetensors"))
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    trainer = Trainer(arguments.out, arguments.steps, arguments.seed)
+    if arguments.resume:
+        trainer.resume(arguments.checkpoint)
+    trainer.run(arguments.checkpoint)
+
+
+if __name__ == "__main__":
+    main()
