@@ -14,7 +14,7 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock
-from baton.engine.follower import Followers
+from baton.engine.follower import STOP_COMMAND, Followers
 from baton.engine.host_tier import HostTier
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_keys import PageKeys
@@ -28,8 +28,6 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.request import FinishReason, Request, StepOutput
-
-STOP_COMMAND = b""
 
 
 class Engine:

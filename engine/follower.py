@@ -2,13 +2,14 @@
 
 1. Rank 0 starts one process for each other rank and writes its Assignment to the process's input.
 2. The follower loads its part of the weights, meets the group and agrees on the size of the pool.
-3. It runs every step it is sent; a closed connection or the empty command ends it.
+3. It runs every step it is sent; a closed connection or STOP_COMMAND ends it.
 """
 
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -20,6 +21,8 @@ from baton.engine.model_runner import ModelRunner, choose_device
 from baton.engine.parallel import TensorParallel, share_cores
 from baton.engine.step_arrays import decode
 from baton.errors import WorkerLost
+
+STOP_COMMAND: Final = b"stop"
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +66,7 @@ def follow(assignment: Assignment) -> None:
     runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
     runner.load()
     runner.allocate()
-    while command := tp.receive_command():
+    while (command := tp.receive_command()) != STOP_COMMAND:
         runner.execute(decode(command))
 
 

@@ -34,7 +34,7 @@ class Sampled:
 
 
 class Sampler:
-    """Keeps the parameters of the last batch as tensors: while nobody joins or leaves, only positions move."""
+    """Keeps the parameters of the last batch as tensors: while nobody joins or leaves, positions move."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

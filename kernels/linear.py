@@ -61,7 +61,8 @@ def linear(
     """
     if x_TK.shape[-1] != weight.num_inputs or x_TK.dtype != weight.dtype:
         raise ValueError(
-            f"linear: x is {list(x_TK.shape)} {x_TK.dtype}, the weight takes {weight.num_inputs} {weight.dtype}"
+            f"linear: the weight takes {weight.num_inputs} inputs of {weight.dtype}, "
+            f"got {list(x_TK.shape)} {x_TK.dtype}"
         )
     out_dtype = out_dtype or x_TK.dtype
     if not weight.is_packed:
