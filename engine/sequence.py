@@ -30,8 +30,10 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """Mutable, and only the scheduler mutates it. `page_table[i]` holds tokens [i, i + 1) * page_size.
+    """Mutable, and only the scheduler mutates it, in `apply` and `commit`.
 
+    `page_table[i]` holds tokens [i, i + 1) * page_size. A commit may replace a full page by the known page
+    with the same contents, so whoever leases pages reads the table after it.
     `table_version` grows whenever an entry of `page_table` already seen may have changed; between two
     equal versions the table is only appended to. Sequences of one scheduler never share a version.
     """

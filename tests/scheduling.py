@@ -126,6 +126,19 @@ class Harness:
         freed = {p for key in plan.preempted for p in self.live[key].page_table} - kept
         num_pages = sum(plan.page_needs.values()) + plan.num_claimed_pages
         assert num_pages <= self.pool.num_available + len(freed)
+        if config.policy == "continuous" and num_pages < self.pool.num_available + len(freed):
+            self._check_share_of_the_first(plan, running)
+
+    def _check_share_of_the_first(self, plan: Plan, running: set[SequenceKey]) -> None:
+        """With pages to spare, the best-ranked prefill gets half of what decodes leave, or all it needs."""
+        decoding = {key for key in running if self.live[key].num_uncomputed_tokens == 1}
+        prefills = (running - decoding - set(plan.preempted)) | set(plan.admitted)
+        first = min(prefills, key=lambda key: self.live[key].rank, default=None)
+        if first is not None and first in running:
+            num_decodes = len(decoding & set(plan.scheduled))
+            left = self.settings.scheduler.max_num_batched_tokens - num_decodes
+            share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
+            assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
 
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""
