@@ -25,10 +25,8 @@ LOOKAHEAD = 64  # waiting sequences among which a short one is looked for
 
 
 class ContinuousPolicy:
-    def __init__(self, window: QueueWindow, shares_prompts: bool) -> None:
-        """`shares_prompts`: later choices of a request wait for the first one's prompt pages."""
+    def __init__(self, window: QueueWindow) -> None:
         self._window = window
-        self._shares_prompts = shares_prompts
 
     def fill(self, draft: PlanDraft, now_s: float) -> float | None:
         """Schedule the step; return the seconds until the queue window opens if something waits for it."""
@@ -47,7 +45,7 @@ class ContinuousPolicy:
         for sequence in self._window.released(queues.waiting, opening):
             if not seating.is_open:
                 return
-            if not (self._shares_prompts and waits_for_leader(sequence, queues)):
+            if not waits_for_leader(sequence, queues):
                 yield sequence
 
     def _share_budget(self, seating: "Seating", by_rank: Iterator[Sequence]) -> None:
@@ -95,8 +93,8 @@ class Seating:
 
 
 def waits_for_leader(sequence: Sequence, queues: SequenceQueues) -> bool:
-    """A later choice waits while the first one computes the prompt whose pages both will use."""
-    if not sequence.choice or sequence.num_computed_tokens or sequence.needs_prompt_logprobs:
+    """A later choice waits while the first one computes the prompt whose full pages both will use."""
+    if not sequence.choice or not sequence.page_keys or sequence.needs_prompt_logprobs:
         return False
     leader = queues.by_key.get((sequence.request_id, 0))
     return leader is not None and not leader.num_generated_tokens

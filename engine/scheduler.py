@@ -52,7 +52,7 @@ class Scheduler:
         self._clock = clock
         self._queues = SequenceQueues()
         self._pages = SequencePages(cache)
-        self._policy = _policy(config, cache)
+        self._policy = _policy(config)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._serials = count()
         self._version = 0
@@ -62,7 +62,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Accept a sequence. Raises InvalidRequest when it could not run even with all pages to itself.
 
-        A sequence may bring pages that it owns, with `num_computed_tokens` of KV in them.
+        A sequence may bring pages that it owns, with `num_computed_tokens` of KV in them; the scheduler
+        frees them once it has accepted it.
         """
         if sequence.key in self._queues.by_key:
             raise ValueError(f"sequence {sequence.key} is already here")
@@ -102,6 +103,10 @@ class Scheduler:
 
     def running_keys(self) -> list[SequenceKey]:
         return [sequence.key for sequence in self._queues.running()]
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Every sequence that has not ended, in order of arrival."""
+        return tuple(self._queues.by_key.values())
 
     def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
         """Make the next plan preempt this running sequence, needed or not.
@@ -238,10 +243,10 @@ class Scheduler:
         sequence.finish_reason = reason
 
 
-def _policy(config: SchedulerConfig, cache: PrefixCache) -> BatchPolicy:
+def _policy(config: SchedulerConfig) -> BatchPolicy:
     window = QueueWindow(config.max_queue_delay_ms / 1e3, config.preferred_batch_sizes)
     if config.policy == "static":
         return StaticPolicy()
     if config.policy == "dynamic":
         return DynamicPolicy(window)
-    return ContinuousPolicy(window, shares_prompts=cache.enabled)
+    return ContinuousPolicy(window)

@@ -159,6 +159,14 @@ def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> 
     assert len({tuple(sequence.token_ids) for sequence in sequences}) == num_choices
 
 
+def test_choices_with_no_full_page_to_share_start_together() -> None:
+    harness = make()
+    harness.add("r", prompt(3), SamplingParams(n=3))
+    plan, _, _ = harness.step()
+    assert len(plan.admitted) == 3
+    harness.run()
+
+
 def test_later_choices_go_on_when_the_first_is_gone() -> None:
     harness = make(budget=8)
     _, second = harness.add("r", prompt(22), SamplingParams(n=2, max_tokens=1))
