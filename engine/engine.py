@@ -42,6 +42,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self._followers = followers
+        self.wait_s: float | None = None  # after a step that did nothing: how long until one can
         config, layout = runner.config, runner.layout
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -98,7 +99,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance every scheduled sequence; the list is empty while prompts are still being computed."""
         self.scheduler.rates = self._meter.rates
-        batch = self.scheduler.apply(self.scheduler.plan())
+        plan = self.scheduler.plan()
+        self.wait_s = plan.wait_s
+        batch = self.scheduler.apply(plan)
         sampled = self._sampler.sample(batch, self._run(batch))
         advances = self.scheduler.commit(batch, sampled.token_ids)
         return [_output(advance, sampled) for advance in advances]

@@ -25,6 +25,7 @@ class KvPool:
             (num_host_pages, *shape), dtype=dtype, pin_memory=device.type == "cuda" and num_host_pages > 0
         )
 
+    @torch.inference_mode()
     def copy(self, to_host: Ordered[PageCopy], to_device: Ordered[PageCopy]) -> None:
         """Move whole pages, first those that leave, then those that come back; done when it returns."""
         if to_host:

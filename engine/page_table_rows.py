@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.engine.sequence import Sequence, SequenceKey
+from baton.engine.sequence import Sequence
 
 FIRST_WIDTH: Final = 16
 
@@ -25,7 +25,7 @@ class PageTableRows:
     def __init__(self, max_num_seqs: int, max_pages: int) -> None:
         self._table = np.zeros((max_num_seqs, min(FIRST_WIDTH, max_pages)), np.int32)
         self._max_pages = max_pages
-        self._rows: dict[SequenceKey, _Row] = {}
+        self._rows: dict[Sequence, _Row] = {}  # by identity: a key may be used again
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def gather(self, sequences: Ordered[Sequence]) -> NDArray[np.int32]:
@@ -38,9 +38,9 @@ class PageTableRows:
         return self._table[rows, :width]
 
     def _update(self, sequence: Sequence, batch: Ordered[Sequence]) -> int:
-        row, num_pages = self._rows.get(sequence.key), len(sequence.page_table)
+        row, num_pages = self._rows.get(sequence), len(sequence.page_table)
         if row is None:
-            row = self._rows[sequence.key] = _Row(self._take_row(batch), sequence.table_version, 0)
+            row = self._rows[sequence] = _Row(self._take_row(batch), sequence.table_version, 0)
         elif row.version != sequence.table_version or row.num_pages > num_pages:
             row.version, row.num_pages = sequence.table_version, 0
         if row.num_pages < num_pages:
@@ -50,9 +50,8 @@ class PageTableRows:
 
     def _take_row(self, batch: Ordered[Sequence]) -> int:
         if not self._free:
-            keys = {sequence.key for sequence in batch}
-            for key in [key for key in self._rows if key not in keys]:
-                self._free.append(self._rows.pop(key).index)
+            leavers = self._rows.keys() - set(batch)
+            self._free += [self._rows.pop(sequence).index for sequence in leavers]
         return self._free.pop()
 
     def _widen(self, width: int) -> None:

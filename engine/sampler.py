@@ -38,7 +38,7 @@ class Sampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._keys: list[SequenceKey] = []
+        self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
         self._are_plain = False
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
@@ -94,10 +94,9 @@ class Sampler:
         ]
         known += token_logprobs(logits_TV, following, sequence.sampling.prompt_logprobs or 0)
 
-    def _parameters(self, sequences: Ordered[Sequence]) -> SamplingTensors:
-        keys = [sequence.key for sequence in sequences]
-        if self._tensors is None or keys != self._keys:
-            self._keys = keys
+    def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
+        if self._tensors is None or sequences != self._sequences:
+            self._sequences = sequences
             self._tensors = _tensors(sequences, self._device)
             self._are_plain = all(is_plain(sequence) for sequence in sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]

@@ -17,6 +17,7 @@ from baton.kernels import native
 from baton.kernels.paged_attention import paged_attention_decode
 from baton.kernels.prefill_attention import prefill_attention
 
+LANES: Final = 16  # of the C kernel's vectors
 MAX_GROUP: Final = 16  # query heads a kv head, and
 MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
 
@@ -124,6 +125,7 @@ class _Arguments(ctypes.Structure):
         ("head_dim", ctypes.c_int64),
         ("page_shift", ctypes.c_int64),
         ("window", ctypes.c_int64),
+        ("padded_dim", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("is_bf16", ctypes.c_int),
     )
@@ -133,7 +135,7 @@ def _native_handles(query_THD: Tensor, kv_pages: Tensor) -> bool:
     num_heads, head_dim = query_THD.shape[1:]
     return (
         native.handles(query_THD.dtype)
-        and head_dim % 16 == 0
+        and head_dim % 2 == 0
         and head_dim <= MAX_HEAD_DIM
         and num_heads // kv_pages.shape[2] <= MAX_GROUP
     )
@@ -167,6 +169,7 @@ def _ragged_attention_native(
     arguments.num_heads = num_heads
     arguments.num_kv_heads = num_kv_heads
     arguments.head_dim = head_dim
+    arguments.padded_dim = -(-head_dim // LANES) * LANES
     arguments.page_shift = page_size.bit_length() - 1
     arguments.window = window
     arguments.scale = scale

@@ -140,8 +140,13 @@ def _rotate_native(heads_THD: Tensor, cos_sin_MD: Tensor, positions_T: Tensor) -
     num_tokens, num_heads, head_dim = heads_THD.shape
     if cos_sin_MD.dtype != torch.float32 or cos_sin_MD.shape[1] != head_dim or not cos_sin_MD.is_contiguous():
         raise ValueError(f"cos_sin must be contiguous float32 [M, {head_dim}], got {tuple(cos_sin_MD.shape)}")
-    if positions_T.dtype != torch.int64 or positions_T.shape != (num_tokens,):
-        raise ValueError(f"positions must be int64 [{num_tokens}], got {positions_T.dtype}")
+    if (
+        positions_T.dtype != torch.int64
+        or positions_T.shape != (num_tokens,)
+        or not positions_T.is_contiguous()
+    ):
+        found = f"{positions_T.dtype} {tuple(positions_T.shape)}"
+        raise ValueError(f"positions must be contiguous int64 [{num_tokens}], got {found}")
     native.function("baton_rope", "pnnppnni")(
         heads_THD.data_ptr(),
         heads_THD.stride(0) * heads_THD.element_size(),

@@ -131,8 +131,9 @@ def _store_kv_native(key_TKD: Tensor, value_TKD: Tensor, kv_pages: Tensor, slots
     page_size = kv_pages.shape[3]
     if kv_pages.shape[1:] != (2, num_kv_heads, page_size, head_dim) or value_TKD.shape != key_TKD.shape:
         raise ValueError(f"kv_pages {tuple(kv_pages.shape)} do not take keys {tuple(key_TKD.shape)}")
-    if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,):
-        raise ValueError(f"slots must be int64 [{num_tokens}], got {slots_T.dtype} {tuple(slots_T.shape)}")
+    if slots_T.dtype != torch.int64 or slots_T.shape != (num_tokens,) or not slots_T.is_contiguous():
+        found = f"{slots_T.dtype} {tuple(slots_T.shape)}"
+        raise ValueError(f"slots must be contiguous int64 [{num_tokens}], got {found}")
     element_bytes = key_TKD.element_size()
     native.function("baton_store_kv", "pnpnpnnnpnnnn")(
         key_TKD.data_ptr(),

@@ -35,6 +35,7 @@ struct attention {
     const int32_t *context_lens;   // [num_sequences], keys in the pages, this chunk's included
     char *output;                  // [num_tokens, num_heads, head_dim], contiguous
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
+    int64_t padded_dim;            // head_dim rounded up to whole vectors; rows are filled up with zeros
     float scale;
     int is_bf16;
 };
@@ -60,21 +61,18 @@ INLINE const char *key_pointer(const struct attention *p, const struct tile *t, 
 INLINE void find_run(
     const struct attention *p, const struct tile *t, int64_t first, int64_t last_position, int element_bytes,
     char spare[2][LANES * MAX_HEAD_DIM * 4], const char **keys, const char **values) {
-    if (p->page_shift >= 4 && first + LANES - 1 <= last_position) {
+    if (p->page_shift >= 4 && first + LANES - 1 <= last_position && p->padded_dim == p->head_dim) {
         *keys = key_pointer(p, t, first, element_bytes);
         *values = *keys + p->value_stride;
         return;
     }
-    int64_t row_bytes = p->head_dim * element_bytes;
-    for (int64_t i = 0; i < LANES; i++) {
-        if (first + i > last_position) {
-            memset(spare[0] + i * row_bytes, 0, row_bytes);
-            memset(spare[1] + i * row_bytes, 0, row_bytes);
-            continue;
-        }
+    int64_t row_bytes = p->padded_dim * element_bytes;
+    memset(spare[0], 0, LANES * row_bytes);
+    memset(spare[1], 0, LANES * row_bytes);
+    for (int64_t i = 0; i < MIN(LANES, last_position - first + 1); i++) {
         const char *key = key_pointer(p, t, first + i, element_bytes);
-        memcpy(spare[0] + i * row_bytes, key, row_bytes);
-        memcpy(spare[1] + i * row_bytes, key + p->value_stride, row_bytes);
+        memcpy(spare[0] + i * row_bytes, key, p->head_dim * element_bytes);
+        memcpy(spare[1] + i * row_bytes, key + p->value_stride, p->head_dim * element_bytes);
     }
     *keys = spare[0];
     *values = spare[1];
@@ -243,16 +241,21 @@ INLINE void softmax_block(struct softmax *state, f32x16 scores[][HALVES], int64_
 
 INLINE void run_tile(const struct attention *p, const struct tile *t, const int is_bf16) {
     const int element_bytes = is_bf16 ? 2 : 4;
-    const int64_t head_dim = p->head_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
+    const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
     _Alignas(64) uint32_t units[HALVES][MAX_HEAD_DIM][LANES];
     _Alignas(64) uint32_t values[BLOCK * MAX_HEAD_DIM];
     _Alignas(64) char spare[2][LANES * MAX_HEAD_DIM * 4];
     _Alignas(64) float out[MAX_ROWS][MAX_HEAD_DIM];
+    _Alignas(64) char padded_query[MAX_ROWS][MAX_HEAD_DIM * 4];
     const uint32_t *query[MAX_ROWS];
     struct softmax state = {.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
     for (int64_t r = 0; r < t->num_rows; r++) {
         int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
         query[r] = (const uint32_t *)(p->query + token * p->query_token + head * p->query_head);
+        if (head_dim != p->head_dim) {
+            memset(padded_query[r], 0, head_dim * element_bytes);
+            query[r] = memcpy(padded_query[r], query[r], p->head_dim * element_bytes);
+        }
         memset(out[r], 0, head_dim * sizeof(float));
     }
     int64_t last_position = t->first_position + t->num_queries - 1;
@@ -282,8 +285,10 @@ INLINE void run_tile(const struct attention *p, const struct tile *t, const int 
     for (int64_t r = 0; r < t->num_rows; r++) {
         int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
         f32x16 inverse = splat(state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f);
-        for (int64_t d = 0; d < head_dim; d += LANES)
-            store_lanes(p->output, (token * p->num_heads + head) * head_dim + d, load_f32(out[r] + d) * inverse, is_bf16);
+        int64_t row = (token * p->num_heads + head) * p->head_dim, d = 0;
+        for (; d + LANES <= p->head_dim; d += LANES)
+            store_lanes(p->output, row + d, load_f32(out[r] + d) * inverse, is_bf16);
+        for (; d < p->head_dim; d++) store_one(p->output, row + d, out[r][d] * inverse[0], is_bf16);
     }
 }
 
@@ -305,7 +310,7 @@ INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_star
     return t;
 }
 
-// tile_starts: scratch of num_sequences + 1. head_dim: a multiple of 16, at most 256. A sequence whose
+// tile_starts: scratch of num_sequences + 1. head_dim: even, at most 256. A sequence whose
 // context_len is 0 is padding: its rows come out as zeros.
 EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
     int64_t group = p->num_heads / p->num_kv_heads, run = MAX(1, MAX_ROWS / group);

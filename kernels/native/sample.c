@@ -17,14 +17,16 @@ struct sampling {
     int64_t position;
 };
 
+// Greater floats have greater keys; -0 and +0 share one.
 INLINE uint32_t order_key(float value) {
     uint32_t bits;
+    value += 0.0f;
     memcpy(&bits, &value, sizeof bits);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 INLINE u32x16 order_keys(f32x16 value) {
-    u32x16 bits = (u32x16)value;
+    u32x16 bits = (u32x16)(value + splat(0.0f));
     u32x16 negative = (u32x16)((i32x16)bits < 0);
     return bits ^ (negative | 0x80000000u);
 }

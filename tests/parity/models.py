@@ -1,0 +1,116 @@
+"""Small random models of every architecture, saved by transformers: the oracle that Baton is held to.
+
+`initializer_range` is large: at the default a random model repeats a few tokens and equality proves nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB_SIZE: Final = 331  # odd, so that vocabulary-parallel parts differ in size
+_COMMON: Final = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+_BIASES: Final = {"attention_bias": True, "mlp_bias": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`kind` is the prefix of transformers' config and model classes."""
+
+    name: str
+    kind: str
+    keys: dict[str, Any]
+
+
+def _case(name: str, kind: str, heads: int, kv_heads: int, **keys: Any) -> Case:
+    head_keys = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Case(name, kind, {**_COMMON, **head_keys, **keys})
+
+
+def _rope(rope_type: str, **keys: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **keys}}
+
+
+CASES: Final = (
+    _case("llama2", "Llama", 4, 4),
+    _case("llama-gqa4-tied", "Llama", 4, 1, tie_word_embeddings=True),
+    _case(
+        "llama-gqa7-biased", "Llama", 14, 2, hidden_size=56, head_dim=16, attention_bias=True, mlp_bias=True
+    ),
+    _case("llama-odd-head", "Llama", 4, 2, head_dim=24),
+    _case(
+        "llama3-rope",
+        "Llama",
+        8,
+        2,
+        **_rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    _case("llama-linear-rope", "Llama", 4, 2, **_rope("linear", factor=4.0)),
+    _case("llama-yarn-rope", "Llama", 4, 2, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    _case("mistral-window", "Mistral", 4, 2, sliding_window=9),
+    _case("qwen2", "Qwen2", 4, 2, tie_word_embeddings=True),
+    _case("qwen2-window", "Qwen2", 4, 2, use_sliding_window=True, sliding_window=11, max_window_layers=1),
+    _case("qwen3", "Qwen3", 4, 2, head_dim=32),
+)
+
+
+def save_model(case: Case, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write config.json and safetensors; biases and norms are random too, so that none is forgotten."""
+    torch.manual_seed(len(case.name))
+    config = getattr(transformers, f"{case.kind}Config")(**case.keys)
+    model = getattr(transformers, f"{case.kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(directory)
+
+
+class Oracle:
+    """transformers, one prompt at a time, fp32, eager attention."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """[T, V]: of every position."""
+        logits: Tensor = self.model(torch.tensor([token_ids])).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def greedy(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        prompt = torch.tensor([token_ids])
+        output = self.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        generated: list[int] = output[0, len(token_ids) :].tolist()
+        return generated

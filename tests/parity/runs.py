@@ -1,0 +1,128 @@
+"""Runs requests through a Baton engine, in any configuration, with anything that may happen to them."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+
+from baton.config import engine_config
+from baton.engine.engine import Engine
+from baton.engine.hf_config import read_model_config
+from baton.engine.loading import load_engine
+from baton.engine.plan import PreemptMode
+from baton.engine.sequence import Sequence, SequenceStatus
+from baton.engine.step_arrays import StepArrays
+from baton.layout import PageLayout
+from baton.request import Request, SamplingParams, StepOutput
+from tests.parity.models import VOCAB_SIZE
+
+NUM_NEW_TOKENS: Final = 64
+PROMPT_LENGTHS: Final = (1, 5, 16, 33, 70)
+GREEDY: Final = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+SEEDED: Final = SamplingParams(
+    temperature=1.5, top_p=0.9, top_k=40, seed=7, max_tokens=NUM_NEW_TOKENS, ignore_eos=True, logprobs=2
+)
+Hook = Callable[[Engine], None]
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+@contextmanager
+def engine(directory: Path, **settings: Any) -> Iterator[Engine]:
+    """An engine for the block; every ledger must be sound and every page back when it ends."""
+    cache = {"kv_cache_memory_bytes": 2**22, **settings.pop("cache", {})}
+    if "num_kv_tokens" in settings:
+        cache["kv_cache_memory_bytes"] = settings.pop("num_kv_tokens") * _token_bytes(directory)
+    made = load_engine(engine_config({"model": str(directory), "device": "cpu", "cache": cache, **settings}))
+    try:
+        yield made
+        made.scheduler.check_integrity()
+        assert not made.has_work()
+    finally:
+        made.close()
+
+
+def _token_bytes(directory: Path) -> int:
+    model = read_model_config(directory)
+    return PageLayout(
+        tp_size=1,
+        page_size=1,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=model.dtype,
+    ).token_bytes
+
+
+def run(
+    made: Engine, token_lists: list[list[int]], sampling: SamplingParams, before_step: Hook | None = None
+) -> list[list[StepOutput]]:
+    """All outputs of each prompt, in order; `before_step` may interfere."""
+    outputs: dict[str, list[StepOutput]] = {str(index): [] for index in range(len(token_lists))}
+    for index, token_ids in enumerate(token_lists):
+        made.add(Request(request_id=str(index), token_ids=tuple(token_ids), sampling=sampling))
+    while made.has_work():
+        if before_step is not None:
+            before_step(made)
+        for output in made.step():
+            outputs[output.request_id].append(output)
+    return list(outputs.values())
+
+
+def tokens(outputs: list[list[StepOutput]]) -> list[list[int | None]]:
+    return [[output.token_id for output in of_one] for of_one in outputs]
+
+
+def forward_logits(made: Engine, token_ids: list[int]) -> Tensor:
+    """[T, V]: of every position, computed as one prefill in the first pages of the idle pool."""
+    num_tokens, page_size = len(token_ids), made.runner.layout.page_size
+    positions = np.arange(num_tokens)
+    arrays = StepArrays(
+        token_ids=np.array(token_ids, np.int64),
+        positions=positions,
+        slots=positions,
+        cu_seqlens=np.array([0, num_tokens], np.int32),
+        context_lens=np.array([num_tokens], np.int32),
+        page_table=np.arange(-(-num_tokens // page_size), dtype=np.int32)[None],
+        logit_rows=positions,
+        num_decodes=0,
+        max_seqlen_q=num_tokens,
+        copies_to_host=(),
+        copies_to_device=(),
+    )
+    return made.runner.execute(arrays)
+
+
+class PreemptSomebody:
+    """Before every step, take the pages of one running sequence, each in its turn."""
+
+    def __init__(self, mode: PreemptMode) -> None:
+        self._mode = mode
+        self._turn = 0
+        self.num_preemptions = 0
+
+    def __call__(self, made: Engine) -> None:
+        running = [sequence for sequence in _live(made) if _is_under_way(sequence)]
+        if not running:
+            return
+        self._turn += 1
+        # Always the same victim would never get on; let two steps in three pass for each.
+        if self._turn % 3 == 0:
+            victim = running[self._turn // 3 % len(running)]
+            made.scheduler.preempt(victim.key, self._mode)
+            self.num_preemptions += 1
+
+
+def _live(made: Engine) -> list[Sequence]:
+    return [sequence for sequence in made.scheduler.sequences() if sequence.status is SequenceStatus.RUNNING]
+
+
+def _is_under_way(sequence: Sequence) -> bool:
+    return sequence.num_computed_tokens > 0

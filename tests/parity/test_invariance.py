@@ -1,0 +1,97 @@
+"""The same tokens, and in both dtypes the same log probabilities to the bit, whatever happens on the way.
+
+Chunk sizes, page sizes, the company in the batch, prefix hits, preemption at every turn, swapping and two
+tensor-parallel ranks are compared with one plain run.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.plan import PreemptMode
+from baton.request import StepOutput
+from tests.parity.runs import GREEDY, SEEDED, PreemptSomebody, engine, prompts, run, tokens
+
+Directory = Callable[..., Path]
+FAST = ("llama-gqa7-biased", "mistral-window")
+SLOW = ("llama2", "llama3-rope", "llama-odd-head", "qwen2-window", "qwen3")
+NAMES = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunk-1": {"scheduler": {"max_num_batched_tokens": 1}},
+    "chunk-7": {"scheduler": {"max_num_batched_tokens": 7}},
+    "chunk-64": {"scheduler": {"max_num_batched_tokens": 64}},
+    "alone": {"scheduler": {"max_num_seqs": 1}},
+    "page-1": {"cache": {"page_size": 1}},
+    "page-64": {"cache": {"page_size": 64}},
+    "no-prefix-cache": {"cache": {"enable_prefix_caching": False}},
+    "few-pages": {"cache": {"page_size": 4}, "max_model_len": 140, "num_kv_tokens": 160},
+    "static": {"scheduler": {"policy": "static"}},
+    "dynamic": {"scheduler": {"policy": "dynamic"}},
+    "tensor-parallel-2": {"tensor_parallel_size": 2},
+}
+
+
+@cache
+def plain(directory: Path) -> tuple[list[list[StepOutput]], list[list[StepOutput]]]:
+    with engine(directory) as made:
+        return run(made, prompts(), GREEDY), run(made, prompts(1), SEEDED)
+
+
+def essence(outputs: list[list[StepOutput]]) -> list[list[Any]]:
+    return [[(output.token_id, output.logprobs) for output in of_one] for of_one in outputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_no_setting_changes_a_bit(
+    name: str, setting: str, dtype: torch.dtype, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    greedy, seeded = plain(directory)
+    with engine(directory, **SETTINGS[setting]) as made:
+        assert essence(run(made, prompts(), GREEDY)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED)) == essence(seeded)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mode", PreemptMode)
+@pytest.mark.parametrize("name", NAMES)
+def test_preemption_changes_no_bit(
+    name: str, mode: PreemptMode, dtype: torch.dtype, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    greedy, seeded = plain(directory)
+    cache_settings = {"host_cache_memory_bytes": 2**22, "page_size": 8, "enable_prefix_caching": False}
+    somebody = PreemptSomebody(mode)
+    with engine(directory, cache=cache_settings) as made:
+        assert essence(run(made, prompts(), GREEDY, somebody)) == essence(greedy)
+        assert essence(run(made, prompts(1), SEEDED, somebody)) == essence(seeded)
+    assert somebody.num_preemptions > 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_prefix_hits_change_no_bit(name: str, dtype: torch.dtype, model_directory: Directory) -> None:
+    directory = model_directory(name, dtype)
+    greedy, _ = plain(directory)
+    with engine(directory, cache={"page_size": 4}) as made:
+        run(made, prompts(), GREEDY)
+        again = run(made, prompts(), GREEDY)
+        longer = [
+            prompt + [token for token in answer[:30] if token is not None]
+            for prompt, answer in zip(prompts(), tokens(greedy), strict=True)
+        ]
+        continued = run(made, longer, GREEDY)
+    assert essence(again) == essence(greedy)
+    assert [of_one[0].num_cached_tokens for of_one in again] == [
+        (len(prompt) - 1) // 4 * 4 for prompt in prompts()
+    ]
+    for first, rest in zip(tokens(greedy), tokens(continued), strict=True):
+        assert rest[:34] == first[30:]
