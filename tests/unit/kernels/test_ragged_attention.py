@@ -1,0 +1,230 @@
+"""Attention by the C kernel: right, and a query's bits depend on nothing but its own sequence.
+
+Shapes: T query tokens, N keys of a sequence, H query heads, K kv heads, D head dim, S page size.
+"""
+
+import math
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
+from tests.kernels.outcomes import normal
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_kv_heads: int = 2
+    group_size: int = 4
+    head_dim: int = 32
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries [start, stop) of a sequence whose keys [0, stop) are stored."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+class Sequences:
+    """Queries, keys and values of whole sequences: what every arrangement of parts must agree on."""
+
+    def __init__(self, lengths: Ordered[int], heads: Heads) -> None:
+        self.heads = heads
+        self.qkv = [self._random(index, length) for index, length in enumerate(lengths)]
+
+    def _random(self, index: int, length: int) -> Tensor:
+        heads = self.heads
+        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        # One more token than asked and a width that differs with the index: different values each.
+        fused = normal(length + 1, num_heads, heads.head_dim + index, dtype=heads.dtype, device=CPU)
+        return fused[:length, :, : heads.head_dim].contiguous()
+
+    def run(self, parts: Ordered[Part], page_size: int) -> list[Tensor]:
+        """[T, H, D] of each part, all computed in one call; pages scattered, NaN wherever no key is."""
+        heads = self.heads
+        num_tokens = [part.stop - part.start for part in parts]
+        num_decodes = next((i for i, count in enumerate(num_tokens) if count != 1), len(parts))
+        pages, table = self.pages(parts, page_size)
+        batch = RaggedBatch(
+            cu_seqlens_B1=torch.tensor([0, *accumulate(num_tokens)], dtype=torch.int32),
+            context_lens_B=torch.tensor([part.stop for part in parts], dtype=torch.int32),
+            page_table_BP=table,
+            num_decodes=num_decodes,
+            max_seqlen_q=max(num_tokens, default=0),
+        )
+        fused = torch.cat([self.qkv[0][:0], *(self.qkv[p.sequence][p.start : p.stop] for p in parts)])
+        query = fused[:, : heads.num_heads]  # strided, as the decoder's
+        out = ragged_attention(query, pages, batch, scale=heads.head_dim**-0.5, window=heads.window)
+        assert out.shape == query.shape and out.dtype == heads.dtype
+        return list(out.split(num_tokens))
+
+    def pages(self, parts: Ordered[Part], page_size: int) -> tuple[Tensor, Tensor]:
+        heads = self.heads
+        counts = [-(-part.stop // page_size) for part in parts]
+        num_pages = sum(counts) + 1
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages)).int()
+        shape = (num_pages, 2, 2, heads.num_kv_heads, page_size, heads.head_dim)
+        pages = torch.full(shape, math.nan, dtype=heads.dtype)[:, 1]  # one layer of two
+        table = torch.full((len(parts), max(counts, default=0) + 1), 2**30, dtype=torch.int32)
+        for row, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            table[row, :count] = order[sum(counts[:row]) :][:count]
+            key, value = self.qkv[part.sequence][: part.stop, heads.num_heads :].chunk(2, dim=1)
+            token = torch.arange(part.stop)
+            page, offset = table[row].long()[token // page_size], token % page_size
+            pages[page, 0, :, offset], pages[page, 1, :, offset] = key, value
+        return pages, table
+
+    def decoded(self, page_size: int = 16) -> list[Tensor]:
+        """Every query alone, in a call of its own."""
+        return [
+            torch.cat([self.run([Part(index, t, t + 1)], page_size)[0] for t in range(len(qkv))])
+            for index, qkv in enumerate(self.qkv)
+        ]
+
+    def expected(self, index: int) -> Tensor:
+        """float64, one head and one query at a time."""
+        heads, qkv = self.heads, self.qkv[index].double()
+        out = torch.zeros(len(qkv), heads.num_heads, heads.head_dim, dtype=torch.float64)
+        for position in range(len(qkv)):
+            first = 0 if heads.window is None else max(0, position - heads.window + 1)
+            for head in range(heads.num_heads):
+                kv_head = heads.num_heads + head // heads.group_size
+                keys = qkv[first : position + 1, kv_head]
+                values = qkv[first : position + 1, kv_head + heads.num_kv_heads]
+                weights = torch.softmax(keys @ qkv[position, head] * heads.head_dim**-0.5, dim=0)
+                out[position, head] = weights @ values
+        return out
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("group_size", [1, 4, 7, 16])
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+def test_a_whole_prompt_is_the_causal_softmax(
+    dtype: torch.dtype, page_size: int, group_size: int, window: int | None
+) -> None:
+    heads = Heads(num_kv_heads=1, group_size=group_size, head_dim=16, window=window, dtype=dtype)
+    sequences = Sequences([71], heads)
+    close(sequences.run([Part(0, 0, 71)], page_size)[0], sequences.expected(0))
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
+def test_heads_of_any_size_the_kernel_has_room_for(dtype: torch.dtype, head_dim: int) -> None:
+    sequences = Sequences([35], Heads(group_size=3, head_dim=head_dim, dtype=dtype))
+    close(sequences.run([Part(0, 0, 35)], 4)[0], sequences.expected(0))
+
+
+@pytest.mark.parametrize("heads", [Heads(head_dim=24), Heads(group_size=17), Heads(dtype=torch.float16)])
+def test_what_the_kernel_does_not_take_is_computed_all_the_same(heads: Heads) -> None:
+    sequences = Sequences([20, 33], heads)
+    decode, prefill = sequences.run([Part(0, 19, 20), Part(1, 7, 33)], 4)
+    tolerance = 2e-3 if heads.dtype is torch.float16 else 3e-6
+    for got, expected in ((decode, sequences.expected(0)[19:]), (prefill, sequences.expected(1)[7:])):
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    heads=st.builds(
+        Heads,
+        num_kv_heads=st.sampled_from((1, 2)),
+        group_size=st.sampled_from((1, 4, 7)),
+        head_dim=st.sampled_from((16, 32)),
+        window=st.sampled_from((None, 1, 17, 40)),
+        dtype=st.sampled_from(DTYPES),
+    ),
+    page_size=st.sampled_from((1, 4, 16, 64)),
+    chunk_size=st.integers(2, 50),
+)
+def test_a_query_has_the_same_bits_in_any_chunk_page_size_and_batch(
+    lengths: list[int], heads: Heads, page_size: int, chunk_size: int
+) -> None:
+    sequences = Sequences(lengths, heads)
+    decoded = sequences.decoded()
+    num_rounds = -(-max(lengths) // chunk_size)
+    for start in (turn * chunk_size for turn in range(num_rounds)):
+        parts = [
+            Part(index, start, min(start + chunk_size, length))
+            for index, length in enumerate(lengths)
+            if start < length
+        ]
+        # Those that finished before decode their last token again, beside the others' chunks.
+        decodes = [Part(i, length - 1, length) for i, length in enumerate(lengths) if start >= length]
+        parts = decodes + sorted(parts, key=lambda part: part.stop - part.start > 1)
+        for part, got in zip(parts, sequences.run(parts, page_size), strict=True):
+            assert torch.equal(got, decoded[part.sequence][part.start : part.stop]), part
+
+
+@dtypes
+def test_a_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dtype) -> None:
+    sequences = Sequences([40, 0], Heads(dtype=dtype))
+    alone = sequences.run([Part(0, 39, 40)], 16)[0]
+    query = normal(29, 8, 32, dtype=dtype, device=CPU)
+    query[0] = sequences.qkv[0][39, :8]
+    pages, table = sequences.pages([Part(0, 39, 40), Part(1, 0, 0), Part(1, 0, 0)], 16)
+    batch = RaggedBatch(
+        cu_seqlens_B1=torch.tensor([0, 1, 2, 29], dtype=torch.int32),
+        context_lens_B=torch.tensor([40, 0, 0], dtype=torch.int32),
+        page_table_BP=table,
+        num_decodes=2,
+        max_seqlen_q=27,
+    )
+    for window in (None, 5):
+        out = ragged_attention(query, pages, batch, scale=32**-0.5, window=window)
+        assert not out[1:].any()
+    assert torch.equal(ragged_attention(query, pages, batch, scale=32**-0.5)[:1], alone)
+
+
+@dtypes
+def test_an_empty_batch_yields_nothing(dtype: torch.dtype) -> None:
+    assert Sequences([0], Heads(dtype=dtype)).run([], 16) == []
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    sequences = Sequences([50], Heads())
+    sequences.qkv[0][:, :10] *= 60.0  # queries and keys
+    out = sequences.run([Part(0, 0, 50)], 16)[0]
+    # A score of thousands carries an error of 1e-4, and its exponential the same, relative.
+    torch.testing.assert_close(out.double(), sequences.expected(0), atol=1e-3, rtol=1e-3)
+
+
+def test_strides_that_the_kernel_cannot_follow_are_refused() -> None:
+    sequences = Sequences([4], Heads())
+    pages, table = sequences.pages([Part(0, 3, 4)], 16)
+    batch = RaggedBatch(
+        cu_seqlens_B1=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens_B=torch.tensor([4], dtype=torch.int32),
+        page_table_BP=table,
+        num_decodes=1,
+        max_seqlen_q=1,
+    )
+    with pytest.raises(ValueError, match="heads and page rows must be contiguous"):
+        ragged_attention(torch.zeros(1, 8, 64)[:, :, ::2], pages, batch, scale=1.0)
+    with pytest.raises(ValueError, match="kv_pages torch.bfloat16"):
+        ragged_attention(torch.zeros(1, 8, 32), pages.bfloat16(), batch, scale=1.0)
