@@ -1,0 +1,214 @@
+"""How the C kernels are built: once, whole or not at all, and missed by nothing but speed."""
+
+import ctypes
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.kernels import native
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = '#include "number.h"\n__attribute__((visibility("default"))) int number(void) { return NUMBER; }\n'
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or "no compiler"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder of its own, and one small source to build."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "number.c").write_text(SOURCE)
+    write_header(sources, 1)
+    monkeypatch.setattr(native, "SOURCES", sources)
+    return tmp_path
+
+
+def write_header(folder: Path, number: int) -> None:
+    (folder / "number.h").write_text(f"#define NUMBER {number}\n")
+
+
+def load() -> ctypes.CDLL | None:
+    """As at the first use in a process, whatever this one has loaded already."""
+    library: ctypes.CDLL | None = native.library.__wrapped__()
+    return library
+
+
+def built(home: Path) -> dict[str, int]:
+    """Name -> time of each file in the cache."""
+    return {path.name: path.stat().st_mtime_ns for path in (home / ".cache" / "baton").iterdir()}
+
+
+def put_compiler(home: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """The only `cc` in the PATH; it may call on COMPILER."""
+    folder = home / "bin"
+    folder.mkdir()
+    (folder / "cc").write_text(f"#!{shutil.which('sh')}\n{script}\n")
+    (folder / "cc").chmod(stat.S_IRWXU)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_build_is_kept_and_used_again(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = load()
+    assert first is not None and first.number() == 1
+    files = built(home)
+    assert load() is not None and built(home) == files and len(files) == 1
+    assert not warnings_of(caplog)
+    folder = home / ".cache" / "baton"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # what is loaded from it runs as this user
+
+
+def test_a_changed_source_or_header_is_built_anew(home: Path) -> None:
+    load()
+    write_header(home / "sources", 2)
+    second = load()
+    assert second is not None and second.number() == 2
+    (home / "sources" / "number.c").write_text(SOURCE.replace("return", "return 10 *"))
+    third = load()
+    assert third is not None and third.number() == 20
+    assert len(built(home)) == 3
+
+
+def test_without_a_compiler_there_is_one_warning_and_no_library(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(home))
+    assert load() is None
+    assert len(warnings_of(caplog)) == 1 and "no C compiler found" in warnings_of(caplog)[0]
+
+
+def test_a_compiler_that_fails_is_quoted(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_compiler(home, monkeypatch, "echo 'unknown machine' >&2; exit 1")
+    assert load() is None
+    assert len(warnings_of(caplog)) == 1 and "failed: unknown machine" in warnings_of(caplog)[0]
+    assert built(home) == {}
+
+
+def test_a_source_that_does_not_compile_is_quoted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "sources" / "number.c").write_text("int number(void) { return nothing; }")
+    assert load() is None
+    assert len(warnings_of(caplog)) == 1 and "nothing" in warnings_of(caplog)[0]
+
+
+def test_a_compiler_without_openmp_builds_all_the_same(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = f'case "$*" in *-fopenmp*) exit 1;; esac; exec {COMPILER} "$@"'
+    put_compiler(home, monkeypatch, script)
+    library = load()
+    assert library is not None and library.number() == 1
+    assert not warnings_of(caplog)
+
+
+def test_a_home_that_takes_no_files_costs_speed_only(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(home / "sources" / "number.c"))
+    assert load() is None
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_library_that_cannot_be_loaded_costs_speed_only(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_compiler(home, monkeypatch, 'while [ "$1" != -o ]; do shift; done; echo ELF > "$2"')
+    assert load() is None
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_processes_that_build_at_once_all_load_a_whole_library(home: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from baton.kernels import native
+native.SOURCES = Path({str(home / "sources")!r})
+print("ready", flush=True)
+sys.stdin.readline()
+assert native.library().number() == 1
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:  # both are past their imports: they compile at once
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(built(home)) == 1, "no temporary folder is left behind"
+
+
+FALLBACK = """
+import torch
+from baton.kernels import native
+from baton.kernels.linear import linear, pack_linear
+from baton.kernels.rms_norm import add_rms_norm, rms_norm
+from baton.kernels.silu_mul import silu_mul
+from baton.kernels.store_kv import store_kv
+from baton.kernels.rope import rope
+from baton.kernels.sample import SamplingTensors, sample
+from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
+
+x = torch.ones(2, 16)
+assert native.library() is None
+assert linear(x, pack_linear(torch.ones(3, 16)), num_splits=2).tolist() == [[16.0] * 3] * 2
+assert rms_norm(x, x[0], 0.0).tolist() == x.tolist()
+assert add_rms_norm(x, x.clone(), x[0], 0.0).tolist() == x.tolist()
+assert silu_mul(torch.zeros(2, 16)).tolist() == [[0.0] * 8] * 2
+pages = torch.zeros(1, 2, 1, 4, 16)
+heads = x[:, None]
+rope(heads, heads.clone(), torch.cat((torch.ones(4, 8), torch.zeros(4, 8)), 1), torch.tensor([0, 1]))
+store_kv(heads, heads, pages, torch.tensor([0, 1]))
+int32 = torch.int32
+batch = RaggedBatch(
+    cu_seqlens_B1=torch.tensor([0, 2], dtype=int32), context_lens_B=torch.tensor([2], dtype=int32),
+    page_table_BP=torch.tensor([[0]], dtype=int32), num_decodes=0, max_seqlen_q=2)
+assert ragged_attention(heads, pages, batch, scale=1.0).tolist() == heads.tolist()
+one = torch.zeros(1)
+sampling = SamplingTensors(one, one.int(), one + 1, one, one.long(), one.int(), one.long())
+assert sample(torch.tensor([[0.0, 2.0]]), sampling).tolist() == [1]
+"""
+
+
+def test_every_op_runs_without_a_compiler_and_says_so_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", FALLBACK],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("no C compiler found") == 1, result.stderr
+
+
+def test_a_function_that_is_not_built_says_what_to_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(RuntimeError, match=r"baton_nothing: the native kernels are not built"):
+        native.function.__wrapped__("baton_nothing", "p")
+    assert not native.handles(torch.float32)
