@@ -1,0 +1,90 @@
+"""The command line: `baton generate MODEL PROMPT`.
+
+Exit status: 0; 2 when something that the user gave is wrong, told in one line; 130 when interrupted; 141
+when the reader of the output has gone, as for a process that a broken pipe ends.
+"""
+
+import argparse
+import difflib
+import importlib.metadata
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from baton.cluster.generate_options import add_options, option_flags
+from baton.config import log_level
+from baton.errors import BatonError
+
+USER_ERROR: Final = 2
+INTERRUPTED: Final = 130
+BROKEN_PIPE: Final = 141
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong without the usage, which would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"baton: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    try:
+        logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+        _generate(arguments)
+        sys.stdout.flush()
+    except BatonError as error:
+        print(f"baton: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from baton.cluster.generate_command import generate  # imports torch, for which --help need not wait
+
+    generate(arguments)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(prog="baton", description="Serves large language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"baton {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    generate = commands.add_parser(
+        "generate", help="complete one prompt and print the text as it comes", allow_abbrev=False
+    )
+    add_options(generate)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        generate.error(_unknown(unknown[0]))
+    return arguments
+
+
+def _unknown(argument: str) -> str:
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}: put a prompt of several words in quotes"
+    nearest = difflib.get_close_matches(argument.partition("=")[0], option_flags(), n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "put -- before a prompt that starts with a dash"
+    return f"unknown option {argument!r}; {hint}"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("baton")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _drop_output() -> None:
+    """Point stdout at nothing, so that the interpreter does not fail once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

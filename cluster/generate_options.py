@@ -1,0 +1,127 @@
+"""The options of `baton generate`, spelled as vLLM spells them, and the settings that they stand for.
+
+Each fills one key: `sampling.<field>` of SamplingParams or `engine.<key>` of EngineConfig. Options that are
+not given stay absent, so that defaults and limits live with those structs alone.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from baton.request import SamplingParams
+
+
+class Option(NamedTuple):
+    flags: str  # with spaces between them
+    key: str
+    kind: Callable[[str], object]
+    metavar: str
+    help: str
+
+
+class Switch(NamedTuple):
+    flag: str
+    key: str
+    value: bool
+    help: str
+
+
+DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
+
+OPTIONS: Final = (
+    Option("--max-tokens", "sampling.max_tokens", int, "N", f"new tokens at most ({DEFAULT_MAX_TOKENS})"),
+    Option("--min-tokens", "sampling.min_tokens", int, "N", "new tokens at least"),
+    Option("--temperature", "sampling.temperature", float, "T", "0: always the likeliest token (1.0)"),
+    Option("--top-p", "sampling.top_p", float, "P", "only the likeliest tokens that add up to P"),
+    Option("--top-k", "sampling.top_k", int, "K", "only the K likeliest tokens"),
+    Option("--min-p", "sampling.min_p", float, "P", "only tokens P times as likely as the likeliest"),
+    Option("--seed", "sampling.seed", int, "N", "the same seed gives the same text"),
+    Option("--n", "sampling.n", int, "N", "number of answers (1)"),
+    Option("--logprobs", "sampling.logprobs", int, "N", "with --json: log probabilities, N alternatives"),
+    Option("--dtype", "engine.dtype", str, "NAME", "auto, float32, bfloat16 or float16 (auto)"),
+    Option("--load-format", "engine.load_format", str, "NAME", "auto, or dummy: random weights (auto)"),
+    Option("--device", "engine.device", str, "NAME", "auto, cpu or cuda (auto)"),
+    Option("--tensor-parallel-size -tp", "engine.tensor_parallel_size", int, "N", "ranks of the model (1)"),
+    Option("--max-model-len", "engine.max_model_len", int, "N", "tokens of prompt and answer together"),
+    Option("--max-num-seqs", "engine.scheduler.max_num_seqs", int, "N", "sequences a step"),
+    Option("--max-num-batched-tokens", "engine.scheduler.max_num_batched_tokens", int, "N", "tokens a step"),
+    Option("--block-size --page-size", "engine.cache.page_size", int, "N", "tokens a page (16)"),
+    Option(
+        "--kv-cache-memory", "engine.cache.kv_cache_memory_bytes", str, "SIZE", "of all pages, such as 4GiB"
+    ),
+    Option(
+        "--gpu-memory-utilization", "engine.cache.gpu_memory_utilization", float, "X", "share of it (0.9)"
+    ),
+)
+SWITCHES: Final = (
+    Switch("--ignore-eos", "sampling.ignore_eos", True, "go on past the model's end token"),
+    Switch("--no-enable-prefix-caching", "engine.cache.enable_prefix_caching", False, "share no pages"),
+)
+TEXT_FLAGS: Final = ("--prompt-file", "--chat", "--stop", "--json", "--verbose")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    _add_text_options(parser)
+    groups = {name: parser.add_argument_group(name) for name in ("sampling", "engine")}
+    for option in OPTIONS:
+        groups[_part(option.key)].add_argument(
+            *option.flags.split(),
+            dest=option.key,
+            type=option.kind,
+            metavar=option.metavar,
+            default=argparse.SUPPRESS,
+            help=option.help,
+        )
+    for switch in SWITCHES:
+        groups[_part(switch.key)].add_argument(
+            switch.flag,
+            dest=switch.key,
+            action="store_const",
+            const=switch.value,
+            default=argparse.SUPPRESS,
+            help=switch.help,
+        )
+
+
+def option_flags() -> list[str]:
+    flags = [flag for option in OPTIONS for flag in option.flags.split()]
+    return [*flags, *(switch.flag for switch in SWITCHES), *TEXT_FLAGS]
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Raises InvalidRequest on a value that is out of range."""
+    return SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | dict(_given(arguments, "sampling"))))
+
+
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The nested mapping that `engine_config` reads, less the model."""
+    settings: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in _given(arguments, "engine"):
+        part, _, leaf = key.rpartition(".")
+        (parts.setdefault(part, {}) if part else settings)[leaf] = value
+    return settings | parts
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help='a model directory, or "tiny", which comes with Baton')
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete")
+    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; -: from stdin")
+    parser.add_argument("--chat", action="store_true", help="PROMPT is what the user says in a chat")
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object when all is done")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show loading even if stderr is no terminal"
+    )
+
+
+def _given(arguments: argparse.Namespace, struct: str) -> Iterator[tuple[str, Any]]:
+    for dest, value in vars(arguments).items():
+        if _part(dest) == struct and dest != struct:
+            yield dest.removeprefix(f"{struct}."), value
+
+
+def _part(key: str) -> str:
+    return key.partition(".")[0]

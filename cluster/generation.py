@@ -1,0 +1,120 @@
+"""One prompt being answered: the engine's tokens become text, choice by choice.
+
+1. `accept` takes every StepOutput of the request and says what it adds to the text.
+2. A choice ends by the engine's word or by a stop string, which the engine cannot know: tokens that still
+   come for it are dropped.
+3. When `is_finished`, the request is of no more use to the engine, and `completion` has the whole answer.
+"""
+
+from collections.abc import Sequence
+
+from baton.cluster.completion import Completion, CompletionOutput, TextDelta
+from baton.gateway.text_stream import TextStream
+from baton.gateway.tokenizer import Tokenizer
+from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
+
+NUM_CONTEXT_TOKENS = 8  # of the prompt: whether the first word needs a space depends on what is before it
+
+
+class Generation:
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        prompt_index: int,
+        *,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+    ) -> None:
+        """Raises InvalidRequest on an empty stop string."""
+        self.request = request
+        self._prompt = prompt
+        self._prompt_index = prompt_index
+        self._choices = [_Choice(request, tokenizer, stops) for _ in range(request.sampling.n)]
+        self._num_cached_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    def accept(self, output: StepOutput) -> TextDelta | None:
+        """What the output adds; None for a choice that has ended at a stop string."""
+        choice = self._choices[output.choice]
+        if choice.finish_reason is not None:
+            return None
+        if output.choice == 0 and output.index == 0:
+            self._num_cached_tokens = output.num_cached_tokens
+            self._prompt_logprobs = output.prompt_logprobs
+        text = choice.accept(output)
+        return TextDelta(
+            prompt_index=self._prompt_index,
+            index=output.choice,
+            text=text,
+            token_ids=() if output.token_id is None else (output.token_id,),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            logprobs=None if output.logprobs is None else (output.logprobs,),
+        )
+
+    def completion(self) -> Completion:
+        return Completion(
+            prompt=self._prompt,
+            prompt_token_ids=self.request.token_ids,
+            outputs=tuple(choice.completion_output(index) for index, choice in enumerate(self._choices)),
+            num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+
+class _Choice:
+    def __init__(self, request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        sampling = request.sampling
+        context = request.token_ids[-NUM_CONTEXT_TOKENS:]
+        self._stream = TextStream(tokenizer.detokenizer(context), stops, min_tokens=sampling.min_tokens)
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def accept(self, output: StepOutput) -> str:
+        """Take the next token, if there is one; returns the text that has become certain."""
+        if output.token_id is not None:
+            self.token_ids.append(output.token_id)
+        if output.logprobs is not None and self._logprobs is not None:
+            self._logprobs.append(output.logprobs)
+        text = self._text(output)
+        self._texts.append(text)
+        return text
+
+    def completion_output(self, index: int) -> CompletionOutput:
+        assert self.finish_reason is not None, f"choice {index} is not finished"
+        return CompletionOutput(
+            index=index,
+            text="".join(self._texts),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+        )
+
+    def _text(self, output: StepOutput) -> str:
+        token_id, reason = output.token_id, output.finish_reason
+        text = ""
+        if token_id is not None and reason is not FinishReason.STOP:  # what stops is not shown
+            text = self._stream.push(token_id)
+        if reason is not None:
+            text += self._stream.finish()
+            self.finish_reason = reason
+        if self._stream.stopped_at is not None:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = self._stream.stopped_at
+        elif reason is FinishReason.STOP and token_id in self._stop_token_ids:
+            self.stop_reason = token_id
+        return text

@@ -1,0 +1,220 @@
+"""The offline API: text in, text out, one model replica in this process.
+
+    with LLM("tiny") as llm:
+        print(llm.generate("sort(3 1 2)=")[0].outputs[0].text)
+
+1. Every prompt of a call is encoded and checked; one that cannot run fails the call before any is added.
+2. The engine steps; each token becomes a TextDelta of the call that its request belongs to.
+3. A call that ends early, however, leaves nothing of its requests in the engine.
+"""
+
+import operator
+import uuid
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias, cast
+
+from baton.cluster.completion import Completion, TextDelta
+from baton.cluster.generation import Generation
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.progress import watch
+from baton.config import engine_config
+from baton.engine.loading import load_engine
+from baton.engine.request_checks import check_request
+from baton.engine.weights import Progress
+from baton.errors import InvalidRequest
+from baton.gateway.chat_template import ChatTemplate, Message
+from baton.gateway.tokenizer import Tokenizer
+from baton.request import Request, SamplingParams, StepOutput
+
+Prompt: TypeAlias = str | Sequence[int]
+Prompts: TypeAlias = str | Sequence[Prompt]
+Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Conversation: TypeAlias = Sequence[Message]
+
+
+class LLM:
+    """Not safe to share between threads. Streams may be read in turns: whoever reads, all advance.
+
+    `stop`, wherever it is an argument: one or several strings that end the text, of which nothing is shown.
+    """
+
+    def __init__(
+        self, model: str | Path, *, load_progress: Progress | None = None, **settings: object
+    ) -> None:
+        """Load `model`: a directory, or "tiny" for the model that comes with Baton.
+
+        `settings` are the fields of EngineConfig, `cache={"page_size": 64}` for those within a part.
+        Raises ModelError and ConfigError, which say what to change.
+        """
+        directory = resolve_model(model)
+        config = engine_config({"model": str(directory), **settings})
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self._chat_template = ChatTemplate.from_directory(directory)
+        self.engine = load_engine(config, progress=load_progress)
+        self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
+        self._is_closed = False
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: Sampling = None,
+        *,
+        stop: str | Sequence[str] = (),
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt, text or token ids; answers come in the prompts' order.
+
+        `sampling`: one for all, or one a prompt. Raises InvalidRequest naming the prompt that cannot run.
+        """
+        generations = self._prepare(prompts, sampling, stop)
+        with closing(self._run(generations)) as deltas:
+            num_choices = sum(generation.request.sampling.n for generation in generations)
+            for _ in watch(deltas, num_choices) if progress else deltas:
+                pass
+        return [generation.completion() for generation in generations]
+
+    def stream(
+        self, prompts: Prompts, sampling: Sampling = None, *, stop: str | Sequence[str] = ()
+    ) -> Generator[TextDelta, None, None]:
+        """What `generate` would return, token by token. Closing the iterator ends what still runs."""
+        return self._run(self._prepare(prompts, sampling, stop))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: Sampling = None,
+        *,
+        stop: str | Sequence[str] = (),
+        progress: bool = False,
+    ) -> list[Completion]:
+        """The next turn of one conversation or of several, such as `[{"role": "user", "content": "Hi"}]`."""
+        one = isinstance(next(iter(messages), None), Mapping)
+        conversations = cast(Sequence[Conversation], [messages] if one else messages)
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with _naming(index, len(conversations)):
+                prompts.append(self.chat_prompt(conversation))
+        return self.generate(prompts, sampling, stop=stop, progress=progress)
+
+    def chat_prompt(self, messages: Conversation) -> list[int]:
+        """The conversation as the model's chat template writes it, ready for the assistant's answer."""
+        if self._chat_template is None:
+            raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
+        return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+
+    def close(self) -> None:
+        """End what still runs and let the other ranks go; nothing can be generated afterwards."""
+        for request_id in list(self._calls):
+            self._end(request_id)
+        self._is_closed = True
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prepare(self, prompts: Prompts, sampling: Sampling, stop: str | Sequence[str]) -> list[Generation]:
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        generations = []
+        samplings = _one_each(sampling, len(listed))
+        for index, (prompt, one_sampling) in enumerate(zip(listed, samplings, strict=True)):
+            with _naming(index, len(listed)):
+                request = self._request(prompt, one_sampling)
+                text = prompt if isinstance(prompt, str) else None
+                generations.append(Generation(request, text, index, tokenizer=self.tokenizer, stops=stops))
+        return generations
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        request = Request(request_id=uuid.uuid4().hex, token_ids=tuple(token_ids), sampling=sampling)
+        runner = self.engine.runner
+        check_request(request, vocab_size=runner.model.vocab_size, max_model_len=runner.max_model_len)
+        return request
+
+    def _run(self, generations: Sequence[Generation]) -> Generator[TextDelta, None, None]:
+        if self._is_closed:
+            raise ValueError("this LLM is closed")
+        call = _Call(generations)
+        try:
+            for request_id, generation in call.running.items():
+                self.engine.add(generation.request)
+                self._calls[request_id] = call
+            while call.running or call.unread:
+                while call.unread:
+                    yield call.unread.popleft()
+                if call.running:
+                    self._step()
+        finally:
+            for request_id in list(call.running):
+                self._end(request_id)
+
+    def _step(self) -> None:
+        """One step for every call; a request that has ended is let go of."""
+        for output in self.engine.step():
+            call = self._calls.get(output.request_id)
+            if call is None:  # a choice that was cut at a stop string, and so was the last other one
+                continue
+            generation = call.running[output.request_id]
+            call.read(generation, output)
+            if generation.is_finished:
+                self._end(output.request_id)
+
+    def _end(self, request_id: str) -> None:
+        """Let go of a request, wherever it is; choices that were still wanted end as aborted."""
+        call = self._calls.pop(request_id, None)
+        if call is None:
+            return
+        generation = call.running.pop(request_id)
+        # Also after a stop string: the engine does not know of those, and its choice is still alive.
+        for output in self.engine.abort(request_id):
+            call.read(generation, output)
+
+
+class _Call:
+    """One `generate` or `stream`: the requests that still run, and deltas that its caller has not read."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.running = {generation.request.request_id: generation for generation in generations}
+        self.unread: deque[TextDelta] = deque()
+
+    def read(self, generation: Generation, output: StepOutput) -> None:
+        delta = generation.accept(output)
+        if delta is not None:
+            self.unread.append(delta)
+
+
+@contextmanager
+def _naming(index: int, num_prompts: int) -> Iterator[None]:
+    """Say which of several prompts is at fault."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if num_prompts == 1:
+            raise
+        raise InvalidRequest(f"prompt {index}: {error}") from None
+
+
+def _one_each(sampling: Sampling, num_prompts: int) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * num_prompts
+    if len(sampling) != num_prompts:
+        raise InvalidRequest(
+            f"sampling: expected one, or {num_prompts} for as many prompts, got {len(sampling)}"
+        )
+    return sampling
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in prompt]
+    except TypeError:
+        raise InvalidRequest(f"expected text or a list of token ids, got {type(prompt).__name__}") from None
