@@ -1,0 +1,80 @@
+"""The machine a figure is from: what it is called, and how fast it reads, copies and multiplies.
+
+The rates are the denominators of the other figures, so they are measured anew in every run.
+"""
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from baton.bench.timing import seconds_per_call
+
+BUFFER_BYTES: Final = {"cpu": 2**29, "cuda": 2**32}  # many times the caches
+MATMUL_SIZE: Final = {"cpu": 2048, "cuda": 8192}
+
+
+def machine_description() -> dict[str, str | int | float]:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    description: dict[str, str | int | float] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),  # runnable processes, mean of the last minute
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    if torch.cuda.is_available():
+        description["gpu"] = torch.cuda.get_device_name()
+        description["cuda"] = str(torch.version.cuda)
+    return description
+
+
+def one_line(description: dict[str, str | int | float]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in description.items())
+
+
+@torch.inference_mode()
+def read_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> float:
+    """GB/s (10^9) at which a plain reduction reads memory: the best of two kinds, for neither is ideal."""
+    values = _random(num_bytes or BUFFER_BYTES[device.type], device)
+    seconds = min(seconds_per_call([values.sum], device), seconds_per_call([values.amax], device))
+    return values.nbytes / seconds / 1e9
+
+
+@torch.inference_mode()
+def copy_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> float:
+    """GB/s (10^9) of a copy within the device's memory, bytes read and bytes written counted."""
+    source = _random((num_bytes or BUFFER_BYTES[device.type]) // 2, device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)], device) / 1e9
+
+
+@torch.inference_mode()
+def matmul_peak_tflops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """TFLOP/s of the library's product of two square random matrices, ten in a row."""
+    size = size or MATMUL_SIZE[device.type]
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(left)
+    num_calls = 10 if device.type == "cuda" else 1
+    seconds = seconds_per_call([lambda: torch.mm(left, right, out=out)] * num_calls, device)
+    return 2 * size**3 / seconds / 1e12
+
+
+def _random(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.rand(num_bytes // 4, dtype=torch.float32, device=device)
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
