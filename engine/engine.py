@@ -8,6 +8,7 @@ The engine knows nothing of prefill and decode as roles, of text, tenants or pee
 """
 
 import random
+from contextlib import suppress
 from time import perf_counter
 
 import msgspec
@@ -27,6 +28,7 @@ from baton.engine.sampler import Sampled, Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_arrays import StepBuilder, encode
+from baton.errors import WorkerLost
 from baton.request import FinishReason, Request, StepOutput
 
 
@@ -108,10 +110,12 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks go and wait until they have."""
-        if self._followers is not None:
+        followers, self._followers = self._followers, None
+        if followers is None:
+            return
+        with suppress(WorkerLost):  # a rank that is gone already needs no telling
             self.runner.tp.send_command(STOP_COMMAND)
-            self._followers.close()
-            self._followers = None
+        followers.close()
 
     def _run(self, batch: Batch) -> Tensor:
         arrays = self._builder.build(batch)

@@ -1,13 +1,17 @@
 """A tensor-parallel rank other than 0: a process that repeats the steps that rank 0 plans.
 
 1. Rank 0 starts one process for each other rank and writes its Assignment to the process's input.
-2. The follower loads its part of the weights, meets the group and agrees on the size of the pool.
-3. It runs every step it is sent; a closed connection or STOP_COMMAND ends it.
+2. The follower says READY on its output once nothing but the others keeps it from meeting them: rank 0
+   learns at once of one that died before.
+3. The ranks meet, load their parts of the weights and agree on the size of the pool.
+4. The follower runs every step it is sent; a closed connection or STOP_COMMAND ends it.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +27,7 @@ from baton.engine.step_arrays import decode
 from baton.errors import WorkerLost
 
 STOP_COMMAND: Final = b"stop"
+READY: Final = b"ready"
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +42,19 @@ class Followers:
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
+        self._processes: list[subprocess.Popen[bytes]] = []
         rendezvous = str(Path(self._folder.name) / "store")
         share_cores(size)
-        self._processes = [
-            _start(Assignment(config=config, rank=rank, rendezvous=rendezvous)) for rank in range(1, size)
-        ]
-        store = FileStore(rendezvous, size)
-        self.tp = TensorParallel.join(0, size, store, choose_device(config.device, 0))
+        try:
+            for rank in range(1, size):
+                self._processes.append(_start(Assignment(config=config, rank=rank, rendezvous=rendezvous)))
+            for rank, process in enumerate(self._processes, start=1):
+                _wait_until_ready(rank, process)
+            store = FileStore(rendezvous, size)
+            self.tp = TensorParallel.join(0, size, store, choose_device(config.device, 0))
+        except BaseException:
+            self.close(timeout_s=0.0)
+            raise
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait for the processes, which have been told to stop; end those that do not."""
@@ -53,6 +64,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
         self._folder.cleanup()
 
 
@@ -62,6 +75,7 @@ def follow(assignment: Assignment) -> None:
     share_cores(size)
     device = choose_device(config.device, assignment.rank)
     store = FileStore(assignment.rendezvous, size)
+    _say_ready()
     tp = TensorParallel.join(assignment.rank, size, store, device)
     runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
     runner.load()
@@ -72,12 +86,29 @@ def follow(assignment: Assignment) -> None:
 
 def _start(assignment: Assignment) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "baton.engine.follower"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_import_root())
-    if process.stdin is None:
-        raise WorkerLost(f"rank {assignment.rank} could not be given its assignment")
-    process.stdin.write(msgspec.json.encode(assignment))
-    process.stdin.close()
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_import_root())
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # whoever waits for READY reports a process that is gone
+        process.stdin.write(msgspec.json.encode(assignment))
     return process
+
+
+def _wait_until_ready(rank: int, process: "subprocess.Popen[bytes]") -> None:
+    """WorkerLost when the process ends before it is ready."""
+    assert process.stdout is not None
+    with process.stdout:
+        answer = process.stdout.read()  # until the follower lets go of its output, or dies
+    if answer != READY:
+        raise WorkerLost(
+            f"tensor-parallel rank {rank} ended with status {process.wait()} before it was ready"
+        )
+
+
+def _say_ready() -> None:
+    """From here on, whatever is printed goes to the error output: nobody reads the other one any more."""
+    sys.stdout.buffer.write(READY)
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
 def _import_root() -> Path:

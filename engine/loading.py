@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from baton.clock import Clock, SystemClock
 from baton.config import EngineConfig
 from baton.engine.engine import Engine
@@ -21,16 +23,16 @@ def load_engine(
     Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine.
     """
     directory = Path(config.model).resolve()
+    config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)
     followers = Followers(config) if config.tensor_parallel_size > 1 else None
     try:
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
         runner.load(progress)
         runner.allocate()
+        name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
+        return Engine(runner, clock or SystemClock(), name, followers)
     except BaseException:
         if followers:
             followers.close(timeout_s=0.0)
         raise
-    dummy_seed = config.seed if config.load_format == "dummy" else None
-    name = fingerprint(directory, dummy_seed=dummy_seed)
-    return Engine(runner, clock or SystemClock(), name, followers)

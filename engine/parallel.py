@@ -7,10 +7,18 @@ from typing import Final, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, ReduceOp, Store
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+)
 
 from baton.errors import ConfigError, WorkerLost
 
+JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps only a closed connection says so
 
@@ -26,7 +34,7 @@ class Collectives(Protocol):
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor]) -> Pending: ...
 
-    def broadcast(self, tensor: Tensor, root: int) -> Pending: ...
+    def broadcast(self, tensors: list[Tensor], opts: BroadcastOptions) -> Pending: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +48,20 @@ class TensorParallel:
 
     @classmethod
     def join(cls, rank: int, size: int, store: Store, device: torch.device) -> "TensorParallel":
-        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made."""
-        commands = _gloo(PrefixStore("commands", store), rank, size, IDLE_TIMEOUT)
-        prefixed = PrefixStore("step", store)
-        if device.type == "cuda":
-            return cls(rank, size, _nccl(prefixed, rank, size, STEP_TIMEOUT), commands)
-        return cls(rank, size, _gloo(prefixed, rank, size, STEP_TIMEOUT), commands)
+        """Meet the other ranks at `store`: NCCL between GPUs, gloo between CPUs. No default group is made.
+
+        WorkerLost when they do not all come within JOIN_TIMEOUT.
+        """
+        try:
+            commands = _gloo(PrefixStore("commands", store), rank, size, JOIN_TIMEOUT)
+            prefixed = PrefixStore("step", store)
+            if device.type == "cuda":
+                return cls(rank, size, _nccl(prefixed, rank, size, STEP_TIMEOUT), commands)
+            return cls(rank, size, _gloo(prefixed, rank, size, STEP_TIMEOUT), commands)
+        except RuntimeError as error:
+            raise WorkerLost(
+                f"tensor-parallel rank {rank} of {size} did not meet the others: {error}"
+            ) from error
 
     def shard(self, size: int, *, what: str) -> tuple[int, int]:
         """The rank's [start, stop) of `size` equal items. ConfigError when they cannot be split evenly."""
@@ -75,23 +91,25 @@ class TensorParallel:
         least = torch.tensor([value])
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
+        options.timeout = IDLE_TIMEOUT  # the others may still be loading
         self._wait(self.commands.allreduce([least], options))
         return int(least)
 
     def send_command(self, message: bytes) -> None:
         """From rank 0 to all others; no-op in a group of one."""
         if self.commands is not None:
-            self._wait(self.commands.broadcast(torch.tensor([len(message)]), 0))
-            self._wait(self.commands.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0))
+            self._wait(_from_rank_0(self.commands, torch.tensor([len(message)])))
+            content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self._wait(_from_rank_0(self.commands, content))
 
     def receive_command(self) -> bytes:
         """The next message of rank 0; waits as long as it takes, WorkerLost when rank 0 is gone."""
         if self.commands is None:
             raise ValueError("a group of one has nobody to receive from")
         length = torch.zeros(1, dtype=torch.int64)
-        self._wait(self.commands.broadcast(length, 0))
+        self._wait(_from_rank_0(self.commands, length))
         message = torch.empty(int(length), dtype=torch.uint8)
-        self._wait(self.commands.broadcast(message, 0))
+        self._wait(_from_rank_0(self.commands, message))
         return message.numpy().tobytes()
 
     def _wait(self, work: Pending) -> None:  # foreign errors are translated at this border
@@ -101,6 +119,13 @@ class TensorParallel:
             raise WorkerLost(
                 f"tensor-parallel rank {self.rank} of {self.size} lost a peer: {error}"
             ) from error
+
+
+def _from_rank_0(group: Collectives, tensor: Tensor) -> Pending:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = IDLE_TIMEOUT
+    return group.broadcast([tensor], options)
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives:

@@ -116,14 +116,15 @@ def decode(message: bytes) -> StepArrays:
     def int32s(name: str) -> Int32s:
         return np.frombuffer(bytearray(received.arrays[name]), np.int32)
 
-    context_lens = int32s("context_lens")
+    context_lens, page_table = int32s("context_lens"), int32s("page_table")
+    num_pages = len(page_table) // max(1, len(context_lens))  # a step may have copies and no sequence
     return StepArrays(
         token_ids=int64s("token_ids"),
         positions=int64s("positions"),
         slots=int64s("slots"),
         cu_seqlens=int32s("cu_seqlens"),
         context_lens=context_lens,
-        page_table=int32s("page_table").reshape(len(context_lens), -1),
+        page_table=page_table.reshape(len(context_lens), num_pages),
         logit_rows=int64s("logit_rows"),
         num_decodes=received.num_decodes,
         max_seqlen_q=received.max_seqlen_q,
