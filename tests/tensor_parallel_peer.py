@@ -1,0 +1,104 @@
+"""Rank 1 of a group of two, in a process of its own, doing the jobs that rank 0 commands.
+
+A job is a function of a TensorParallel that both ranks run; its results are compared on rank 0.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from baton.engine.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from baton.engine.parallel import TensorParallel
+from tests.tiny_models import VOCAB_SIZE, dummy_parameters
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+CPU: Final = torch.device("cpu")
+DTYPES: Final = ("float32", "bfloat16")
+Job = Callable[[TensorParallel, Path, str], Tensor]  # (group, directory of the model, dtype)
+
+
+def values(seed: int, *shape: int, dtype: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+
+
+def reduce(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
+    return tp.all_reduce(values(tp.rank, 5, 7, dtype=dtype))
+
+
+def gather(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
+    return tp.all_gather(values(tp.rank, 5, 14, dtype=dtype)[:, ::2])
+
+
+def smallest(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
+    return torch.tensor([[tp.smallest(10 - tp.rank)]])
+
+
+def embedding(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
+    layer = VocabParallelEmbedding(dummy_parameters(directory, tp, dtype), "model.embed_tokens.weight")
+    return layer(torch.arange(VOCAB_SIZE))
+
+
+def head(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
+    layer = VocabParallelHead(dummy_parameters(directory, tp, dtype), "lm_head.weight")
+    return layer(values(3, 5, 32, dtype=dtype))
+
+
+def columns(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
+    layer = ColumnParallelLinear(dummy_parameters(directory, tp, dtype), ("model.layers.0.mlp.gate_proj",))
+    return tp.all_gather(layer(values(3, 5, 32, dtype=dtype)))
+
+
+def rows(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
+    layer = RowParallelLinear(dummy_parameters(directory, tp, dtype), "model.layers.0.mlp.down_proj")
+    start, stop = tp.shard(48, what="inputs")
+    return layer(values(3, 5, 48, dtype=dtype)[:, start:stop])
+
+
+JOBS: Final[dict[str, Job]] = {
+    job.__name__: job for job in (reduce, gather, smallest, embedding, head, columns, rows)
+}
+
+
+class Pair:
+    """Rank 0 here, rank 1 in a process. `close` ends the process, which must not have been killed."""
+
+    def __init__(self, folder: Path) -> None:
+        store = str(folder / "store")
+        command = [sys.executable, "-m", "tests.tensor_parallel_peer", store]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        self.tp = TensorParallel.join(0, 2, FileStore(store, 2), CPU)
+
+    def run(self, job: str, directory: Path, dtype: str = "float32") -> Tensor:
+        """The result of the job, which must have the same bits on both ranks."""
+        self.tp.send_command(f"{job} {dtype} {directory}".encode())
+        result = JOBS[job](self.tp, directory, dtype)
+        mine, other = self.tp.all_gather(result.float()).chunk(2, dim=1)
+        assert torch.equal(mine, other), "the ranks disagree"
+        return result
+
+    def close(self) -> None:
+        self.tp.send_command(b"stop")
+        assert self.process.wait(30) == 0
+
+
+def main(store: str) -> None:
+    tp = TensorParallel.join(1, 2, FileStore(store, 2), CPU)
+    while (command := tp.receive_command()) != b"stop":
+        job, dtype, directory = command.decode().split(" ", 2)
+        tp.all_gather(JOBS[job](tp, Path(directory), dtype).float())
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main(sys.argv[1])

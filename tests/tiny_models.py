@@ -1,0 +1,74 @@
+"""Model directories that hold a config and nothing else: `load_format="dummy"` makes the weights."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from baton.clock import Clock
+from baton.config import EngineConfig, engine_config
+from baton.engine.dummy_weights import DummyCheckpoint
+from baton.engine.engine import Engine
+from baton.engine.hf_config import read_model_config
+from baton.engine.kv_pool import TORCH_DTYPES
+from baton.engine.layers import Parameters
+from baton.engine.loading import load_engine
+from baton.engine.parallel import TensorParallel
+from baton.request import Request, SamplingParams, StepOutput
+
+VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ
+MAX_MODEL_LEN: Final = 96
+_KEYS: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "initializer_range": 0.2,  # at the default a random model repeats a few tokens and equality proves little
+}
+
+
+def write_config(directory: Path, **keys: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_KEYS | keys))
+    return directory
+
+
+def tiny_config(directory: Path, **settings: Any) -> EngineConfig:
+    """An engine on the CPU over the config in `directory`, which is written if it is not there."""
+    if not (directory / "config.json").exists():
+        write_config(directory)
+    cache = {"page_size": 4, "kv_cache_memory_bytes": 2**20, **settings.pop("cache", {})}
+    base = {"model": str(directory), "device": "cpu", "load_format": "dummy", "seed": 1}
+    return engine_config({**base, "cache": cache, **settings})
+
+
+def tiny_engine(directory: Path, clock: Clock | None = None, **settings: Any) -> Engine:
+    return load_engine(tiny_config(directory, **settings), clock=clock)
+
+
+def dummy_parameters(directory: Path, tp: TensorParallel, dtype: str = "float32") -> Parameters:
+    model = read_model_config(directory)
+    return Parameters(DummyCheckpoint(model, 1), tp, TORCH_DTYPES[dtype], torch.device("cpu"))
+
+
+def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:
+    """Every output of one request, greedy unless said otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    engine.add(Request(request_id="only", token_ids=tuple(prompt), sampling=params))
+    outputs: list[StepOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+    return outputs
+
+
+def token_ids(outputs: list[StepOutput]) -> list[int | None]:
+    return [output.token_id for output in outputs]

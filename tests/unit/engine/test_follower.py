@@ -1,0 +1,134 @@
+"""Ranks other than 0: they come up, follow, and never outlive or outwait rank 0."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.follower import Followers
+from baton.errors import WorkerLost
+from baton.request import Request, SamplingParams
+from tests.tensor_parallel_peer import ROOT
+from tests.tiny_models import generate, tiny_config, tiny_engine
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the ranks meet; empty again when they have parted."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
+    tiny_model: Path, temporary: Path
+) -> None:
+    before = children()
+    alone, together = tiny_engine(tiny_model), tiny_engine(tiny_model, tensor_parallel_size=2)
+    for seed, prompt in enumerate(([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))):
+        sampling = {"temperature": 1.0, "seed": seed, "logprobs": 3}
+        assert generate(together, prompt, **sampling) == generate(alone, prompt, **sampling)
+    assert len(children()) == len(before) + 1
+    together.close()
+    together.close()  # a second time is no error
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_step_with_nothing_to_compute_is_followed_too(tiny_model: Path) -> None:
+    clock = ManualClock()
+    engine = tiny_engine(
+        tiny_model, clock, tensor_parallel_size=2, scheduler={"max_queue_delay_ms": 1000.0, "max_num_seqs": 4}
+    )
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3)
+        engine.add(Request(request_id="gathered", token_ids=(1, 2, 3), sampling=sampling))
+        assert engine.step() == []  # the queue window is open
+        clock.advance(2.0)
+        assert len([*engine.step(), *engine.step(), *engine.step()]) == 3
+    finally:
+        engine.close()
+
+
+def test_a_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    engine = tiny_engine(Path(tiny_model.name), tensor_parallel_size=2)
+    try:
+        assert len(generate(engine, [1, 2, 3])) == 8
+    finally:
+        engine.close()
+
+
+def test_a_follower_killed_at_work_is_reported_and_the_engine_still_closes(
+    tiny_model: Path, temporary: Path
+) -> None:
+    before = children()
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    (follower,) = set(children()) - set(before)
+    follower.kill()
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        generate(engine, [1, 2, 3])
+    engine.close()
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_follower_that_dies_on_the_way_up_is_reported(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(WorkerLost, match="rank 1 ended with status 1 before it was ready"):
+        tiny_engine(tiny_model, tensor_parallel_size=3)
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_follower_that_cannot_load_is_reported(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = msgspec.structs.replace(
+        tiny_config(tiny_model, tensor_parallel_size=2), model=str(tmp_path / "missing")
+    )
+    followers = Followers(config)
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        followers.tp.smallest(1)  # what rank 0 asks next
+    followers.close()
+    assert "ModelError" in capfd.readouterr().err
+
+
+RANK_0 = """
+import sys
+from pathlib import Path
+from tests.tiny_models import tiny_engine
+if __name__ == "__main__":
+    engine = tiny_engine(Path(sys.argv[1]), tensor_parallel_size=2)
+    print("loaded", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", RANK_0, str(tiny_model)],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with rank_0:
+        assert rank_0.stdout is not None and rank_0.stdout.readline() == b"loaded\n"
+        (follower,) = psutil.Process(rank_0.pid).children()
+        rank_0.send_signal(signal.SIGKILL)
+    psutil.wait_procs([follower], timeout=20)
+    assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
