@@ -1,0 +1,178 @@
+"""The command as users run it: exit status, stdout and stderr."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from baton.cluster.cli import main
+from tests.unit.cluster.model_directories import with_pickled_weights, without_weights
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+COPY: Final = "copy(sun moon star)="
+GENERATE: Final = ("generate", "tiny", COPY, "--temperature", "0", "--kv-cache-memory", "64MiB")
+ENDLESS: Final = (*GENERATE, "--ignore-eos", "--max-tokens", "4000")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "baton.cluster.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def run_here(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """In this process, which has torch imported already."""
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:  # how argparse ends
+        status = int(exit_.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_stdout_has_the_text_alone() -> None:
+    process = start(*GENERATE)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, "sun moon star\n", "")
+
+
+def test_a_user_error_is_one_line_and_status_2() -> None:
+    process = start("generate", "nonsense", "Hello")
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("baton: error: model 'nonsense': expected \"tiny\"")
+    assert err.count("\n") == 1
+
+
+def test_an_interrupt_ends_it_with_status_130() -> None:
+    process = start(*ENDLESS)
+    assert process.stdout is not None
+    assert process.stdout.read(10) == "sun moon s"  # tokens come while it still generates
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert (process.returncode, err) == (130, "")
+
+
+def test_a_reader_that_goes_away_is_no_error_worth_a_word() -> None:
+    process = start(*ENDLESS)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(3) == "sun"
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(), err) == (141, "")
+
+
+def test_verbose_shows_loading_and_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_here([*GENERATE, "-v"], capsys)
+    assert (status, out) == (0, "sun moon star\n")
+    assert "Loading weights" in err and "B/s" in err
+    assert "KV cache: " in err
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_here([*GENERATE, "--json", "--logprobs", "1", "--stop", "star"], capsys)
+    completion = json.loads(out)
+    (answer,) = completion["outputs"]
+    assert (status, completion["prompt"]) == (0, COPY)
+    assert (answer["text"], answer["finish_reason"], answer["stop_reason"]) == ("sun moon ", "stop", "star")
+    assert len(answer["logprobs"]) == len(answer["token_ids"])
+
+
+def test_several_answers_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_here([*GENERATE, "--n", "2"], capsys)
+    assert out == "sun moon star\n\nsun moon star\n"
+
+
+def test_chat_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "tiny", "What is Baton?", "--chat", "--temperature", "0"]
+    status, out, _ = run_here(command, capsys)
+    assert status == 0
+    assert "prefill and decode" in out
+
+
+@pytest.mark.parametrize("content", [COPY, f"{COPY}\n"])
+def test_the_prompt_may_come_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text(content)
+    options = ["--prompt-file", str(tmp_path / "prompt.txt"), "--temperature", "0", "--json"]
+    _, out, _ = run_here(["generate", "tiny", *options], capsys)
+    assert json.loads(out)["prompt"] == COPY
+
+
+def test_a_seed_repeats_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "tiny", "sun", "--temperature", "2", "--seed", "7", "--max-tokens", "12"]
+    assert run_here(command, capsys) == run_here(command, capsys)
+
+
+def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = str(without_weights(tmp_path))
+    status, _, err = run_here(["generate", directory, "sun", "--load-format", "dummy"], capsys)
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "tiny", "sun", "--max-tokns", "3"], "did you mean --max-tokens?"),
+        (["generate", "tiny", "sun", "--max-tokens", "three"], "--max-tokens: invalid int value: 'three'"),
+        (["generate", "tiny", "the", "sun"], "unexpected argument 'sun': put a prompt of several words in"),
+        (["generate", "tiny", "-1+2="], "put -- before a prompt that starts with a dash"),
+        (["generate", "tiny"], "expected one prompt"),
+        (["generate", "tiny", "sun", "--prompt-file", "x"], "expected one prompt"),
+        (["generate", "tiny", "--prompt-file", "/nowhere"], "/nowhere cannot be read"),
+        (["generate", "tiny", "sun", "--temperature", "nan"], "temperature must be at least 0.0, got nan"),
+        (["generate", "tiny", "sun", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["generate", "tiny", "sun", "--top-k", "5000"], "top_k must be at most the vocabulary"),
+        (["generate", "tiny", "sun", "--dtype", "int3"], "dtype: expected one of 'auto', 'float32'"),
+        (["generate", "tiny", "sun", "--kv-cache-memory", "4GIB"], "expected a size such as"),
+        (["generate", "tiny", "sun", "--kv-cache-memory", "1KiB"], "raise cache.kv_cache_memory_bytes"),
+        (["generate", "tiny", "sun", "--max-model-len", "9999"], "positions for 4096 tokens, got 9999"),
+        (["generate", "tiny", "sun " * 20, "--max-model-len", "16"], "tokens; the model takes 16"),
+        (["generate", "tiny", "sun", "--logprobs", "1"], "add --json"),
+        (["generate", "tiny", "sun", "--stop", ""], "a stop string must not be empty"),
+        (["generate", "tiny", ""], "the prompt is empty"),
+        (["genrate", "tiny", "sun"], "invalid choice: 'genrate'"),
+        ([], "COMMAND"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run_here(arguments, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("baton: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run_here(["generate", str(with_pickled_weights(tmp_path)), "sun"], capsys)
+    assert status == 2
+    assert "pytorch_model.bin" in err and "convert them to safetensors" in err
+
+
+def test_a_bad_log_level_is_a_user_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
+    status, _, err = run_here(GENERATE, capsys)
+    assert (status, err.count("BATON_LOG_LEVEL")) == (2, 1)
+
+
+def test_version_and_help_need_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_here(["--version"], capsys)
+    assert status == 0 and out.startswith("baton ")
+    status, out, _ = run_here(["generate", "--help"], capsys)
+    assert status == 0 and "--max-tokens N" in out

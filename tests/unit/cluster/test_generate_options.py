@@ -1,0 +1,62 @@
+import argparse
+
+import msgspec
+import pytest
+
+from baton.cluster.generate_options import (
+    DEFAULT_MAX_TOKENS,
+    OPTIONS,
+    SWITCHES,
+    add_options,
+    engine_settings,
+    option_flags,
+    sampling_params,
+)
+from baton.config import EngineConfig, engine_config
+from baton.request import SamplingParams
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    return parser.parse_args(["model", *arguments])
+
+
+def test_without_options_everything_is_the_default() -> None:
+    arguments = parse()
+    assert sampling_params(arguments) == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+    assert engine_settings(arguments) == {}
+
+
+def test_sampling_options_are_sampling_parameters() -> None:
+    arguments = parse("--max-tokens", "5", "--top-k", "3", "--min-p", "0.1", "--n", "2", "--ignore-eos")
+    assert sampling_params(arguments) == SamplingParams(
+        max_tokens=5, top_k=3, min_p=0.1, n=2, ignore_eos=True
+    )
+
+
+def test_engine_options_reach_their_part_of_the_configuration() -> None:
+    spelled = ["-tp", "2", "--max-num-seqs", "8", "--block-size", "32", "--kv-cache-memory", "1.5GiB"]
+    config = engine_config({"model": "m", **engine_settings(parse(*spelled, "--no-enable-prefix-caching"))})
+    assert config.tensor_parallel_size == 2
+    assert config.scheduler.max_num_seqs == 8
+    assert config.cache.page_size == 32
+    assert config.cache.kv_cache_memory_bytes == 3 * 2**29
+    assert not config.cache.enable_prefix_caching
+
+
+@pytest.mark.parametrize("key", [entry.key for entry in (*OPTIONS, *SWITCHES)])
+def test_every_option_fills_a_field_that_exists(key: str) -> None:
+    struct, _, path = key.partition(".")
+    fields: type[msgspec.Struct] = {"sampling": SamplingParams, "engine": EngineConfig}[struct]
+    for name in path.split("."):
+        named = {field.name: field.type for field in msgspec.structs.fields(fields)}
+        assert name in named
+        fields = named[name]
+
+
+def test_every_flag_is_known_to_the_search_for_the_nearest() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser)
+    text = parser.format_help()
+    assert all(flag in text for flag in option_flags())

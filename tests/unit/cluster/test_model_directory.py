@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+
+from baton.cluster.model_directory import resolve_model
+from baton.errors import ModelError
+
+
+def test_tiny_comes_with_baton() -> None:
+    assert (resolve_model("tiny") / "model.safetensors").is_file()
+
+
+def test_a_directory_of_yours_may_be_called_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("./tiny").resolve() == tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("name", ["nonsense", "meta-llama/Llama-3.1-8B"])
+def test_a_name_that_is_no_directory_says_what_is_expected(name: str) -> None:
+    with pytest.raises(ModelError, match=f'{name}\'.*"tiny".*config.json.*nothing is downloaded'):
+        resolve_model(name)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match="got a file"):
+        resolve_model(tmp_path / "model.gguf")
