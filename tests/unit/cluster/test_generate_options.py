@@ -1,4 +1,5 @@
 import argparse
+from typing import Any
 
 import msgspec
 import pytest
@@ -47,12 +48,10 @@ def test_engine_options_reach_their_part_of_the_configuration() -> None:
 
 @pytest.mark.parametrize("key", [entry.key for entry in (*OPTIONS, *SWITCHES)])
 def test_every_option_fills_a_field_that_exists(key: str) -> None:
-    struct, _, path = key.partition(".")
-    fields: type[msgspec.Struct] = {"sampling": SamplingParams, "engine": EngineConfig}[struct]
-    for name in path.split("."):
-        named = {field.name: field.type for field in msgspec.structs.fields(fields)}
-        assert name in named
-        fields = named[name]
+    struct, *path = key.split(".")
+    named: Any = {"sampling": SamplingParams, "engine": EngineConfig}[struct]
+    for name in path:
+        (named,) = (field.type for field in msgspec.structs.fields(named) if field.name == name)
 
 
 def test_every_flag_is_known_to_the_search_for_the_nearest() -> None:

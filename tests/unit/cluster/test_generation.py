@@ -91,10 +91,11 @@ def test_a_stop_string_that_did_not_end_is_shown_at_the_end() -> None:
 
 def test_a_choice_that_stopped_waits_for_the_others() -> None:
     generation = start(",", sampling=SamplingParams(n=2))
-    feed(generation, "a, b", FinishReason.LENGTH, choice=1)
-    assert not generation.is_finished
-    feed(generation, "fox", FinishReason.LENGTH, choice=0)
-    assert generation.is_finished
+    ended = []
+    for text, choice in [("a, b", 1), ("fox", 0)]:
+        feed(generation, text, FinishReason.LENGTH, choice)
+        ended.append(generation.is_finished)
+    assert ended == [False, True]
     assert [answer.text for answer in generation.completion().outputs] == ["fox", "a"]
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,7 @@ def test_text_is_cut_before_the_first_stop_string(text: str, stops: list[str]) -
 @given(text=TEXTS, stops=STOPS, cuts=st.lists(st.integers(0, 30)))
 def test_how_the_text_is_cut_into_parts_changes_nothing(text: str, stops: list[str], cuts: list[int]) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    parts = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    parts = [text[start:end] for start, end in pairwise(edges)]
     whole_parts, whole_match = shown([text], stops)
     cut_parts, cut_match = shown(parts, stops)
     assert ("".join(cut_parts), cut_match) == ("".join(whole_parts), whole_match)
