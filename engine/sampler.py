@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, biases and bans first, then one draw a row, then log probabilities.
+"""From logits to tokens: biases, bans and penalties first, then one draw a row, then log probabilities.
 
 A step whose rows are all greedy and plain touches the logits once. Rows are the sequences that sample.
 Shapes: R rows, V vocabulary.
@@ -62,9 +62,9 @@ class Sampler:
             token_ids=[next(each) if chunk.samples else None for chunk in chunks],
             logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in asking]),
             prompt_logprobs={
-                sequence.key: tuple(self._prompts.pop(sequence.key))
+                sequence.key: tuple(self._prompts.pop(sequence.key, [None]))  # a prompt of one token has no row
                 for sequence in sequences
-                if sequence.key in self._prompts
+                if sequence.needs_prompt_logprobs
             },
         )
 
@@ -89,10 +89,8 @@ class Sampler:
         sequence, start = chunk.sequence, chunk.start
         known = self._prompts.setdefault(sequence.key, [None])
         del known[start + 1 :]  # computed again after a preemption
-        following = sequence.token_ids[
-            start + 1 : min(start + chunk.num_tokens + 1, sequence.num_prompt_tokens)
-        ]
-        known += token_logprobs(logits_TV, following, sequence.sampling.prompt_logprobs or 0)
+        following = sequence.token_ids[start + 1 : start + chunk.num_tokens + 1]
+        known += token_logprobs(logits_TV[: len(following)], following, sequence.sampling.prompt_logprobs or 0)
 
     def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
         if self._tensors is None or sequences != self._sequences:
@@ -123,18 +121,18 @@ def is_plain(sequence: Sequence) -> bool:
 
 
 def adjust(logits_V: Tensor, sequence: Sequence) -> None:
-    """Apply repetition, frequency and presence penalties, logit_bias and min_tokens, in vLLM's order.
+    """Apply logit_bias and min_tokens, then repetition, frequency and presence penalties: vLLM's order.
 
     Repetition looks at prompt and answer, frequency and presence at the answer alone.
     """
     sampling = sequence.sampling
-    if sampling.has_penalties:
-        _penalise(logits_V, sequence)
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
         logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits_V.device)
     if len(sequence.token_ids) < sequence.min_num_tokens and sequence.stop_ids:
         logits_V[torch.tensor(list(sequence.stop_ids), device=logits_V.device)] = NEVER
+    if sampling.has_penalties:
+        _penalise(logits_V, sequence)
 
 
 def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
