@@ -15,11 +15,12 @@ from typing import Final, NoReturn
 
 from baton.cluster.generate_options import add_options, option_flags
 from baton.config import log_level
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 
 USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
+WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch", "tqdm")  # the extra that the gateway does without
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -47,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from baton.cluster.generate_command import generate  # imports torch, for which --help need not wait
-
+    try:
+        from baton.cluster.generate_command import generate  # imports torch, for which --help need not wait
+    except ModuleNotFoundError as error:
+        if error.name not in WORKER_LIBRARIES:
+            raise
+        raise ConfigError(f"{error.name} is not installed: pip install 'baton[worker]'") from None
     generate(arguments)
 
 

@@ -7,13 +7,14 @@
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from baton.cluster.completion import Completion, CompletionOutput, TextDelta
 from baton.gateway.text_stream import TextStream
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
 
-NUM_CONTEXT_TOKENS = 8  # of the prompt: whether the first word needs a space depends on what is before it
+NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
 
 
 class Generation:

@@ -9,6 +9,7 @@
 """
 
 import operator
+import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -159,7 +160,10 @@ class LLM:
 
     def _step(self) -> None:
         """One step for every call; a request that has ended is let go of."""
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if self.engine.wait_s is not None:  # prompts wait for company (max_queue_delay_ms)
+            time.sleep(self.engine.wait_s)
+        for output in outputs:
             call = self._calls.get(output.request_id)
             if call is None:  # a choice that was cut at a stop string, and so was the last other one
                 continue

@@ -20,9 +20,9 @@ GENERATE: Final = ("generate", "tiny", COPY, "--temperature", "0", "--kv-cache-m
 ENDLESS: Final = (*GENERATE, "--ignore-eos", "--max-tokens", "4000")
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, python: Sequence[str] = ("-m", "baton.cluster.cli")) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "baton.cluster.cli", *arguments],
+        [sys.executable, *python, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,6 +72,14 @@ def test_a_reader_that_goes_away_is_no_error_worth_a_word() -> None:
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), err) == (141, "")
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['torch'] = None; from baton.cluster.cli import main; sys.exit(main())"
+    process = start(*GENERATE, python=("-c", program))
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert err == "baton: error: torch is not installed: pip install 'baton[worker]'\n"
 
 
 def test_verbose_shows_loading_and_the_cache(capsys: pytest.CaptureFixture[str]) -> None:

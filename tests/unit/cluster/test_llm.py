@@ -249,6 +249,11 @@ def test_closing_ends_open_streams_as_aborted() -> None:
         llm.generate(COPY)
 
 
+def test_prompts_that_wait_for_company_are_answered_all_the_same() -> None:
+    with LLM("tiny", cache=MEMORY, scheduler={"max_queue_delay_ms": 20.0}) as llm:
+        assert texts(llm.generate([COPY, COPY], GREEDY)) == [COPIED, COPIED]
+
+
 def test_an_unknown_setting_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'max_model_length'; did you mean 'max_model_len'"):
         LLM("tiny", max_model_length=128)
