@@ -11,7 +11,6 @@ from baton.layout import PageLayout
 
 DEFAULT_CPU_BYTES: Final = 4 * 2**30
 MAX_CPU_SHARE: Final = 0.25  # of the memory that is free now
-GIB: Final = 2**30
 
 
 def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, max_num_tokens: int) -> int:
@@ -29,8 +28,8 @@ def check_fits(num_pages: int, layout: PageLayout, max_model_len: int) -> None:
         return
     raise ConfigError(
         f"the KV cache holds {num_pages * layout.page_size} tokens, one sequence of max_model_len "
-        f"{max_model_len} needs {needed * layout.page_bytes / GIB:.2f} GiB, got "
-        f"{num_pages * layout.page_bytes / GIB:.2f}: raise cache.kv_cache_memory_bytes or lower max_model_len"
+        f"{max_model_len} needs {needed * layout.page_bytes:,} bytes a rank, got "
+        f"{num_pages * layout.page_bytes:,}: raise cache.kv_cache_memory_bytes or lower max_model_len"
     )
 
 
