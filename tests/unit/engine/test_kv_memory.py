@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from baton.config import CacheConfig
+from baton.engine.kv_memory import DEFAULT_CPU_BYTES, check_fits, count_pages
+from baton.errors import ConfigError
+from baton.layout import PageLayout
+
+CPU = torch.device("cpu")
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+
+
+def test_pages_fill_the_memory_given_and_not_a_byte_more() -> None:
+    for num_bytes, num_pages in ((10 * LAYOUT.page_bytes, 10), (10 * LAYOUT.page_bytes - 1, 9), (1, 0)):
+        cache = CacheConfig(kv_cache_memory_bytes=num_bytes)
+        assert count_pages(cache, LAYOUT, CPU, 10**9) == num_pages
+
+
+def test_no_more_pages_than_all_sequences_together_can_use() -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=2**30)
+    assert count_pages(cache, LAYOUT, CPU, 33) == 3
+
+
+def test_without_a_size_a_bounded_part_of_what_is_free_is_taken() -> None:
+    num_pages = count_pages(CacheConfig(), LAYOUT, CPU, 10**12)
+    assert 0 < num_pages <= DEFAULT_CPU_BYTES // LAYOUT.page_bytes
+
+
+def test_one_sequence_of_the_longest_length_must_fit() -> None:
+    check_fits(3, LAYOUT, 48)
+    with pytest.raises(ConfigError) as caught:
+        check_fits(3, LAYOUT, 49)
+    message = str(caught.value)
+    assert "holds 48 tokens" in message and "max_model_len 49" in message
+    assert "cache.kv_cache_memory_bytes" in message
+    assert f"{4 * LAYOUT.page_bytes:,} bytes" in message and f"{3 * LAYOUT.page_bytes:,}" in message
