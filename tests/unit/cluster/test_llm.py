@@ -216,12 +216,15 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
 
 
 def test_logprobs_come_one_a_token(llm: LLM) -> None:
-    sampling = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=0)
     (completion,) = llm.generate(COPY, sampling)
     (answer,) = completion.outputs
-    assert answer.logprobs is not None
+    assert answer.logprobs is not None and completion.prompt_logprobs is not None
     assert tuple(entry.token_id for entry in answer.logprobs) == answer.token_ids
     assert all(entry.rank == 1 and len(entry.top) == 2 for entry in answer.logprobs)
+    assert completion.prompt_logprobs[0] is None  # nothing comes before the first token
+    scored = completion.prompt_logprobs[1:]
+    assert [entry and entry.token_id for entry in scored] == list(completion.prompt_token_ids[1:])
 
 
 def test_a_prompt_seen_before_is_cached(llm: LLM) -> None:
