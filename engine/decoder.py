@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.engine.hf_config import ModelConfig
 from baton.engine.layers import (
+    NUM_SPLITS,
     ColumnParallelLinear,
     Parameters,
     RowParallelLinear,
@@ -15,6 +16,7 @@ from baton.engine.layers import (
     VocabParallelHead,
 )
 from baton.engine.model_input import ModelInput
+from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import rope
@@ -34,6 +36,7 @@ class Decoder:
         tied = config.tie_word_embeddings
         self.head = VocabParallelHead(parameters, "model.embed_tokens.weight" if tied else "lm_head.weight")
         self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
+        self._stack = self._native_stack() if parameters.tp.size == 1 else None
 
     def forward(self, step: ModelInput, kv_pool: Tensor) -> Tensor:
         """Final hidden states of the wanted rows, normed: [R, E].
@@ -41,6 +44,10 @@ class Decoder:
         kv_pool: [num_pages, num_layers, 2, K, page_size, D].
         """
         residual_TE = self.embedding(step.token_ids_T)
+        if self._stack is not None:
+            return self._stack.run(
+                residual_TE, step.logit_rows_R, step.positions_T, step.slots_T, step.attention, kv_pool
+            )
         eps = self.config.rms_norm_eps
         x_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         next_norms = [layer.input_norm_E for layer in self.layers[1:]] + [self.norm_E]
@@ -52,6 +59,20 @@ class Decoder:
             x_TE = add_rms_norm(layer.out(x_TE), residual_TE, layer.post_norm_E, eps)
             x_TE = add_rms_norm(layer.mlp(x_TE), residual_TE, next_norm_E, eps)
         return x_TE
+
+    def _native_stack(self) -> DecoderStack | None:
+        """The same layers as one call, where the native kernels take all of them."""
+        layers, config = [layer.for_stack() for layer in self.layers], self.config
+        shape = StackShape(
+            hidden=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            eps=config.rms_norm_eps,
+            num_splits=NUM_SPLITS,
+        )
+        return DecoderStack(layers, self.norm_E, self.cos_sin_MD, shape) if can_stack(layers, shape) else None
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """[R, V] fp32."""
@@ -95,6 +116,19 @@ class DecoderLayer:
 
     def mlp(self, x_TE: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x_TE)))
+
+    def for_stack(self) -> StackLayer:
+        return StackLayer(
+            input_norm_E=self.input_norm_E,
+            post_norm_E=self.post_norm_E,
+            query_norm_D=self.query_norm_D,
+            key_norm_D=self.key_norm_D,
+            qkv=(self.qkv.weight, self.qkv.bias_N),
+            out=(self.out.weight, self.out.bias_N),
+            gate_up=(self.gate_up.weight, self.gate_up.bias_N),
+            down=(self.down.weight, self.down.bias_N),
+            window=self.window,
+        )
 
 
 def _rope_table(config: ModelConfig, max_model_len: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.engine.plan import PageCopy
 from baton.kernels.gather_pages import gather_pages
+from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.scatter_pages import scatter_pages
 from baton.layout import PageLayout
 
@@ -20,7 +21,10 @@ class KvPool:
     def __init__(self, layout: PageLayout, num_pages: int, num_host_pages: int, device: torch.device) -> None:
         shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
-        self.device: Tensor = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
+        if device.type == "cpu":
+            self.device: Tensor = huge_zeros((num_pages, *shape), dtype)
+        else:
+            self.device = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
         self.host: Tensor = torch.zeros(
             (num_host_pages, *shape), dtype=dtype, pin_memory=device.type == "cuda" and num_host_pages > 0
         )

@@ -1,5 +1,6 @@
 """From a configuration to an engine that is ready to step."""
 
+import gc
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,8 @@ def load_engine(
         runner.load(progress)
         runner.allocate()
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not walk it again during steps
         return Engine(runner, clock or SystemClock(), name, followers)
     except BaseException:
         if followers:

@@ -22,6 +22,34 @@ MAX_GROUP: Final = 16  # query heads a kv head, and
 MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
 
 
+class AttentionArguments(ctypes.Structure):
+    """`struct attention` of native/ops.h, field by field."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("page_table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("query_starts", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int64),
+        ("num_heads", ctypes.c_int64),
+        ("num_kv_heads", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("page_shift", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("padded_dim", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("is_bf16", ctypes.c_int),
+    )
+
+
 class RaggedBatch:
     """Which queries belong to which sequence, and in which pages its keys lie; serves every layer.
 
@@ -54,7 +82,7 @@ class RaggedBatch:
         self.page_table_BP = page_table_BP
         self.num_decodes = num_decodes
         self.max_seqlen_q = max_seqlen_q
-        self.arguments = _Arguments()  # of the C kernel; what the layers share is filled in once
+        self.arguments = AttentionArguments()  # of the C kernel; what the layers share is filled in once
         self.scratch = torch.empty(0, dtype=torch.int64)
         if not cu_seqlens_B1.is_cuda:
             self._prepare_native()
@@ -77,7 +105,9 @@ def ragged_attention(
 
     kv_pages: [num_pages, 2, K, S, D], strided over pages; the keys of this batch are stored already.
     """
-    if not query_THD.is_cuda and _native_handles(query_THD, kv_pages):
+    num_heads, head_dim = query_THD.shape[1:]
+    group_size = num_heads // kv_pages.shape[2]
+    if not query_THD.is_cuda and native_handles(query_THD.dtype, group_size, head_dim):
         return _ragged_attention_native(query_THD, kv_pages, batch, scale, window or 0)
     num_decodes = batch.num_decodes
     decoded = paged_attention_decode(
@@ -103,49 +133,29 @@ def ragged_attention(
     return prefilled if num_decodes == 0 else torch.cat((decoded, prefilled))
 
 
-class _Arguments(ctypes.Structure):
-    """`struct attention` of native/attention.c, field by field."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_token", ctypes.c_int64),
-        ("query_head", ctypes.c_int64),
-        ("pages", ctypes.c_void_p),
-        ("page_stride", ctypes.c_int64),
-        ("value_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("page_table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("query_starts", ctypes.c_void_p),
-        ("context_lens", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("num_sequences", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("page_shift", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("padded_dim", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("is_bf16", ctypes.c_int),
-    )
-
-
-def _native_handles(query_THD: Tensor, kv_pages: Tensor) -> bool:
-    num_heads, head_dim = query_THD.shape[1:]
+def native_handles(dtype: torch.dtype, group_size: int, head_dim: int) -> bool:
+    """Whether the C kernel takes heads of this kind; it has room for so many query heads a kv head."""
     return (
-        native.handles(query_THD.dtype)
-        and head_dim % 2 == 0
-        and head_dim <= MAX_HEAD_DIM
-        and num_heads // kv_pages.shape[2] <= MAX_GROUP
+        native.handles(dtype) and head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM and group_size <= MAX_GROUP
     )
+
+
+def describe_heads(arguments: AttentionArguments, num_heads: int, kv_pages: Tensor, scale: float) -> None:
+    """Fill in what is the same for every layer of a model."""
+    _, _, num_kv_heads, page_size, head_dim = kv_pages.shape
+    arguments.num_heads = num_heads
+    arguments.num_kv_heads = num_kv_heads
+    arguments.head_dim = head_dim
+    arguments.padded_dim = -(-head_dim // LANES) * LANES
+    arguments.page_shift = page_size.bit_length() - 1
+    arguments.scale = scale
+    arguments.is_bf16 = native.DTYPE_CODES[kv_pages.dtype]
 
 
 def _ragged_attention_native(
     query_THD: Tensor, kv_pages: Tensor, batch: RaggedBatch, scale: float, window: int
 ) -> Tensor:
     num_tokens, num_heads, head_dim = query_THD.shape
-    _, _, num_kv_heads, page_size, _ = kv_pages.shape
     if (
         query_THD.stride(2) != 1
         or kv_pages.stride()[3:] != (head_dim, 1)
@@ -166,13 +176,7 @@ def _ragged_attention_native(
     arguments.value_stride = kv_pages.stride(1) * element_bytes
     arguments.head_stride = kv_pages.stride(2) * element_bytes
     arguments.output = out_THD.data_ptr()
-    arguments.num_heads = num_heads
-    arguments.num_kv_heads = num_kv_heads
-    arguments.head_dim = head_dim
-    arguments.padded_dim = -(-head_dim // LANES) * LANES
-    arguments.page_shift = page_size.bit_length() - 1
     arguments.window = window
-    arguments.scale = scale
-    arguments.is_bf16 = native.DTYPE_CODES[query_THD.dtype]
+    describe_heads(arguments, num_heads, kv_pages, scale)
     native.function("baton_attention", "pp")(ctypes.addressof(arguments), batch.scratch.data_ptr())
     return out_THD

@@ -159,12 +159,14 @@ def _native_handles(x_TE: Tensor, weight_E: Tensor) -> bool:
 def _rms_norm_native(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
     token_stride, head_stride = _row_strides(x_TE)
-    native.function("baton_rms_norm", "pnnppnnnfi")(
+    native.function("baton_rms_norm", "pnnppnnnnnfi")(
         x_TE.data_ptr(),
         token_stride * x_TE.element_size(),
         head_stride * x_TE.element_size(),
         weight_E.data_ptr(),
         out_TE.data_ptr(),
+        out_TE.stride(0) * x_TE.element_size(),
+        out_TE.stride(1) * x_TE.element_size(),
         x_TE.shape[0],
         x_TE.shape[1] if x_TE.dim() == 3 else 1,
         x_TE.shape[-1],

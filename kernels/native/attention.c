@@ -1,7 +1,9 @@
 // Causal attention of a ragged batch of queries over paged keys and values: decode and prefill alike.
 //
-// A tile is up to MAX_ROWS query rows that share a KV head: neighbouring queries of one sequence times the
-// query heads of the group. The keys pass in blocks of 32 that start at multiples of 32 in the sequence,
+// A tile is some queries of one sequence and some KV heads. Each KV head has up to MAX_ROWS rows: the queries
+// times the query heads of its group. A prefill tile is many queries and one KV head, for the arithmetic; a
+// decode tile is one query and many KV heads, which lie side by side in a page, for the memory: its reads
+// are long runs, and the next block is fetched meanwhile. The keys pass in blocks of 32 that start at multiples of 32 in the sequence,
 // whatever the page size; for each block the tile
 //   1. transposes the keys, so that lanes are keys and units (a float, or two bf16) run down the head,
 //   2. scores the 32 keys for every row, two vectors that hide each other's latency,
@@ -9,11 +11,12 @@
 //   4. adds the probabilities times the values to each row's output.
 // A row's arithmetic depends on its own position only: the same bits in a prefill chunk of any size and in
 // decode, for any page size and any batch.
-#include "simd.h"
+#include "ops.h"
 
 #define BLOCK 32
 #define HALVES 2  // vectors of keys in a block
-#define MAX_ROWS 16
+#define MAX_ROWS 16       // of one KV head
+#define MAX_TILE_ROWS 32  // of all KV heads of a tile
 #define MAX_HEAD_DIM 256
 
 // Runs `call` over rows [first, last) in groups of n = 4, 2 or 1 rows, n known to the compiler.
@@ -24,24 +27,9 @@
         else { enum { n = 1 }; call; r += 1; }     \
     }
 
-struct attention {
-    const char *query;             // [num_tokens, num_heads, head_dim]
-    ptrdiff_t query_token, query_head;  // strides, bytes
-    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift, head_dim], last two contiguous
-    ptrdiff_t page_stride, value_stride, head_stride;  // bytes
-    const int32_t *page_table;     // [num_sequences, table_stride]
-    ptrdiff_t table_stride;        // elements
-    const int32_t *query_starts;   // [num_sequences + 1], cumulative
-    const int32_t *context_lens;   // [num_sequences], keys in the pages, this chunk's included
-    char *output;                  // [num_tokens, num_heads, head_dim], contiguous
-    int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
-    int64_t padded_dim;            // head_dim rounded up to whole vectors; rows are filled up with zeros
-    float scale;
-    int is_bf16;
-};
-
 struct tile {
-    int64_t sequence, kv_head, first_query, num_queries, num_rows;
+    int64_t sequence, first_head, num_heads;  // KV heads
+    int64_t first_query, num_queries;
     int64_t first_position;  // of the first query in its sequence
 };
 
@@ -50,19 +38,21 @@ struct softmax {
     f32x16 maximum, sum;
 };
 
-INLINE const char *key_pointer(const struct attention *p, const struct tile *t, int64_t position, int element_bytes) {
+INLINE const char *key_pointer(
+    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t position, int element_bytes) {
     int64_t page = p->page_table[t->sequence * p->table_stride + (position >> p->page_shift)];
     int64_t offset = position & ((1 << p->page_shift) - 1);
-    return p->pages + page * p->page_stride + t->kv_head * p->head_stride + offset * p->head_dim * element_bytes;
+    return p->pages + page * p->page_stride + kv_head * p->head_stride + offset * p->head_dim * element_bytes;
 }
 
 // The 16 keys from `first` on and their values, each as 16 consecutive rows: in place where one page holds
-// them all, else copied to `spare`. Rows past `last_position` are zeros: what lies there is somebody's past.
+// them all, else copied to `spare`. Rows past the tile's last query are zeros: what lies there is somebody's past.
 INLINE void find_run(
-    const struct attention *p, const struct tile *t, int64_t first, int64_t last_position, int element_bytes,
+    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t first, int element_bytes,
     char spare[2][LANES * MAX_HEAD_DIM * 4], const char **keys, const char **values) {
+    int64_t last_position = t->first_position + t->num_queries - 1;
     if (p->page_shift >= 4 && first + LANES - 1 <= last_position && p->padded_dim == p->head_dim) {
-        *keys = key_pointer(p, t, first, element_bytes);
+        *keys = key_pointer(p, t, kv_head, first, element_bytes);
         *values = *keys + p->value_stride;
         return;
     }
@@ -70,7 +60,7 @@ INLINE void find_run(
     memset(spare[0], 0, LANES * row_bytes);
     memset(spare[1], 0, LANES * row_bytes);
     for (int64_t i = 0; i < MIN(LANES, last_position - first + 1); i++) {
-        const char *key = key_pointer(p, t, first + i, element_bytes);
+        const char *key = key_pointer(p, t, kv_head, first + i, element_bytes);
         memcpy(spare[0] + i * row_bytes, key, p->head_dim * element_bytes);
         memcpy(spare[1] + i * row_bytes, key + p->value_stride, p->head_dim * element_bytes);
     }
@@ -239,73 +229,142 @@ INLINE void softmax_block(struct softmax *state, f32x16 scores[][HALVES], int64_
     state->maximum = maximum;
 }
 
-INLINE void run_tile(const struct attention *p, const struct tile *t, const int is_bf16) {
-    const int element_bytes = is_bf16 ? 2 : 4;
-    const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
+// What a tile works in; one per thread, on its stack.
+struct workspace {
     _Alignas(64) uint32_t units[HALVES][MAX_HEAD_DIM][LANES];
     _Alignas(64) uint32_t values[BLOCK * MAX_HEAD_DIM];
     _Alignas(64) char spare[2][LANES * MAX_HEAD_DIM * 4];
-    _Alignas(64) float out[MAX_ROWS][MAX_HEAD_DIM];
-    _Alignas(64) char padded_query[MAX_ROWS][MAX_HEAD_DIM * 4];
-    const uint32_t *query[MAX_ROWS];
-    struct softmax state = {.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
-    for (int64_t r = 0; r < t->num_rows; r++) {
-        int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
-        query[r] = (const uint32_t *)(p->query + token * p->query_token + head * p->query_head);
-        if (head_dim != p->head_dim) {
-            memset(padded_query[r], 0, head_dim * element_bytes);
-            query[r] = memcpy(padded_query[r], query[r], p->head_dim * element_bytes);
+    _Alignas(64) char padded_query[MAX_TILE_ROWS][MAX_HEAD_DIM * 4];
+    _Alignas(64) float out[MAX_TILE_ROWS][MAX_HEAD_DIM];
+    const uint32_t *query[MAX_TILE_ROWS];
+    struct softmax state[MAX_TILE_ROWS];  // one a KV head
+};
+
+// Row r of KV head h of the tile -> its row in query and output.
+INLINE int64_t token_of(const struct tile *t, int64_t group, int64_t r) { return t->first_query + r / group; }
+INLINE int64_t head_of(const struct tile *t, int64_t group, int64_t h, int64_t r) {
+    return (t->first_head + h) * group + r % group;
+}
+
+// Bring keys and values that will be needed soon into L2, page by page.
+INLINE void prefetch_block(const struct attention *p, const struct tile *t, int64_t block, int64_t h, int element_bytes) {
+    int64_t step = MIN(BLOCK, (int64_t)1 << p->page_shift), run_bytes = step * p->head_dim * element_bytes;
+    for (int64_t i = 0; i < BLOCK && block + i <= t->first_position; i += step) {
+        const char *key = key_pointer(p, t, t->first_head + h, block + i, element_bytes);
+        for (int64_t byte = 0; byte < run_bytes; byte += 64) {
+            __builtin_prefetch(key + byte, 0, 2);
+            __builtin_prefetch(key + p->value_stride + byte, 0, 2);
         }
-        memset(out[r], 0, head_dim * sizeof(float));
-    }
-    int64_t last_position = t->first_position + t->num_queries - 1;
-    for (int64_t block = first_key(p, t->first_position) / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
-        for (int h = 0; h < HALVES; h++) {
-            const char *keys, *run;
-            find_run(p, t, block + h * LANES, last_position, element_bytes, spare, &keys, &run);
-            transpose_keys(keys, num_units, units[h]);
-            uint32_t *half = values + h * LANES * num_units;
-            if (is_bf16) pair_values((const bf16 *)run, head_dim, half);
-            else memcpy(half, run, LANES * head_dim * 4);
-        }
-        // Rows [first, last) see this block: earlier queries end before it, later windows start after it.
-        int64_t first = MAX(0, block - t->first_position) * group, last = t->num_rows;
-        while (last > first && block + BLOCK <= first_key(p, t->first_position + (last - 1) / group)) last -= group;
-        f32x16 scores[MAX_ROWS][HALVES];
-        float rescale[MAX_ROWS];
-        IN_FOURS(r, n, first, last, score_rows(query + r, units, num_units, p->scale, scores + r, n, is_bf16))
-        for (int64_t r = first; r < last; r++) {
-            int64_t position = t->first_position + r / group, low = first_key(p, position);
-            if (block >= low && block + BLOCK <= position + 1) continue;
-            for (int h = 0; h < HALVES; h++) scores[r][h] = mask_keys(scores[r][h], block + h * LANES, low, position);
-        }
-        softmax_block(&state, scores, first, last, rescale);
-        IN_FOURS(r, n, first, last, add_values(out + r, scores + r, rescale + r, values, head_dim, n, is_bf16))
-    }
-    for (int64_t r = 0; r < t->num_rows; r++) {
-        int64_t token = t->first_query + r / group, head = t->kv_head * group + r % group;
-        f32x16 inverse = splat(state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f);
-        int64_t row = (token * p->num_heads + head) * p->head_dim, d = 0;
-        for (; d + LANES <= p->head_dim; d += LANES)
-            store_lanes(p->output, row + d, load_f32(out[r] + d) * inverse, is_bf16);
-        for (; d < p->head_dim; d++) store_one(p->output, row + d, out[r][d] * inverse[0], is_bf16);
     }
 }
 
-// The tile number `index` of the batch: sequences in order, their queries in runs of `run`, KV heads innermost.
-INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_starts, int64_t index, int64_t run) {
-    int64_t low = 0, high = p->num_sequences;  // tile_starts[low] <= index / kv heads < tile_starts[high]
-    int64_t in_order = index / p->num_kv_heads;
+// One block of keys against the rows of one KV head, h of the tile.
+INLINE void attend_block(
+    const struct attention *p, const struct tile *t, struct workspace *w, int64_t block, int64_t h, const int is_bf16) {
+    const int element_bytes = is_bf16 ? 2 : 4;
+    const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
+    const int64_t num_rows = t->num_queries * group;
+    for (int half = 0; half < HALVES; half++) {
+        const char *keys, *run;
+        find_run(p, t, t->first_head + h, block + half * LANES, element_bytes, w->spare, &keys, &run);
+        transpose_keys(keys, num_units, w->units[half]);
+        uint32_t *values = w->values + half * LANES * num_units;
+        if (is_bf16) pair_values((const bf16 *)run, head_dim, values);
+        else memcpy(values, run, LANES * head_dim * 4);
+    }
+    // Rows [first, last) see this block: earlier queries end before it, later windows start after it.
+    int64_t first = MAX(0, block - t->first_position) * group, last = num_rows;
+    while (last > first && block + BLOCK <= first_key(p, t->first_position + (last - 1) / group)) last -= group;
+    const uint32_t *const *query = w->query + h * num_rows;
+    float(*out)[MAX_HEAD_DIM] = w->out + h * num_rows;
+    f32x16 scores[MAX_ROWS][HALVES];
+    float rescale[MAX_ROWS];
+    IN_FOURS(r, n, first, last, score_rows(query + r, w->units, num_units, p->scale, scores + r, n, is_bf16))
+    for (int64_t r = first; r < last; r++) {
+        int64_t position = t->first_position + r / group, low = first_key(p, position);
+        if (block >= low && block + BLOCK <= position + 1) continue;
+        for (int half = 0; half < HALVES; half++)
+            scores[r][half] = mask_keys(scores[r][half], block + half * LANES, low, position);
+    }
+    softmax_block(&w->state[h], scores, first, last, rescale);
+    IN_FOURS(r, n, first, last, add_values(out + r, scores + r, rescale + r, w->values, head_dim, n, is_bf16))
+}
+
+INLINE void begin_tile(const struct attention *p, const struct tile *t, struct workspace *w, const int element_bytes) {
+    const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
+    for (int64_t h = 0; h < t->num_heads; h++) {
+        w->state[h] = (struct softmax){.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
+        for (int64_t r = 0; r < num_rows; r++) {
+            int64_t row = h * num_rows + r;
+            const char *query = p->query + token_of(t, group, r) * p->query_token + head_of(t, group, h, r) * p->query_head;
+            if (p->padded_dim != p->head_dim) {
+                memset(w->padded_query[row], 0, p->padded_dim * element_bytes);
+                query = memcpy(w->padded_query[row], query, p->head_dim * element_bytes);
+            }
+            w->query[row] = (const uint32_t *)query;
+            memset(w->out[row], 0, p->padded_dim * sizeof(float));
+        }
+    }
+}
+
+INLINE void end_tile(const struct attention *p, const struct tile *t, struct workspace *w, const int is_bf16) {
+    const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
+    for (int64_t h = 0; h < t->num_heads; h++)
+        for (int64_t r = 0; r < num_rows; r++) {
+            const float *out = w->out[h * num_rows + r];
+            float inverse = w->state[h].sum[r] > 0 ? 1.0f / w->state[h].sum[r] : 0.0f;
+            int64_t row = (token_of(t, group, r) * p->num_heads + head_of(t, group, h, r)) * p->head_dim, d = 0;
+            for (; d + LANES <= p->head_dim; d += LANES)
+                store_lanes(p->output, row + d, load_f32(out + d) * splat(inverse), is_bf16);
+            for (; d < p->head_dim; d++) store_one(p->output, row + d, out[d] * inverse, is_bf16);
+        }
+}
+
+INLINE void run_tile(const struct attention *p, const struct tile *t, const int is_bf16) {
+    struct workspace w;
+    begin_tile(p, t, &w, is_bf16 ? 2 : 4);
+    int64_t last_position = t->first_position + t->num_queries - 1;
+    for (int64_t block = first_key(p, t->first_position) / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
+        for (int64_t h = 0; h < t->num_heads; h++) {
+            if (t->num_queries == 1) prefetch_block(p, t, block + BLOCK, h, is_bf16 ? 2 : 4);
+            attend_block(p, t, &w, block, h, is_bf16);
+        }
+    }
+    end_tile(p, t, &w, is_bf16);
+}
+
+// How a sequence is cut into tiles: runs of queries times parts of the KV heads.
+struct cut {
+    int64_t run, heads;  // queries and KV heads of a tile
+    int64_t num_runs, num_parts;
+};
+
+INLINE struct cut cut_sequence(const struct attention *p, int64_t sequence, int64_t decode_heads) {
+    int64_t num_queries = p->query_starts[sequence + 1] - p->query_starts[sequence];
+    struct cut c = {.run = 1, .heads = decode_heads};
+    if (num_queries > 1) {
+        c.run = MAX(1, MAX_ROWS / (p->num_heads / p->num_kv_heads));
+        c.heads = 1;
+    }
+    c.num_runs = (num_queries + c.run - 1) / c.run;
+    c.num_parts = (p->num_kv_heads + c.heads - 1) / c.heads;
+    return c;
+}
+
+// Tile number `index`: sequences in order, their queries in runs, parts of the KV heads innermost.
+INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_starts, int64_t index, int64_t decode_heads) {
+    int64_t low = 0, high = p->num_sequences;  // tile_starts[low] <= index < tile_starts[high]
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
-        if (tile_starts[middle] <= in_order) low = middle;
+        if (tile_starts[middle] <= index) low = middle;
         else high = middle;
     }
-    int64_t start = p->query_starts[low], end = p->query_starts[low + 1];
-    struct tile t = {.sequence = low, .kv_head = index % p->num_kv_heads};
-    t.first_query = start + (in_order - tile_starts[low]) * run;
-    t.num_queries = MIN(run, end - t.first_query);
-    t.num_rows = t.num_queries * (p->num_heads / p->num_kv_heads);
+    struct cut c = cut_sequence(p, low, decode_heads);
+    int64_t in_sequence = index - tile_starts[low], end = p->query_starts[low + 1];
+    struct tile t = {.sequence = low, .first_head = in_sequence % c.num_parts * c.heads};
+    t.num_heads = MIN(c.heads, p->num_kv_heads - t.first_head);
+    t.first_query = p->query_starts[low] + in_sequence / c.num_parts * c.run;
+    t.num_queries = MIN(c.run, end - t.first_query);
     t.first_position = p->context_lens[low] - (end - t.first_query);
     return t;
 }
@@ -313,17 +372,19 @@ INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_star
 // tile_starts: scratch of num_sequences + 1. head_dim: even, at most 256. A sequence whose
 // context_len is 0 is padding: its rows come out as zeros.
 EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
-    int64_t group = p->num_heads / p->num_kv_heads, run = MAX(1, MAX_ROWS / group);
+    // All KV heads in one tile where there are sequences enough to keep every thread busy.
+    int64_t group = p->num_heads / p->num_kv_heads, decode_heads = 1;
+    if (p->num_sequences >= 2 * omp_get_max_threads()) decode_heads = MAX(1, MIN(p->num_kv_heads, MAX_TILE_ROWS / group));
     tile_starts[0] = 0;
     for (int64_t s = 0; s < p->num_sequences; s++) {
-        int64_t num_queries = p->query_starts[s + 1] - p->query_starts[s];
-        tile_starts[s + 1] = tile_starts[s] + (num_queries + run - 1) / run;
+        struct cut c = cut_sequence(p, s, decode_heads);
+        tile_starts[s + 1] = tile_starts[s] + c.num_runs * c.num_parts;
     }
-    int64_t num_tiles = tile_starts[p->num_sequences] * p->num_kv_heads;
+    int64_t num_tiles = tile_starts[p->num_sequences];
 #pragma omp parallel for schedule(dynamic, 1) if (num_tiles > 1)
     for (int64_t i = 0; i < num_tiles; i++) {
         // The longest contexts of a prefill come last in each sequence; starting there evens the load.
-        struct tile t = find_tile(p, tile_starts, num_tiles - 1 - i, run);
+        struct tile t = find_tile(p, tile_starts, num_tiles - 1 - i, decode_heads);
         if (p->is_bf16) run_tile(p, &t, 1);
         else run_tile(p, &t, 0);
     }

@@ -5,7 +5,7 @@
 // memory and a large one at the speed of the multiplier. The sum over K is one chain per element in
 // ascending order, in `splits` equal parts added in ascending order: as many parts as tensor-parallel
 // ranks would have summed, which is why TP=2 gives the bits of TP=1.
-#include "simd.h"
+#include "ops.h"
 
 #define PANEL 32
 #define ROWS 12
@@ -68,7 +68,7 @@ INLINE void tile(const struct linear *p, int64_t row, int64_t panel, int64_t row
     }
 }
 
-INLINE void multiply(const struct linear *p, const int is_bf16) {
+INLINE void multiply_panels(const struct linear *p, const int is_bf16) {
     int64_t num_panels = (p->num_columns + PANEL - 1) / PANEL;
     int64_t num_blocks = (p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp parallel for schedule(static) collapse(2)
@@ -94,8 +94,8 @@ EXPORT void baton_linear(
         .x = x, .x_stride = x_stride, .packed = packed, .bias = bias, .y = y, .y_stride = y_stride,
         .num_rows = num_rows, .num_columns = num_columns,
         .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits, .y_is_bf16 = y_dtype == BF16};
-    if (dtype == BF16) multiply(&p, 1);
-    else multiply(&p, 0);
+    if (dtype == BF16) multiply_panels(&p, 1);
+    else multiply_panels(&p, 0);
 }
 
 // weight: [num_columns, units] 32-bit units, row-major -> packed, the last panel filled up with zeros.

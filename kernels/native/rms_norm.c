@@ -1,5 +1,5 @@
 // Root-mean-square normalisation of rows, alone or after adding to the residual stream.
-#include "simd.h"
+#include "ops.h"
 
 struct rows {
     ptrdiff_t outer, inner;  // bytes from row to row: row r is (r / num_inner, r % num_inner)
@@ -39,17 +39,17 @@ INLINE void add_row(char *residual, const char *x, int64_t width, const int is_b
         store_one(residual, i, load_one(residual, i, is_bf16) + load_one(x, i, is_bf16), is_bf16);
 }
 
-// x: [num_outer, num_inner, width], last axis contiguous; y: the same shape, contiguous.
+// x, y: [num_outer, num_inner, width], last axis contiguous, strides in bytes; y may be x.
 EXPORT void baton_rms_norm(
-    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y,
+    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
     int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype) {
-    int64_t num_rows = num_outer * num_inner, row_bytes = width * (dtype == BF16 ? 2 : 4);
-    struct rows strides = {outer, inner};
+    int64_t num_rows = num_outer * num_inner;
+    struct rows strides = {outer, inner}, y_strides = {y_outer, y_inner};
 #pragma omp parallel for schedule(static) if (num_rows * width > 65536)
     for (int64_t r = 0; r < num_rows; r++) {
-        char *row = row_at(x, strides, r, num_inner);
-        if (dtype == BF16) norm_row(row, weight, y + r * row_bytes, width, eps, 1);
-        else norm_row(row, weight, y + r * row_bytes, width, eps, 0);
+        char *row = row_at(x, strides, r, num_inner), *out = row_at(y, y_strides, r, num_inner);
+        if (dtype == BF16) norm_row(row, weight, out, width, eps, 1);
+        else norm_row(row, weight, out, width, eps, 0);
     }
 }
 

@@ -1,5 +1,5 @@
 // Rotary position embedding in place: element i of a head turns with element i + head_dim / 2.
-#include "simd.h"
+#include "ops.h"
 
 INLINE void rotate_head(char *x, const float *cos, const float *sin, int64_t half, const int is_bf16) {
     int64_t i = 0;

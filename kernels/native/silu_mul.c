@@ -1,5 +1,5 @@
 // y = silu(gate) * up, for rows that hold gate and up side by side.
-#include "simd.h"
+#include "ops.h"
 
 // exp_lanes stops at 88, where the quotient would no longer vanish for a huge negative gate.
 INLINE f32x16 silu_lanes(f32x16 gate) {

@@ -1,5 +1,5 @@
 // One layer's new keys and values into their pages.
-#include "simd.h"
+#include "ops.h"
 
 // key, value: [num_tokens, num_kv_heads, head_bytes], heads contiguous, tokens `stride` bytes apart.
 // pages: [num_pages, 2, num_kv_heads, page_size, head_bytes]; slot = page * page_size + offset, -1 is skipped.

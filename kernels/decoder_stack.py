@@ -1,0 +1,215 @@
+"""All layers of a decoder in one native call, for a CPU rank that works alone.
+
+Called one by one from Python, the kernels of a small model's decode step take less time than the calls.
+The result is the same to the bit as that of the single kernels.
+
+Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim, M positions.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.kernels import native
+from baton.kernels.linear import LinearWeight
+from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackLayer:
+    """The weights of one layer; biases are fp32, norms in the model's dtype."""
+
+    input_norm_E: Tensor
+    post_norm_E: Tensor
+    query_norm_D: Tensor | None
+    key_norm_D: Tensor | None
+    qkv: tuple[LinearWeight, Tensor | None]
+    out: tuple[LinearWeight, Tensor | None]
+    gate_up: tuple[LinearWeight, Tensor | None]
+    down: tuple[LinearWeight, Tensor | None]
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    num_splits: int  # parts in which `out` and `down` are summed
+
+
+class DecoderStack:
+    """Keeps the weights alive and their addresses in the order that native/decoder.c reads."""
+
+    def __init__(
+        self, layers: Sequence[StackLayer], final_norm_E: Tensor, cos_sin_MD: Tensor, shape: StackShape
+    ) -> None:
+        self._kept = (tuple(layers), final_norm_E, cos_sin_MD)
+        self._shape = shape
+        self._dtype = final_norm_E.dtype
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        self._decoder = _Decoder(
+            layers=ctypes.addressof(self._layers),
+            final_norm=final_norm_E.data_ptr(),
+            cos_sin=cos_sin_MD.data_ptr(),
+            num_layers=len(layers),
+            hidden=shape.hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate=shape.intermediate,
+            eps=shape.eps,
+            dtype=native.DTYPE_CODES[self._dtype],
+            splits=shape.num_splits,
+        )
+        widths = (shape.hidden, self._qkv_width, shape.num_heads * shape.head_dim, 3 * shape.intermediate)
+        self._scratch_width = sum(widths)  # elements a token, as lay_out() in native/decoder.c
+
+    @property
+    def _qkv_width(self) -> int:
+        return (self._shape.num_heads + 2 * self._shape.num_kv_heads) * self._shape.head_dim
+
+    def run(
+        self,
+        residual_TE: Tensor,
+        rows_R: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        batch: RaggedBatch,
+        kv_pool: Tensor,
+    ) -> Tensor:
+        """Normed final states of rows_R, [R, E]; residual_TE holds the embeddings and is used up.
+
+        kv_pool: [num_pages, num_layers, 2, K, page_size, D], contiguous. Positions, slots and rows: int64.
+        """
+        self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
+        num_tokens, num_rows = len(residual_TE), len(rows_R)
+        scratch = torch.empty(num_tokens * self._scratch_width, dtype=self._dtype)
+        out_RE = torch.empty((num_rows, self._shape.hidden), dtype=self._dtype)
+        page_size = kv_pool.shape[4]
+        arguments = AttentionArguments.from_buffer_copy(batch.arguments)
+        describe_heads(arguments, self._shape.num_heads, kv_pool[:, 0], self._shape.head_dim**-0.5)
+        step = _Step(
+            residual=residual_TE.data_ptr(),
+            output=out_RE.data_ptr(),
+            positions=positions_T.data_ptr(),
+            slots=slots_T.data_ptr(),
+            rows=rows_R.data_ptr(),
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            pool=kv_pool.data_ptr(),
+            page_size=page_size,
+            attention=arguments,
+            tile_starts=batch.scratch.data_ptr(),
+            scratch=scratch.data_ptr(),
+        )
+        native.function("baton_decoder", "pp")(ctypes.addressof(self._decoder), ctypes.addressof(step))
+        return out_RE
+
+    def _check(
+        self, residual_TE: Tensor, rows_R: Tensor, positions_T: Tensor, slots_T: Tensor, kv_pool: Tensor
+    ) -> None:
+        shape = self._shape
+        if residual_TE.shape[1] != shape.hidden or not residual_TE.is_contiguous():
+            found = list(residual_TE.shape)
+            raise ValueError(f"residual must be contiguous [T, {shape.hidden}], got {found}")
+        expected = (len(self._layers), 2, shape.num_kv_heads, kv_pool.shape[4], shape.head_dim)
+        if kv_pool.shape[1:] != expected or not kv_pool.is_contiguous():
+            raise ValueError(f"pages must be contiguous {expected}, got {tuple(kv_pool.shape[1:])}")
+        if not residual_TE.dtype == kv_pool.dtype == self._dtype:
+            raise ValueError(f"expected {self._dtype}, got {residual_TE.dtype} and {kv_pool.dtype}")
+        for indices in (rows_R, positions_T, slots_T):
+            if indices.dtype != torch.int64 or not indices.is_contiguous():
+                raise ValueError(f"positions, slots and rows must be contiguous int64, got {indices.dtype}")
+        if not len(positions_T) == len(slots_T) == len(residual_TE):
+            raise ValueError(f"{len(residual_TE)} tokens, {len(positions_T)} positions, {len(slots_T)} slots")
+
+
+def can_stack(layers: Sequence[StackLayer], shape: StackShape) -> bool:
+    """Whether the native call takes these weights: packed, and heads it has room for."""
+    weights = [linear[0] for layer in layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    return all(weight.is_packed for weight in weights) and native_handles(
+        weights[0].dtype, shape.num_heads // shape.num_kv_heads, shape.head_dim
+    )
+
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (("packed", _POINTER), ("bias", _POINTER), ("num_columns", _SIZE), ("num_inputs", _SIZE))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", _POINTER),
+        ("post_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("qkv", _Weight),
+        ("out", _Weight),
+        ("gate_up", _Weight),
+        ("down", _Weight),
+        ("window", _SIZE),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("layers", _POINTER),
+        ("final_norm", _POINTER),
+        ("cos_sin", _POINTER),
+        ("num_layers", _SIZE),
+        ("hidden", _SIZE),
+        ("num_heads", _SIZE),
+        ("num_kv_heads", _SIZE),
+        ("head_dim", _SIZE),
+        ("intermediate", _SIZE),
+        ("eps", ctypes.c_float),
+        ("dtype", ctypes.c_int),
+        ("splits", ctypes.c_int),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("residual", _POINTER),
+        ("output", _POINTER),
+        ("positions", _POINTER),
+        ("slots", _POINTER),
+        ("rows", _POINTER),
+        ("num_tokens", _SIZE),
+        ("num_rows", _SIZE),
+        ("pool", _POINTER),
+        ("page_size", _SIZE),
+        ("attention", AttentionArguments),
+        ("tile_starts", _POINTER),
+        ("scratch", _POINTER),
+    )
+
+
+def _layer(layer: StackLayer) -> _Layer:
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    def weight(linear: tuple[LinearWeight, Tensor | None]) -> _Weight:
+        packed, bias_N = linear
+        return _Weight(packed.data.data_ptr(), address(bias_N), packed.num_outputs, packed.num_inputs)
+
+    return _Layer(
+        address(layer.input_norm_E),
+        address(layer.post_norm_E),
+        address(layer.query_norm_D),
+        address(layer.key_norm_D),
+        weight(layer.qkv),
+        weight(layer.out),
+        weight(layer.gate_up),
+        weight(layer.down),
+        layer.window or 0,
+    )

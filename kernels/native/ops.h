@@ -1,0 +1,38 @@
+// What the kernels offer to each other; each is described where it is defined.
+#pragma once
+
+#include "simd.h"
+
+struct attention {
+    const char *query;             // [num_tokens, num_heads, head_dim]
+    ptrdiff_t query_token, query_head;  // strides, bytes
+    const char *pages;             // [num_pages, 2, num_kv_heads, 1 << page_shift, head_dim], last two contiguous
+    ptrdiff_t page_stride, value_stride, head_stride;  // bytes
+    const int32_t *page_table;     // [num_sequences, table_stride]
+    ptrdiff_t table_stride;        // elements
+    const int32_t *query_starts;   // [num_sequences + 1], cumulative
+    const int32_t *context_lens;   // [num_sequences], keys in the pages, this chunk's included
+    char *output;                  // [num_tokens, num_heads, head_dim], contiguous
+    int64_t num_sequences, num_heads, num_kv_heads, head_dim, page_shift, window;  // window 0: none
+    int64_t padded_dim;            // head_dim rounded up to whole vectors; rows are filled up with zeros
+    float scale;
+    int is_bf16;
+};
+
+void baton_linear(
+    const char *x, ptrdiff_t x_stride, const char *packed, const float *bias, char *y, ptrdiff_t y_stride,
+    int64_t num_rows, int64_t num_columns, int64_t num_inputs, int splits, int dtype, int y_dtype);
+void baton_rms_norm(
+    char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
+    int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype);
+void baton_add_rms_norm(
+    const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype);
+void baton_rope(
+    char *x, ptrdiff_t stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
+    int64_t num_tokens, int64_t head_dim, int dtype);
+void baton_store_kv(
+    const char *key, ptrdiff_t key_stride, const char *value, ptrdiff_t value_stride, char *pages,
+    ptrdiff_t page_stride, ptrdiff_t kv_stride, ptrdiff_t head_stride, const int64_t *slots,
+    int64_t num_tokens, int64_t num_kv_heads, int64_t page_size, int64_t head_bytes);
+void baton_attention(const struct attention *p, int64_t *tile_starts);
+void baton_silu_mul(const char *gate_up, char *y, int64_t num_rows, int64_t width, int dtype);
