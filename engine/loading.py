@@ -1,5 +1,6 @@
 """From a configuration to an engine that is ready to step."""
 
+import atexit
 import gc
 from pathlib import Path
 
@@ -32,10 +33,16 @@ def load_engine(
         runner.load(progress)
         runner.allocate()
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not walk it again during steps
+        _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)
     except BaseException:
         if followers:
             followers.close(timeout_s=0.0)
         raise
+
+
+def _spare_the_collector() -> None:
+    """What is loaded stays: the garbage collector need not walk it again during steps, only at exit."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
