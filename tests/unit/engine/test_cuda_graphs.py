@@ -1,4 +1,4 @@
-"""Which batch sizes get a graph; that replays give the tokens of plain steps is tested where there is a GPU."""
+"""Which batch sizes get a graph; what a replay yields is tested where there is a GPU."""
 
 from hypothesis import given
 from hypothesis import strategies as st

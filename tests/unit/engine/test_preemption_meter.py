@@ -23,11 +23,15 @@ def test_without_host_pages_there_is_no_choice_to_measure() -> None:
     assert meter.rates is None
 
 
-def test_the_cost_of_a_token_is_that_of_steps_with_prefill() -> None:
+def test_steps_without_prefill_tell_nothing() -> None:
     meter = PreemptionMeter(pool(2))
     meter.observe(make_batch(*(rest_of(make_sequence(str(i), [1, 2]), 1) for i in range(64))), 9.0)
     meter.observe(prefill(MIN_PREFILL_TOKENS - 1), 9.0)
     assert meter.rates is None
+
+
+def test_the_cost_of_a_token_is_that_of_a_step_with_prefill() -> None:
+    meter = PreemptionMeter(pool(2))
     meter.observe(prefill(30, num_decodes=2), 3.2)
     assert meter.rates is not None
     assert meter.rates.recompute_s_per_token == 0.1

@@ -1,6 +1,7 @@
 """From logits to tokens. Shapes: R rows, V vocabulary."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_adjustments_are_those_of_a_loop_over_the_vocabulary(
 def test_adjustments_are_those_of_transformers() -> None:
     prompt, generated, logits = [3, 5, 5, 9], [9, 1, 30], random_logits(1)
     ids = torch.tensor([prompt + generated])
-    cases = [
+    cases: list[tuple[dict[str, Any], Any]] = [
         ({"repetition_penalty": 1.3}, RepetitionPenaltyLogitsProcessor(1.3)),
         ({"logit_bias": {4: 2.5, 9: -7.0}}, SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -7.0]])),
         (
@@ -160,7 +161,7 @@ def test_logprobs_are_of_the_logits_as_they_came_and_only_for_those_who_ask() ->
 def prompt_rows(sampler: Sampler, sequence: Sequence, edges: list[int], logits: Tensor) -> Any:
     """Run the chunks between neighbouring edges; what the last of them yields."""
     sampled = None
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         chunk = ScheduledChunk(sequence, start, stop - start)
         sampled = sampler.sample(make_batch(chunk), logits[start:stop].clone())
         assert (sequence.key in sampled.prompt_logprobs) == (stop == sequence.num_tokens)

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from baton.engine.loading import load_engine
+from baton.errors import ConfigError, ModelError
+from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def test_dummy_weights_are_the_seeds(tiny_model: Path) -> None:
+    answers = [token_ids(generate(tiny_engine(tiny_model, seed=seed), PROMPT)) for seed in (1, 1, 2)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_progress_is_reported(tiny_model: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    load_engine(tiny_config(tiny_model), progress=lambda done, total: reports.append((done, total)))
+    assert reports[0][0] == 0 and reports[-1][0] == reports[-1][1] > 0
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match="config.json"):
+        load_engine(msgspec.structs.replace(tiny_config(tiny_model), model=str(tmp_path / "missing")))
+    with pytest.raises(ModelError, match=r"expected model.safetensors .* found no weights"):
+        tiny_engine(tiny_model, load_format="auto")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "3 KV heads cannot be split over 2 ranks"),
+        ({"intermediate_size": 33}, r"gate_proj.weight: 33 cannot be split over 2"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
+    tmp_path: Path, keys: dict[str, int], message: str
+) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match=message):
+        tiny_engine(write_config(tmp_path, **keys), tensor_parallel_size=2)
+    assert psutil.Process().children() == before
