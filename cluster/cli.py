@@ -7,6 +7,7 @@ when the reader of the output has gone, as for a process that a broken pipe ends
 import argparse
 import difflib
 import importlib.metadata
+import io
 import logging
 import os
 import sys
@@ -32,6 +33,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     try:
         logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
         _generate(arguments)

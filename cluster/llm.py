@@ -23,6 +23,7 @@ from baton.cluster.generation import Generation
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.progress import watch
 from baton.config import engine_config
+from baton.engine.hf_config import read_model_config
 from baton.engine.loading import load_engine
 from baton.engine.request_checks import check_request
 from baton.engine.weights import Progress
@@ -53,6 +54,7 @@ class LLM:
         """
         directory = resolve_model(model)
         config = engine_config({"model": str(directory), **settings})
+        read_model_config(directory)  # whatever is wrong with it is said before minutes of loading, and first
         self.tokenizer = Tokenizer.from_directory(directory)
         self._chat_template = ChatTemplate.from_directory(directory)
         self.engine = load_engine(config, progress=load_progress)

@@ -20,14 +20,16 @@ GENERATE: Final = ("generate", "tiny", COPY, "--temperature", "0", "--kv-cache-m
 ENDLESS: Final = (*GENERATE, "--ignore-eos", "--max-tokens", "4000")
 
 
-def start(*arguments: str, python: Sequence[str] = ("-m", "baton.cluster.cli")) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, python: Sequence[str] = ("-m", "baton.cluster.cli"), **environment: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *python, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         encoding="utf-8",
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
     )
 
 
@@ -72,6 +74,14 @@ def test_a_reader_that_goes_away_is_no_error_worth_a_word() -> None:
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), err) == (141, "")
+
+
+def test_a_terminal_that_lacks_a_character_shows_another() -> None:
+    garbage = ("--max-tokens", "60", "--temperature", "5", "--seed", "1", "--ignore-eos")
+    process = start(*GENERATE, *garbage, PYTHONIOENCODING="ascii")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "?" in out and out.isascii()
 
 
 def test_without_torch_it_says_what_to_install() -> None:

@@ -1,5 +1,6 @@
 """The offline API over the real engine and the tiny model."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from baton.cluster.completion import Completion, TextDelta
 from baton.cluster.llm import LLM, Prompt
+from baton.cluster.model_directory import resolve_model
 from baton.errors import ConfigError, InvalidRequest, ModelError
 from baton.request import FinishReason, SamplingParams
 from tests.unit.cluster.model_directories import with_pickled_weights, without_weights
@@ -267,6 +269,17 @@ def test_an_unknown_setting_names_the_nearest() -> None:
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pickle can run any code"):
         LLM(with_pickled_weights(tmp_path))
+
+
+def test_a_directory_that_is_no_model_lacks_its_config_first(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="config.json"):
+        LLM(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ModelError, match="'GPT2LMHeadModel' is not known; known are LlamaForCausalLM"):
+        LLM(tmp_path)
+    shutil.copy(resolve_model("tiny") / "config.json", tmp_path)
+    with pytest.raises(ModelError, match="tokenizer.json: there is no such file"):
+        LLM(tmp_path)
 
 
 def test_loading_reports_its_progress() -> None:
