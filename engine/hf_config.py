@@ -7,10 +7,15 @@ refused, never ignored.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from baton.engine.architectures.llama import llama
+from baton.engine.architectures.mistral import mistral
+from baton.engine.architectures.qwen2 import qwen2
+from baton.engine.architectures.qwen3 import qwen3
+from baton.engine.architectures.traits import Traits
 from baton.engine.json_file import JsonObject, read_json
 from baton.engine.rope_config import RopeConfig, read_rope_config
 from baton.errors import ModelError
@@ -43,59 +48,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float = 0.02  # standard deviation of dummy weights
 
 
-class _Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the layers of one architecture have that those of another lack."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...]
-
-
-def _llama(keys: JsonObject, num_layers: int) -> _Traits:
-    bias = keys.flag("attention_bias")
-    return _Traits(
-        qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"), sliding_windows=(None,) * num_layers
-    )
-
-
-def _mistral(keys: JsonObject, num_layers: int) -> _Traits:
-    window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
-    return _Traits(sliding_windows=(window,) * num_layers)
-
-
-def _qwen2(keys: JsonObject, num_layers: int) -> _Traits:
-    return _Traits(qkv_bias=True, sliding_windows=_qwen_windows(keys, num_layers))
-
-
-def _qwen3(keys: JsonObject, num_layers: int) -> _Traits:
-    bias = keys.flag("attention_bias")
-    return _Traits(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=_qwen_windows(keys, num_layers))
-
-
-def _qwen_windows(keys: JsonObject, num_layers: int) -> tuple[int | None, ...]:
-    """`layer_types` says which layers slide; without it, those from `max_window_layers` on."""
-    if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
-        return (None,) * num_layers
-    window = keys.count("sliding_window", 4096)
-    layer_types = keys.get("layer_types", list[Literal["full_attention", "sliding_attention"]])
-    if layer_types is None:
-        num_full = keys.get("max_window_layers", int)
-        first = 28 if num_full is None else num_full
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise ModelError(
-            f"{keys.source}: 'layer_types' should have {num_layers} entries, got {len(layer_types)}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-_TRAITS: Final[dict[str, Callable[[JsonObject, int], _Traits]]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
+_TRAITS: Final[dict[str, Callable[[JsonObject, int], Traits]]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
 }
 # A config.json saved without a model has a model_type and no architectures.
 _MODEL_TYPES: Final = {
