@@ -36,7 +36,7 @@ class Decoder:
         tied = config.tie_word_embeddings
         self.head = VocabParallelHead(parameters, "model.embed_tokens.weight" if tied else "lm_head.weight")
         self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
-        self._stack = self._native_stack() if parameters.tp.size == 1 else None
+        self.stack = self._native_stack() if parameters.tp.size == 1 else None
 
     def forward(self, step: ModelInput, kv_pool: Tensor) -> Tensor:
         """Final hidden states of the wanted rows, normed: [R, E].
@@ -44,8 +44,8 @@ class Decoder:
         kv_pool: [num_pages, num_layers, 2, K, page_size, D].
         """
         residual_TE = self.embedding(step.token_ids_T)
-        if self._stack is not None:
-            return self._stack.run(
+        if self.stack is not None:
+            return self.stack.run(
                 residual_TE, step.logit_rows_R, step.positions_T, step.slots_T, step.attention, kv_pool
             )
         eps = self.config.rms_norm_eps

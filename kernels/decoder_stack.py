@@ -9,6 +9,7 @@ Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
+
+
+TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of native/decoder.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class DecoderStack:
         self._kept = (tuple(layers), final_norm_E, cos_sin_MD)
         self._shape = shape
         self._dtype = final_norm_E.dtype
+        self._seconds = (ctypes.c_double * len(TIMERS))()
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._decoder = _Decoder(
             layers=ctypes.addressof(self._layers),
@@ -70,6 +75,10 @@ class DecoderStack:
         )
         widths = (shape.hidden, self._qkv_width, shape.num_heads * shape.head_dim, 3 * shape.intermediate)
         self._scratch_width = sum(widths)  # elements a token, as lay_out() in native/decoder.c
+
+    def seconds(self) -> dict[str, float]:
+        """Where the time of all runs so far went: linear, attention, other."""
+        return dict(zip(TIMERS, self._seconds, strict=True))
 
     @property
     def _qkv_width(self) -> int:
@@ -108,6 +117,7 @@ class DecoderStack:
             attention=arguments,
             tile_starts=batch.scratch.data_ptr(),
             scratch=scratch.data_ptr(),
+            seconds=ctypes.addressof(self._seconds),
         )
         native.function("baton_decoder", "pp")(ctypes.addressof(self._decoder), ctypes.addressof(step))
         return out_RE
@@ -191,6 +201,7 @@ class _Step(ctypes.Structure):
         ("attention", AttentionArguments),
         ("tile_starts", _POINTER),
         ("scratch", _POINTER),
+        ("seconds", _POINTER),
     )
 
 

@@ -2,6 +2,8 @@
 //
 // The arithmetic is that of the single kernels in the order in which engine/decoder.py calls them, so the
 // result is the same to the bit; what is saved is the way through Python between them.
+#include <time.h>
+
 #include "ops.h"
 
 struct weight {
@@ -36,8 +38,11 @@ struct step {
     int64_t page_size;
     struct attention attention;  // the batch filled in
     int64_t *tile_starts;      // scratch of num_sequences + 1
-    char *scratch;             // see baton_decoder_scratch
+    char *scratch;             // num_tokens rows of everything in struct buffers
+    double *seconds;           // [NUM_TIMERS], added to
 };
+
+enum timer { LINEAR, ATTENTION, OTHER, NUM_TIMERS };
 
 // Where the intermediate results of a step lie in its scratch.
 struct buffers {
@@ -57,6 +62,15 @@ static struct buffers lay_out(const struct decoder *d, char *scratch, int64_t nu
     return b;
 }
 
+// Add the time since `*since` to a timer and start the next one.
+static void lap(const struct step *s, enum timer timer, double *since) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    double seconds = (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+    s->seconds[timer] += *since > 0 ? seconds - *since : 0;
+    *since = seconds;
+}
+
 static void multiply(const struct decoder *d, const struct weight *w, const char *x, char *y, int64_t num_rows, int splits) {
     int64_t size = element_bytes(d);
     baton_linear(
@@ -65,10 +79,12 @@ static void multiply(const struct decoder *d, const struct weight *w, const char
 }
 
 // x -> attended; the layer's keys and values go to their pages.
-static void attend(const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t index) {
+static void attend(
+    const struct decoder *d, const struct layer *l, const struct step *s, const struct buffers *b, int64_t index, double *since) {
     int64_t size = element_bytes(d), head_bytes = d->head_dim * size, stride = qkv_width(d) * size;
     char *query = b->qkv, *key = query + d->num_heads * head_bytes, *value = key + d->num_kv_heads * head_bytes;
     multiply(d, &l->qkv, b->x, b->qkv, s->num_tokens, 1);
+    lap(s, LINEAR, since);
     if (l->query_norm) {
         baton_rms_norm(query, stride, head_bytes, l->query_norm, query, stride, head_bytes, s->num_tokens, d->num_heads,
                        d->head_dim, d->eps, d->dtype);
@@ -90,7 +106,9 @@ static void attend(const struct decoder *d, const struct layer *l, const struct 
     a.pages = pages;
     a.output = b->attended;
     a.window = l->window;
+    lap(s, OTHER, since);
     baton_attention(&a, s->tile_starts);
+    lap(s, ATTENTION, since);
 }
 
 // Past the last layer's keys and values only the wanted rows matter: move them to the front.
@@ -105,21 +123,31 @@ static void keep_rows(const struct decoder *d, const struct step *s, const struc
 EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     struct buffers b = lay_out(d, s->scratch, s->num_tokens);
     int64_t row_bytes = d->hidden * element_bytes(d), num_rows = s->num_tokens;
+    double since = 0;
+    lap(s, OTHER, &since);
     baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype);
     for (int64_t index = 0; index < d->num_layers; index++) {
         const struct layer *l = d->layers + index;
         int is_last = index + 1 == d->num_layers;
-        attend(d, l, s, &b, index);
+        lap(s, OTHER, &since);
+        attend(d, l, s, &b, index, &since);
         if (is_last && s->num_rows < s->num_tokens) {
             keep_rows(d, s, &b);
             num_rows = s->num_rows;
         }
+        lap(s, OTHER, &since);
         multiply(d, &l->out, b.attended, b.x, num_rows, d->splits);
+        lap(s, LINEAR, &since);
         baton_add_rms_norm(b.x, s->residual, l->post_norm, b.x, num_rows, d->hidden, d->eps, d->dtype);
+        lap(s, OTHER, &since);
         multiply(d, &l->gate_up, b.x, b.gate_up, num_rows, 1);
+        lap(s, LINEAR, &since);
         baton_silu_mul(b.gate_up, b.activated, num_rows, d->intermediate, d->dtype);
+        lap(s, OTHER, &since);
         multiply(d, &l->down, b.activated, b.x, num_rows, d->splits);
+        lap(s, LINEAR, &since);
         baton_add_rms_norm(b.x, s->residual, is_last ? d->final_norm : l[1].input_norm, is_last ? s->output : b.x,
                            num_rows, d->hidden, d->eps, d->dtype);
+        lap(s, OTHER, &since);
     }
 }
