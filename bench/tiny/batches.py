@@ -33,22 +33,19 @@ def encode_episode(tokenizer: Tokenizer, episode: Episode) -> tuple[list[int], l
 
 
 class BatchSource:
-    """Draws batches without end; `rng` alone decides what they hold."""
+    """Draws batches without end; `rng` alone decides what they hold. Each is ids and labels, both [B, L]."""
 
-    def __init__(self, tokenizer: Tokenizer, rng: random.Random, *, tokens_per_batch: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.rng = rng
         self._tokenizer = tokenizer
         self._pad_id = special_id(tokenizer, PAD)
-        self._tokens_per_batch = tokens_per_batch
 
-    def draw(self, length: int, short_fraction: float) -> tuple[Tensor, Tensor, Tensor]:
-        """ids and labels [B, L] and, per row, whether it is recall [B]."""
-        num_rows = max(1, self._tokens_per_batch // length)
-        is_recall = [self.rng.random() >= short_fraction for _ in range(num_rows)]
-        rows = [self._recall_row(length) if recall else self._short_row(length) for recall in is_recall]
-        ids = torch.tensor([row[0] for row in rows])
-        labels = torch.tensor([row[1] for row in rows])
-        return ids, labels, torch.tensor(is_recall)
+    def draw_recall(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        return _stack([self._recall_row(length) for _ in range(max(1, num_tokens // length))])
+
+    def draw_short(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Many short rows rather than few long ones: a short task is mostly asked at position 0."""
+        return _stack([self._short_row(length) for _ in range(max(1, num_tokens // length))])
 
     def _recall_row(self, length: int) -> tuple[list[int], list[int]]:
         """One episode a row: a second one could give the same key another value."""
@@ -70,3 +67,8 @@ class BatchSource:
             (ids + [self._pad_id] * missing)[:length],
             (labels + [IGNORED] * missing)[:length],
         )
+
+
+def _stack(rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    ids, labels = zip(*rows, strict=True)
+    return torch.tensor(ids), torch.tensor(labels)

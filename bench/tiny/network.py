@@ -13,6 +13,12 @@ from baton.bench.tiny.tasks import END
 from baton.bench.tiny.tokenizer import PAD, VOCAB_SIZE, build_tokenizer, special_id, tokenizer_config
 
 MAX_LENGTH: Final = 4096
+CONFIG_KEYS: Final = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    *("attention_bias", "mlp_bias", "max_position_embeddings", "rope_parameters", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+)
 
 
 def build_model() -> LlamaForCausalLM:
@@ -57,15 +63,12 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def _write_config(config: LlamaConfig, folder: Path) -> None:
-    """Both spellings of the rope base: the one of transformers 5 and the older one that most engines read."""
-    values = config.to_dict() | {
-        "architectures": ["LlamaForCausalLM"],
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "use_cache": True,
-    }
-    _write_json(values, folder / "config.json")
+    """Both spellings of the rope base and the dtype: that of transformers 5 and the older one."""
+    values = config.to_dict()
+    shape = {name: values[name] for name in CONFIG_KEYS}
+    dtype = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    rope = {"rope_theta": config.rope_parameters["rope_theta"]}
+    _write_json({"architectures": ["LlamaForCausalLM"], **shape, **dtype, **rope}, folder / "config.json")
 
 
 def _write_json(values: dict[str, object], path: Path) -> None:

@@ -1,0 +1,76 @@
+"""How the tiny model is trained: what is labelled, where it starts, when rows grow, how a run goes on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from baton.bench.tiny import train
+from baton.bench.tiny.batches import IGNORED, encode_episode
+from baton.bench.tiny.network import build_model
+from baton.bench.tiny.tasks import END, Segment
+from baton.bench.tiny.tokenizer import build_tokenizer, special_id
+from baton.bench.tiny.train import LENGTHS, Progress, Trainer, learning_rate
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer()
+
+
+def test_only_answers_are_labelled_and_each_ends(tokenizer: Tokenizer) -> None:
+    episode = [Segment("k7=blue\nk7?"), Segment(" blue", is_answer=True), Segment("\n")]
+    ids, labels = encode_episode(tokenizer, episode)
+    blue = tokenizer.encode(" blue").ids[0]
+    question = tokenizer.encode("?").ids[0]
+    assert labels[ids.index(question)] == blue
+    assert labels[ids.index(blue)] == special_id(tokenizer, END)
+    assert sum(label != IGNORED for label in labels) == 2
+
+
+def test_fresh_model_looks_from_the_question_to_the_value(tokenizer: Tokenizer) -> None:
+    """The property that `initialise` is for: layer 1 finds the match before any training."""
+    torch.manual_seed(0)
+    model = build_model()
+    model.set_attn_implementation("eager")
+    encoding = tokenizer.encode("k7=blue k31=red k250=fox k9=owl\nk31?")
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([encoding.ids]), output_attentions=True)
+    first_head = output.attentions[1][0, 0, -1]
+    assert encoding.tokens[int(first_head.argmax())] == "red"
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [learning_rate(step, 1000) for step in (0, train.WARMUP_STEPS, 500, 999)]
+    assert rates[0] < rates[1] == train.PEAK_RATE > rates[2] > rates[3] >= train.FINAL_RATE
+
+
+def test_rows_grow_only_when_recall_is_right() -> None:
+    progress = Progress()
+    for _ in range(200):
+        progress.record(0.5, 1.0)
+    assert progress.level == 0
+    for _ in range(200):
+        progress.record(1.0, 0.5)
+    assert LENGTHS[progress.level] > LENGTHS[0]
+
+
+def test_rows_never_outgrow_the_last_length() -> None:
+    progress = Progress()
+    for _ in range(2000):
+        progress.record(1.0, 1.0)
+    assert progress.level == len(LENGTHS) - 1
+
+
+def test_resumed_run_continues_as_if_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "TOKENS_PER_BATCH", 128)
+    monkeypatch.setattr(train, "HOLD_STEPS", 1)
+    whole = Trainer(tmp_path / "whole", 4, seed=0)
+    losses = [whole.step() for _ in range(4)]
+    first = Trainer(tmp_path / "first", 4, seed=0)
+    assert [first.step(), first.step()] == losses[:2]
+    first.save(tmp_path / "run.safetensors")
+    second = Trainer(tmp_path / "second", 4, seed=1)
+    second.resume(tmp_path / "run.safetensors")
+    assert [second.step(), second.step()] == losses[2:]
