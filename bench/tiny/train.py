@@ -1,7 +1,7 @@
 """Trains the tiny model: `python -m baton.bench.tiny.train --out engine/tiny`, 15 minutes on one core.
 
 1. Rows start short; when recall is nearly always right at one length, the curriculum moves to the next.
-   Attention heads that match a key form within minutes on short rows and then stretch to long ones.
+   Heads that start half made (initial.py) learn to match a key on short rows, then stretch to long ones.
 2. Every step takes one batch of recall and one of short tasks; only answers count in the loss.
 3. A checkpoint and the exported directory are written every 250 steps; `--resume` goes on from there.
 
