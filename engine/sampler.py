@@ -22,6 +22,7 @@ from baton.request import TokenLogprobs
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
 
 NEVER: Final = float("-inf")
+FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # nothing comes before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Sampler:
             token_ids=[next(each) if chunk.samples else None for chunk in chunks],
             logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in asking]),
             prompt_logprobs={
-                sequence.key: tuple(self._prompts.pop(sequence.key, [None]))  # a prompt of one token has no row
+                sequence.key: tuple(self._prompts.pop(sequence.key, FIRST_TOKEN))
                 for sequence in sequences
                 if sequence.needs_prompt_logprobs
             },
@@ -85,12 +86,13 @@ class Sampler:
         return logits_RV[sampling_rows]
 
     def _record_prompt(self, chunk: ScheduledChunk, logits_TV: Tensor) -> None:
-        # The row of position p speaks of token p + 1; the first token has nothing before it.
+        # The row of position p speaks of token p + 1.
         sequence, start = chunk.sequence, chunk.start
-        known = self._prompts.setdefault(sequence.key, [None])
+        known = self._prompts.setdefault(sequence.key, [*FIRST_TOKEN])
         del known[start + 1 :]  # computed again after a preemption
         following = sequence.token_ids[start + 1 : start + chunk.num_tokens + 1]
-        known += token_logprobs(logits_TV[: len(following)], following, sequence.sampling.prompt_logprobs or 0)
+        num_top = sequence.sampling.prompt_logprobs or 0
+        known += token_logprobs(logits_TV[: len(following)], following, num_top)
 
     def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
         if self._tensors is None or sequences != self._sequences:

@@ -74,6 +74,17 @@ def test_logits_have_the_same_bits_however_the_prompt_is_cut(directory: Path, dt
 
 
 @dtypes
+def test_all_layers_in_one_call_give_the_bits_of_kernel_after_kernel(directory: Path, dtype: str) -> None:
+    at_once, one_by_one = Steps(directory, dtype), Steps(directory, dtype)
+    assert at_once.runner.decoder.stack is not None
+    one_by_one.runner.decoder.stack = None
+    for steps in (at_once, one_by_one):
+        steps.run((steps.sequence(2), 0, 30), num_padded_tokens=3)
+    expected = one_by_one.in_chunks(one_by_one.sequence(1), [16, 17, 18])
+    assert torch.equal(at_once.in_chunks(at_once.sequence(1), [16, 17, 18]), expected)
+
+
+@dtypes
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_logits_have_the_same_bits_in_pages_of_any_size(directory: Path, dtype: str, page_size: int) -> None:
     usual, other = Steps(directory, dtype), Steps(directory, dtype, page_size)

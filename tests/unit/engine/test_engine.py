@@ -99,6 +99,13 @@ def test_a_request_aborted_before_its_first_step_leaves_nothing(engine: Engine) 
     assert engine.step() == []
 
 
+def test_a_request_aborted_within_its_prompt_leaves_nothing_to_one_of_its_name(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, scheduler={"max_num_batched_tokens": 4})
+    add(engine, "only", PROMPT, prompt_logprobs=0)
+    assert engine.step() == [] and len(engine.abort("only")) == 1
+    assert generate(engine, PROMPT[:1], prompt_logprobs=0)[0].prompt_logprobs == (None,)
+
+
 def test_a_refused_request_leaves_nothing(engine: Engine) -> None:
     for prompt, sampling in (([], {}), ([VOCAB_SIZE], {}), (PROMPT, {"top_k": VOCAB_SIZE + 1})):
         with pytest.raises(InvalidRequest):
