@@ -14,7 +14,7 @@ _HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `value` None: it could not be measured, and `note` says why."""
+    """One figure. `value` None: there is none, and `note` says why; a failure if `met` is False."""
 
     name: str
     value: float | None
@@ -24,12 +24,12 @@ class Row:
     note: str = ""
 
 
-def at_least(name: str, value: float, unit: str, bar: float) -> Row:
-    return Row(name, value, unit, f">= {bar:g}", value >= bar)
+def at_least(name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
+    return Row(name, value, unit, f">= {bar:g}", value >= bar, note)
 
 
-def at_most(name: str, value: float, unit: str, bar: float) -> Row:
-    return Row(name, value, unit, f"<= {bar:g}", value <= bar)
+def at_most(name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
+    return Row(name, value, unit, f"<= {bar:g}", value <= bar, note)
 
 
 def format_table(title: str, rows: list[Row]) -> str:
@@ -61,8 +61,9 @@ def format_number(value: float) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    value = "FAILED" if row.value is None else format_number(row.value)
-    verdict = "" if row.met is None else "ok" if row.met else "MISSED"
+    missing = "-" if row.met is None else "FAILED"
+    value = missing if row.value is None else format_number(row.value)
+    verdict = "" if row.value is None or row.met is None else "ok" if row.met else "MISSED"
     return row.name, value, row.unit, row.limit or "", verdict, row.note
 
 

@@ -10,6 +10,9 @@ import torch
 Call: TypeAlias = Callable[[], object]
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels, make handles and settle the allocator
+LEAST_GRAPH_S: Final = 2e-3  # a graph repeats short calls, so that its own launch is no part of the figure
+MAX_ROUNDS: Final = 20
+CLOCK_RAMP_S: Final = 0.1  # an idle GPU takes this long to reach its clocks
 
 
 def seconds_per_call(calls: Sequence[Call], device: torch.device, *, num_runs: int = 7) -> float:
@@ -22,7 +25,9 @@ def seconds_per_call(calls: Sequence[Call], device: torch.device, *, num_runs: i
     for _ in range(NUM_WARMUP_RUNS):
         _run(calls)
     if device.type == "cuda":
-        return median(_replay_seconds(calls, num_runs)) / len(calls)
+        eager_s = wall_seconds(lambda: _run(calls), device)
+        num_rounds = min(MAX_ROUNDS, max(1, round(LEAST_GRAPH_S / eager_s)))
+        return median(_replay_seconds(calls, num_rounds, num_runs)) / (num_rounds * len(calls))
     return median(wall_seconds(lambda: _run(calls), device) for _ in range(num_runs)) / len(calls)
 
 
@@ -45,12 +50,15 @@ def _run(calls: Sequence[Call]) -> None:
         call()
 
 
-def _replay_seconds(calls: Sequence[Call], num_runs: int) -> list[float]:
-    torch.cuda.synchronize()
+def _replay_seconds(calls: Sequence[Call], num_rounds: int, num_runs: int) -> list[float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _run(calls)
-    graph.replay()  # the first replay uploads the graph
+        for _ in range(num_rounds):
+            _run(calls)
+    warm_until_s = perf_counter() + CLOCK_RAMP_S
+    while perf_counter() < warm_until_s:
+        graph.replay()
+        torch.cuda.synchronize()
     events = []
     for _ in range(num_runs):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

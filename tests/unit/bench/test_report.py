@@ -28,8 +28,10 @@ def test_table_shows_the_bar_and_whether_it_is_met() -> None:
 
 
 def test_a_figure_that_could_not_be_measured_says_why() -> None:
-    table = format_table("speed", [Row("kernel", None, "", note="RuntimeError: no")])
-    assert table.splitlines()[-1].split() == ["kernel", "FAILED", "RuntimeError:", "no"]
+    failed = Row("kernel", None, "", met=False, note="RuntimeError: no")
+    table = format_table("speed", [failed, Row("rival", None, "", note="not installed")])
+    assert table.splitlines()[-2].split() == ["kernel", "FAILED", "RuntimeError:", "no"]
+    assert table.splitlines()[-1].split() == ["rival", "-", "not", "installed"]
 
 
 def test_values_line_up_on_the_right(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,230 @@
+"""Static, dynamic and continuous batching of the same requests by the same engine.
+
+python -m baton.bench.batching [--repeats N] [--out FOLDER]
+
+1. Burst: all requests at once; what a full machine yields. 10 % short, 80 % medium, 10 % long answers.
+2. Open loop: Poisson arrivals in real time, at 70 % of what continuous batching yielded in 1, then at 70 %
+   of what static batching did, where all policies keep up.
+3. Sweep: bursts of equal mean answer length and growing variance.
+
+Every figure is the median over repeats, policies taking turns within each; ratios are of the same repeat.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Final, TypeAlias
+
+from baton.bench.batching_runs import (
+    NUM_SEATS,
+    PROMPT_TOKENS,
+    SHAPE,
+    Outcome,
+    Requests,
+    burst,
+    load_policies,
+    mixed_lengths,
+    poisson,
+    run,
+    varied_lengths,
+)
+from baton.bench.replica import Replica
+from baton.bench.report import RESULTS, Row, at_least, format_number, print_table, write_json
+
+THROUGHPUT_BAR: Final = 1.9  # continuous / static
+LATENCY_BAR: Final = 5.0  # static / continuous, means
+LOAD: Final = 0.7  # of a policy's measured capacity
+Outcomes: TypeAlias = dict[str, list[Outcome]]  # policy -> one outcome a repeat
+Measure: TypeAlias = Callable[[Outcome], float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    num_requests: int = 160
+    sweep_requests: int = 160
+    sweep_mean: int = 24  # tokens
+    variations: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One variance of the sweep."""
+
+    requests: Requests
+    outcomes: Outcomes
+
+    @property
+    def gain(self) -> float:
+        return ratio(self.outcomes, "continuous", "static", tokens_per_s)
+
+    @property
+    def step_gain(self) -> float:
+        """The gain if all steps cost the same: it depends on no clock."""
+        return ratio(self.outcomes, "static", "continuous", num_steps)
+
+
+def tokens_per_s(outcome: Outcome) -> float:
+    return outcome.tokens_per_s
+
+
+def mean_latency_s(outcome: Outcome) -> float:
+    return outcome.mean_latency_s
+
+
+def num_steps(outcome: Outcome) -> float:
+    return outcome.num_steps
+
+
+def take_turns(replicas: Mapping[str, Replica], requests: Requests, repeats: int) -> Outcomes:
+    """Every policy once a repeat, the order turned round each time."""
+    outcomes: Outcomes = {policy: [] for policy in replicas}
+    for repeat in range(repeats):
+        for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:
+            outcomes[policy].append(run(replicas[policy], requests))
+    return outcomes
+
+
+def middle(outcomes: Sequence[Outcome], measure: Measure) -> float:
+    return median(map(measure, outcomes))
+
+
+def ratio(outcomes: Outcomes, above: str, below: str, measure: Measure) -> float:
+    pairs = zip(outcomes[above], outcomes[below], strict=True)
+    return median(measure(one) / measure(other) for one, other in pairs)
+
+
+def sweep(replicas: Mapping[str, Replica], workload: Workload) -> list[Point]:
+    two = {policy: replicas[policy] for policy in ("static", "continuous")}
+    points = []
+    for variation in workload.variations:
+        lengths = varied_lengths(workload.sweep_requests, workload.sweep_mean, variation)
+        requests = burst(lengths)
+        points.append(Point(requests, take_turns(two, requests, workload.repeats)))
+    return points
+
+
+def burst_rows(outcomes: Outcomes) -> list[Row]:
+    rows = []
+    for policy, runs in outcomes.items():
+        rows.append(Row(f"burst, {policy}: throughput", middle(runs, tokens_per_s), "tok/s"))
+        rows.append(Row(f"burst, {policy}: padding", runs[0].padding_percent, "% of rows"))
+    rows += latency_rows("burst", outcomes)
+    rows.append(
+        Row("burst: steps, static / continuous", ratio(outcomes, "static", "continuous", num_steps), "x")
+    )
+    dynamic_gain = ratio(outcomes, "dynamic", "static", tokens_per_s)
+    rows.append(Row("burst: throughput, dynamic / static", dynamic_gain, "x"))
+    gain = ratio(outcomes, "continuous", "static", tokens_per_s)
+    return [*rows, at_least("burst: throughput, continuous / static", gain, "x", THROUGHPUT_BAR)]
+
+
+def latency_rows(name: str, outcomes: Outcomes, bar: float | None = None) -> list[Row]:
+    """Seconds from arrival to a request's own last token, and how many times less continuous takes."""
+    rows = []
+    for policy, runs in outcomes.items():
+        p99_s = middle(runs, lambda outcome: outcome.p99_latency_s)
+        rows.append(Row(f"{name}, {policy}: mean latency", middle(runs, mean_latency_s), "s"))
+        rows.append(Row(f"{name}, {policy}: p99 latency", p99_s, "s"))
+    times_less = ratio(outcomes, "static", "continuous", mean_latency_s)
+    label = f"{name}: mean latency, static / continuous"
+    return [*rows, Row(label, times_less, "x") if bar is None else at_least(label, times_less, "x", bar)]
+
+
+def sweep_rows(points: Sequence[Point]) -> list[Row]:
+    rows = []
+    for point in points:
+        note = f"{format_number(point.step_gain)} in steps"
+        rows.append(
+            Row(f"sweep: gain at variation {point.requests.variation:.2f}", point.gain, "x", note=note)
+        )
+    gains = [point.gain for point in points]
+    least_rise = min(after - before for before, after in pairwise(gains))
+    return [*rows, Row("sweep: least rise of the gain", least_rise, "x", "> 0", least_rise > 0)]
+
+
+def measure(workload: Workload, out: Path) -> list[Row]:
+    """Run everything, write batching.json and batching.png into `out` and return the table's rows."""
+    replicas = load_policies()
+    run_warmup(replicas)
+    lengths = mixed_lengths(workload.num_requests)
+    full = take_turns(replicas, burst(lengths), workload.repeats)
+    rows, samples = burst_rows(full), {"burst": _samples(full)}
+    for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
+        requests_per_s = LOAD * middle(full[policy], tokens_per_s) * len(lengths) / sum(lengths)
+        outcomes = take_turns(replicas, poisson(lengths, requests_per_s), workload.repeats)
+        name = f"{LOAD:.0%} of {policy}"
+        rows.append(Row(f"{name}: arrivals", requests_per_s, "requests/s"))
+        rows += latency_rows(name, outcomes, bar)
+        samples[name] = _samples(outcomes)
+    points = sweep(replicas, workload)
+    rows += sweep_rows(points)
+    write_json(
+        out / "batching.json",
+        "batching",
+        rows,
+        {
+            "workload": asdict(workload),
+            "model": asdict(SHAPE),
+            "seats": NUM_SEATS,
+            "prompt_tokens": PROMPT_TOKENS,
+            "samples": samples,
+            "sweep": [
+                {
+                    "variation": point.requests.variation,
+                    "gain": point.gain,
+                    "step_gain": point.step_gain,
+                    "samples": _samples(point.outcomes),
+                }
+                for point in points
+            ],
+        },
+    )
+    plot(points, out / "batching.png")
+    return rows
+
+
+def run_warmup(replicas: Mapping[str, Replica]) -> None:
+    for replica in replicas.values():
+        run(replica, burst((8,) * NUM_SEATS))
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    from matplotlib.figure import Figure  # only here: everything else runs without it
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    variations = [point.requests.variation for point in points]
+    axes.plot(variations, [point.gain for point in points], "o-", label="throughput")
+    axes.plot(variations, [point.step_gain for point in points], "s--", label="if all steps cost the same")
+    axes.legend()
+    axes.set_xlabel(
+        f"variation of answer length (deviation / mean), mean {points[0].requests.mean:.0f} tokens"
+    )
+    axes.set_ylabel("continuous / static")
+    axes.set_ylim(bottom=0)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_title(f"Continuous batching gains with variance ({NUM_SEATS} seats)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
+    return {policy: [asdict(outcome) for outcome in runs] for policy, runs in outcomes.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=Workload.repeats)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of batching.json and batching.png")
+    arguments = parser.parse_args()
+    print_table("batching", measure(Workload(repeats=arguments.repeats), arguments.out))
+
+
+if __name__ == "__main__":
+    main()
