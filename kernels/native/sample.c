@@ -118,12 +118,12 @@ static int64_t draw(const struct sampling *s, const float *logits, float *expone
     return best_token;
 }
 
-// logits: [num_rows, size] fp32, rows `stride` floats apart; scratch: [threads, 2 * size].
+// logits: [num_rows, size] fp32, rows `stride` floats apart; scratch: [num_threads, 2 * size].
 EXPORT void baton_sample(
     const float *logits, ptrdiff_t stride, const float *temperature, const int32_t *top_k, const float *top_p,
     const float *min_p, const int64_t *seed, const int32_t *choice, const int64_t *position, float *scratch,
-    int64_t *tokens, int64_t num_rows, int64_t size) {
-#pragma omp parallel for schedule(dynamic, 1) if (num_rows > 1)
+    int64_t *tokens, int64_t num_rows, int64_t size, int num_threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_rows > 1)
     for (int64_t r = 0; r < num_rows; r++) {
         struct sampling s = {temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]};
         float *scaled = scratch + omp_get_thread_num() * 2 * size;
@@ -131,5 +131,3 @@ EXPORT void baton_sample(
                                           : draw(&s, logits + r * stride, scaled, scaled + size, size);
     }
 }
-
-EXPORT int baton_max_threads(void) { return omp_get_max_threads(); }
