@@ -36,7 +36,7 @@ def pack_linear(weight_NK: Tensor) -> LinearWeight:
     if weight_NK.is_cuda or not native.handles(weight_NK.dtype):
         return plain
     unit_elements = 4 // weight_NK.element_size()
-    if num_inputs % (2 * unit_elements):  # two splits of whole units
+    if num_inputs % unit_elements:
         return plain
     weight_NK = weight_NK.contiguous()
     num_units = num_inputs // unit_elements

@@ -33,7 +33,8 @@ INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const 
         f32x16 acc[ROWS][2];
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (f32x16){};
-        for (int64_t k = split * part; k < (split + 1) * part; k++) {
+        int64_t end = split + 1 == p->splits ? p->num_units : (split + 1) * part;
+        for (int64_t k = split * part; k < end; k++) {
             const char *b = weights + k * PANEL * 4;
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
