@@ -38,7 +38,7 @@ def test_the_native_kernels_are_there() -> None:
 @given(
     num_tokens=st.integers(0, 40),
     num_outputs=st.integers(1, 100),
-    num_inputs=st.integers(1, 40).map(lambda quarter: 4 * quarter),
+    num_pairs=st.integers(1, 80),  # of inputs
     dtype=st.sampled_from(DTYPES),
     out_dtype=st.sampled_from((None, *DTYPES)),
     has_bias=st.booleans(),
@@ -47,13 +47,15 @@ def test_the_native_kernels_are_there() -> None:
 def test_linear_is_the_product_in_float64(
     num_tokens: int,
     num_outputs: int,
-    num_inputs: int,
+    num_pairs: int,
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     has_bias: bool,
     num_splits: int,
 ) -> None:
+    num_inputs = 2 * num_pairs - (dtype is torch.float32)  # odd for fp32
     x, weight = random(num_tokens, num_inputs, dtype=dtype), random(num_outputs, num_inputs, dtype=dtype)
+    assert pack_linear(weight).is_packed
     bias = random(num_outputs, dtype=torch.float32) if has_bias else None
     out = linear(x, pack_linear(weight), bias, num_splits=num_splits, out_dtype=out_dtype)
     assert out.shape == (num_tokens, num_outputs) and out.dtype == (out_dtype or dtype)
@@ -79,11 +81,12 @@ def test_a_column_has_the_same_bits_whatever_lies_beside_it(dtype: torch.dtype) 
 
 
 @dtypes
-def test_two_splits_are_what_two_ranks_would_add(dtype: torch.dtype) -> None:
-    weight, x = random(50, 96, dtype=dtype), random(13, 96, dtype=dtype)
+@pytest.mark.parametrize("half", [2, 22, 48])
+def test_two_splits_are_what_two_ranks_would_add(dtype: torch.dtype, half: int) -> None:
+    weight, x = random(50, 2 * half, dtype=dtype), random(13, 2 * half, dtype=dtype)
     halves = [
         linear(x[:, part], pack_linear(weight[:, part]), out_dtype=torch.float32)
-        for part in (slice(0, 48), slice(48, 96))
+        for part in (slice(0, half), slice(half, 2 * half))
     ]
     split = linear(x, pack_linear(weight), num_splits=2, out_dtype=torch.float32)
     assert torch.equal(split, halves[0] + halves[1])
@@ -104,7 +107,7 @@ def test_a_packed_weight_is_a_copy() -> None:
     torch.testing.assert_close(linear(x, packed), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_widths_that_cannot_be_packed_are_multiplied_all_the_same(dtype: torch.dtype) -> None:
     weight, x = random(5, 7, dtype=dtype), random(3, 7, dtype=dtype)
     packed = pack_linear(weight)

@@ -182,6 +182,17 @@ def test_a_query_has_the_same_bits_in_any_chunk_page_size_and_batch(
 
 
 @dtypes
+@pytest.mark.parametrize("group_size", [1, 4, 7])
+def test_many_decodes_together_have_the_bits_of_each_alone(dtype: torch.dtype, group_size: int) -> None:
+    num_sequences = 2 * torch.get_num_threads() + 3  # enough that threads need not share a sequence
+    lengths = [1 + 13 * index % 70 for index in range(num_sequences)]
+    sequences = Sequences(lengths, Heads(num_kv_heads=4, group_size=group_size, dtype=dtype))
+    parts = [Part(index, length - 1, length) for index, length in enumerate(lengths)]
+    for part, got in zip(parts, sequences.run(parts, 16), strict=True):
+        assert torch.equal(got, sequences.run([part], 16)[0]), part
+
+
+@dtypes
 def test_a_sequence_without_context_is_padding_and_yields_zeros(dtype: torch.dtype) -> None:
     sequences = Sequences([40, 0], Heads(dtype=dtype))
     alone = sequences.run([Part(0, 39, 40)], 16)[0]
