@@ -18,7 +18,7 @@ LENGTH = 45
 MODELS = {
     "llama": {},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "head_dim": 24},
 }
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
