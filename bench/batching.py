@@ -8,6 +8,7 @@ python -m baton.bench.batching [--repeats N] [--out FOLDER]
 3. Sweep: bursts of equal mean answer length and growing variance.
 
 Every figure is the median over repeats, policies taking turns within each; ratios are of the same repeat.
+Repeats differ in the order of the same lengths.
 """
 
 import argparse
@@ -44,8 +45,8 @@ Measure: TypeAlias = Callable[[Outcome], float]
 @dataclass(frozen=True)
 class Workload:
     num_requests: int = 160
-    sweep_requests: int = 160
-    sweep_mean: int = 24  # tokens
+    sweep_requests: int = 240
+    sweep_mean: int = 16  # tokens
     variations: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
     repeats: int = 3
 
@@ -54,7 +55,7 @@ class Workload:
 class Point:
     """One variance of the sweep."""
 
-    requests: Requests
+    requests: Requests  # of the first repeat; the others have much the same lengths in another order
     outcomes: Outcomes
 
     @property
@@ -79,10 +80,10 @@ def num_steps(outcome: Outcome) -> float:
     return outcome.num_steps
 
 
-def take_turns(replicas: Mapping[str, Replica], requests: Requests, repeats: int) -> Outcomes:
-    """Every policy once a repeat, the order turned round each time."""
+def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
+    """Every policy once a repeat, with the repeat's requests, the order of policies turned round each time."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
-    for repeat in range(repeats):
+    for repeat, requests in enumerate(requests_of_repeats):
         for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:
             outcomes[policy].append(run(replicas[policy], requests))
     return outcomes
@@ -101,9 +102,9 @@ def sweep(replicas: Mapping[str, Replica], workload: Workload) -> list[Point]:
     two = {policy: replicas[policy] for policy in ("static", "continuous")}
     points = []
     for variation in workload.variations:
-        lengths = varied_lengths(workload.sweep_requests, workload.sweep_mean, variation)
-        requests = burst(lengths)
-        points.append(Point(requests, take_turns(two, requests, workload.repeats)))
+        size = (workload.sweep_requests, workload.sweep_mean, variation)
+        requests = [burst(varied_lengths(*size, seed)) for seed in range(workload.repeats)]
+        points.append(Point(requests[0], take_turns(two, requests)))
     return points
 
 
@@ -146,43 +147,32 @@ def sweep_rows(points: Sequence[Point]) -> list[Row]:
     return [*rows, Row("sweep: least rise of the gain", least_rise, "x", "> 0", least_rise > 0)]
 
 
+def open_loop(replicas: Mapping[str, Replica], num_requests: int, rate: float, repeats: int) -> Outcomes:
+    """`rate`: requests a second."""
+    lists = [mixed_lengths(num_requests, seed) for seed in range(repeats)]
+    return take_turns(replicas, [poisson(lengths, rate, seed) for seed, lengths in enumerate(lists)])
+
+
 def measure(workload: Workload, out: Path) -> list[Row]:
     """Run everything, write batching.json and batching.png into `out` and return the table's rows."""
     replicas = load_policies()
     run_warmup(replicas)
-    lengths = mixed_lengths(workload.num_requests)
-    full = take_turns(replicas, burst(lengths), workload.repeats)
+    num_requests, repeats = workload.num_requests, workload.repeats
+    full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in range(repeats)])
     rows, samples = burst_rows(full), {"burst": _samples(full)}
     for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
-        requests_per_s = LOAD * middle(full[policy], tokens_per_s) * len(lengths) / sum(lengths)
-        outcomes = take_turns(replicas, poisson(lengths, requests_per_s), workload.repeats)
+        rate = LOAD * num_requests / middle(full[policy], lambda outcome: outcome.seconds)
+        # At the lower rate half as many requests take the time.
+        outcomes = open_loop(replicas, num_requests if bar else num_requests // 2, rate, repeats)
         name = f"{LOAD:.0%} of {policy}"
-        rows.append(Row(f"{name}: arrivals", requests_per_s, "requests/s"))
+        rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
         rows += latency_rows(name, outcomes, bar)
         samples[name] = _samples(outcomes)
     points = sweep(replicas, workload)
     rows += sweep_rows(points)
-    write_json(
-        out / "batching.json",
-        "batching",
-        rows,
-        {
-            "workload": asdict(workload),
-            "model": asdict(SHAPE),
-            "seats": NUM_SEATS,
-            "prompt_tokens": PROMPT_TOKENS,
-            "samples": samples,
-            "sweep": [
-                {
-                    "variation": point.requests.variation,
-                    "gain": point.gain,
-                    "step_gain": point.step_gain,
-                    "samples": _samples(point.outcomes),
-                }
-                for point in points
-            ],
-        },
-    )
+    setting = {"workload": asdict(workload), "model": asdict(SHAPE), "seats": NUM_SEATS}
+    extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
+    write_json(out / "batching.json", "batching", rows, {**extra, "sweep": [_sweep_point(p) for p in points]})
     plot(points, out / "batching.png")
     return rows
 
@@ -210,6 +200,15 @@ def plot(points: Sequence[Point], path: Path) -> None:
     axes.set_title(f"Continuous batching gains with variance ({NUM_SEATS} seats)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def _sweep_point(point: Point) -> dict[str, object]:
+    return {
+        "variation": point.requests.variation,
+        "gain": point.gain,
+        "step_gain": point.step_gain,
+        "samples": _samples(point.outcomes),
+    }
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:

@@ -40,7 +40,7 @@ def test_mix_is_a_tenth_short_and_a_tenth_long() -> None:
 def test_varied_lengths_keep_the_mean_and_near_the_variation(variation: float) -> None:
     requests = burst(varied_lengths(500, 24, variation))
     assert requests.mean == 24
-    assert requests.variation == pytest.approx(variation, rel=0.2, abs=0.01)
+    assert requests.variation == pytest.approx(variation, rel=0.05)
 
 
 def test_poisson_arrivals_keep_the_rate() -> None:
@@ -74,7 +74,7 @@ def test_latency_counts_from_arrival(replicas: dict[str, Replica]) -> None:
 
 
 def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(replicas: dict[str, Replica]) -> None:
-    outcomes = take_turns(replicas, burst((1, 2)), repeats=2)
+    outcomes = take_turns(replicas, [burst((1, 2)), burst((2, 1))])
     assert [len(runs) for runs in outcomes.values()] == [2, 2, 2]
     assert ratio(outcomes, "static", "static", lambda outcome: outcome.tokens_per_s) == 1.0
 
@@ -85,7 +85,7 @@ def test_rate_and_padding_of_an_outcome() -> None:
 
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
-    workload = Workload(num_requests=10, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
+    workload = Workload(num_requests=20, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
     rows = measure(workload, tmp_path)
     assert {row.limit for row in rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
     content = json.loads((tmp_path / "batching.json").read_text())
