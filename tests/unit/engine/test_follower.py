@@ -125,10 +125,10 @@ def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path
         env={**os.environ, "TMPDIR": str(temporary)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     with rank_0:
         assert rank_0.stdout is not None and rank_0.stdout.readline() == b"loaded\n"
-        (follower,) = psutil.Process(rank_0.pid).children()
+        assert len(psutil.Process(rank_0.pid).children()) == 1
         rank_0.send_signal(signal.SIGKILL)
-    psutil.wait_procs([follower], timeout=20)
-    assert not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE
+        rank_0.communicate(timeout=20)  # the follower has the same error output: it is at its end now
