@@ -81,7 +81,7 @@ def num_steps(outcome: Outcome) -> float:
 
 
 def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
-    """Every policy once a repeat, with the repeat's requests, the order of policies turned round each time."""
+    """Every policy runs the requests of each repeat, in an order that is turned round each time."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
     for repeat, requests in enumerate(requests_of_repeats):
         for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.bench import gpu
+from baton.bench import gpu, gpu_kernels, gpu_rivals
 from baton.bench.gpu import STAGES, Progress, Stage, run_stages
 from baton.bench.gpu_model import prefill_flops, step_arrays
 from baton.bench.gpu_session import FULL, LLAMA_8B, TOY, Session, WrongResult, require_close, require_equal
@@ -67,6 +67,22 @@ def test_stage_that_may_not_end_in_time_is_not_started() -> None:
     assert [row.name for row in progress.rows] == ["long", "figure"]
     assert not progress.failures
     assert lines[0].startswith("long: not started")
+
+
+def test_missing_transformers_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rivals, "find_spec", lambda name: None)
+    progress = run_stages([Stage("rival", gpu_rivals.against_transformers, 0)], toy(), 60, ignore)
+    assert [(row.value, row.met, row.note) for row in progress.rows] == [(None, None, "not installed")]
+
+
+def test_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(query_BHD: torch.Tensor, *arguments: object, **settings: object) -> torch.Tensor:
+        return torch.zeros_like(query_BHD)
+
+    monkeypatch.setattr(gpu_kernels, "paged_attention_decode", zeros)
+    progress = run_stages([Stage("decode", gpu_kernels.decode_kernel, 0)], toy(), 60, ignore)
+    assert [(row.name, row.value, row.met) for row in progress.rows] == [("decode", None, False)]
+    assert "decode kernel: relative error" in progress.rows[0].note
 
 
 def test_stages_that_need_the_rates_say_so() -> None:
