@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
 )
 
 from baton.errors import ConfigError, WorkerLost
+from baton.kernels import native
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
@@ -147,4 +148,4 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives
 def share_cores(num_ranks: int) -> None:
     """Give this process its part of the cores: ranks that spin against each other stand still."""
     if num_ranks > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+        native.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))

@@ -18,8 +18,7 @@ from baton.kernels import native
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
-
-TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of native/decoder.c
+TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of csrc/decoder.c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class StackShape:
 
 
 class DecoderStack:
-    """Keeps the weights alive and their addresses in the order that native/decoder.c reads."""
+    """Keeps the weights alive and their addresses in the order that csrc/decoder.c reads."""
 
     def __init__(
         self, layers: Sequence[StackLayer], final_norm_E: Tensor, cos_sin_MD: Tensor, shape: StackShape
@@ -74,7 +73,7 @@ class DecoderStack:
             splits=shape.num_splits,
         )
         widths = (shape.hidden, self._qkv_width, shape.num_heads * shape.head_dim, 3 * shape.intermediate)
-        self._scratch_width = sum(widths)  # elements a token, as lay_out() in native/decoder.c
+        self._scratch_width = sum(widths)  # elements a token, as lay_out() in csrc/decoder.c
 
     def seconds(self) -> dict[str, float]:
         """Where the time of all runs so far went: linear, attention, other."""

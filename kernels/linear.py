@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from baton.kernels import native
 
-PANEL: Final = 32  # as in native/linear.c
+PANEL: Final = 32  # as in csrc/linear.c
 
 
 @dataclass(frozen=True, slots=True)

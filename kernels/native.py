@@ -25,8 +25,17 @@ logger = logging.getLogger(__name__)
 M_TRIM_THRESHOLD: Final = -1  # of malloc.h
 M_MMAP_THRESHOLD: Final = -3
 KEPT_BYTES: Final = 2**28
-SOURCES: Final = Path(__file__).resolve().parent / "native"
-FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC", "-w")
+SOURCES: Final = Path(__file__).resolve().parent / "csrc"
+FLAGS: Final = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fvisibility=hidden",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-w",
+)
 DTYPE_CODES: Final = {torch.float32: 0, torch.bfloat16: 1}  # as `enum dtype` in simd.h
 _CTYPES: Final[dict[str, Any]] = {
     "p": ctypes.c_void_p,
@@ -66,10 +75,26 @@ def library() -> ctypes.CDLL | None:
         return None
     _keep_freed_memory()
     try:
-        return ctypes.CDLL(str(_built_library(compiler)))
+        loaded = ctypes.CDLL(str(_built_library(compiler)))
+        loaded.baton_set_num_threads(torch.get_num_threads())
+        return loaded
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("native kernels not built (%s): the CPU kernels run as plain torch, slower", error)
         return None
+
+
+def num_threads() -> int:
+    """Threads that the C kernels use, the caller's included; as many as torch had when they were loaded."""
+    loaded = library()
+    return 1 if loaded is None else int(loaded.baton_num_threads())
+
+
+def set_num_threads(count: int) -> None:
+    """Limit torch and the C kernels to `count` threads."""
+    torch.set_num_threads(count)
+    loaded = library()
+    if loaded is not None:
+        loaded.baton_set_num_threads(count)
 
 
 def _keep_freed_memory() -> None:
@@ -94,14 +119,10 @@ def _built_library(compiler: str) -> Path:
 
 
 def _compile(compiler: str, sources: list[Path], target: Path) -> None:
-    # OpenMP resolves to the libgomp that torch has loaded: one thread pool in the process, not two.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = [compiler, *FLAGS, "-fopenmp", *map(str, sources), "-o", str(built), "-lm"]
+        command = [compiler, *FLAGS, *map(str, sources), "-o", str(built), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if result.returncode:  # Apple's clang knows no -fopenmp: one thread is better than none
-            command.remove("-fopenmp")
-            result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if result.returncode:
             raise subprocess.SubprocessError(f"{compiler} failed: {result.stderr.strip()[-300:]}")
         os.replace(built, target)  # whole or not at all, whichever process comes first

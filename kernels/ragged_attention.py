@@ -23,7 +23,7 @@ MAX_HEAD_DIM: Final = 256  # head size that the C kernel has room for
 
 
 class AttentionArguments(ctypes.Structure):
-    """`struct attention` of native/ops.h, field by field."""
+    """`struct attention` of csrc/ops.h, field by field."""
 
     _fields_ = (
         ("query", ctypes.c_void_p),

@@ -280,10 +280,9 @@ def _uniform_reference(sampling: SamplingTensors, vocab_size: int) -> Tensor:
 def _sample_native(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
     _check(logits_BV, sampling)
     num_rows, vocab_size = logits_BV.shape
-    num_threads = torch.get_num_threads()
-    scratch = torch.empty((num_threads, 2 * vocab_size))
+    scratch = torch.empty((native.num_threads(), 2 * vocab_size))
     tokens_B = torch.empty(num_rows, dtype=torch.int64)
-    native.function("baton_sample", "pn" + 9 * "p" + "nni")(
+    native.function("baton_sample", "pn" + 9 * "p" + "nn")(
         logits_BV.data_ptr(),
         logits_BV.stride(0),
         *(getattr(sampling, field.name).data_ptr() for field in fields(sampling)),
@@ -291,6 +290,5 @@ def _sample_native(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
         tokens_B.data_ptr(),
         num_rows,
         vocab_size,
-        num_threads,
     )
     return tokens_B

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import FileStore
 from baton.engine import parallel
 from baton.engine.parallel import TensorParallel, share_cores
 from baton.errors import ConfigError, WorkerLost
+from baton.kernels import native
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -76,13 +77,14 @@ def test_sockets_listen_on_loopback_only(pair: Pair) -> None:
 
 @pytest.fixture
 def threads() -> Iterator[int]:
-    before = torch.get_num_threads()
+    before = native.num_threads()
+    native.set_num_threads(before)
     yield before
-    torch.set_num_threads(before)
+    native.set_num_threads(before)
 
 
 def test_ranks_share_the_cores(threads: int) -> None:
     share_cores(1)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == native.num_threads() == threads
     share_cores(10_000)
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == native.num_threads() == 1

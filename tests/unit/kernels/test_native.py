@@ -15,7 +15,12 @@ import torch
 from baton.kernels import native
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCE = '#include "number.h"\n__attribute__((visibility("default"))) int number(void) { return NUMBER; }\n'
+SOURCE = """
+#include "number.h"
+#define EXPORT __attribute__((visibility("default")))
+EXPORT int number(void) { return NUMBER; }
+EXPORT void baton_set_num_threads(int count) { (void)count; }
+"""
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or "no compiler"
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from baton.kernels import native
 from baton.kernels.ragged_attention import RaggedBatch, ragged_attention
 from tests.kernels.outcomes import normal
 
@@ -185,7 +186,7 @@ def test_a_query_has_the_same_bits_in_any_chunk_page_size_and_batch(
 @dtypes
 @pytest.mark.parametrize("group_size", [1, 4, 7])
 def test_many_decodes_together_have_the_bits_of_each_alone(dtype: torch.dtype, group_size: int) -> None:
-    num_sequences = 2 * torch.get_num_threads() + 3  # enough that threads need not share a sequence
+    num_sequences = 2 * native.num_threads() + 3  # enough that threads need not share a sequence
     lengths = [1 + 13 * index % 70 for index in range(num_sequences)]
     sequences = Sequences(lengths, Heads(num_kv_heads=4, group_size=group_size, dtype=dtype))
     parts = [Part(index, length - 1, length) for index, length in enumerate(lengths)]

@@ -369,23 +369,36 @@ INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_star
     return t;
 }
 
+struct tiles {
+    const struct attention *attention;
+    const int64_t *starts;
+    int64_t count, decode_heads;
+};
+
+static void run_tiles(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct tiles *tiles = context;
+    const struct attention *p = tiles->attention;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        // The longest contexts of a prefill come last in each sequence; starting there evens the load.
+        struct tile t = find_tile(p, tiles->starts, tiles->count - 1 - i, tiles->decode_heads);
+        if (p->is_bf16) run_tile(p, &t, 1);
+        else run_tile(p, &t, 0);
+    }
+}
+
 // tile_starts: scratch of num_sequences + 1. head_dim: even, at most 256. A sequence whose
 // context_len is 0 is padding: its rows come out as zeros.
 EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
     // All KV heads in one tile where there are sequences enough to keep every thread busy.
-    int64_t group = p->num_heads / p->num_kv_heads, decode_heads = 1;
-    if (p->num_sequences >= 2 * omp_get_max_threads()) decode_heads = MAX(1, MIN(p->num_kv_heads, MAX_TILE_ROWS / group));
+    struct tiles tiles = {.attention = p, .starts = tile_starts, .decode_heads = 1};
+    int64_t group = p->num_heads / p->num_kv_heads;
+    if (p->num_sequences >= 2 * num_threads()) tiles.decode_heads = MAX(1, MIN(p->num_kv_heads, MAX_TILE_ROWS / group));
     tile_starts[0] = 0;
     for (int64_t s = 0; s < p->num_sequences; s++) {
-        struct cut c = cut_sequence(p, s, decode_heads);
+        struct cut c = cut_sequence(p, s, tiles.decode_heads);
         tile_starts[s + 1] = tile_starts[s] + c.num_runs * c.num_parts;
     }
-    int64_t num_tiles = tile_starts[p->num_sequences];
-#pragma omp parallel for schedule(dynamic, 1) if (num_tiles > 1)
-    for (int64_t i = 0; i < num_tiles; i++) {
-        // The longest contexts of a prefill come last in each sequence; starting there evens the load.
-        struct tile t = find_tile(p, tile_starts, num_tiles - 1 - i, decode_heads);
-        if (p->is_bf16) run_tile(p, &t, 1);
-        else run_tile(p, &t, 0);
-    }
+    tiles.count = tile_starts[p->num_sequences];
+    parallel_for(tiles.count, 1, run_tiles, &tiles);
 }

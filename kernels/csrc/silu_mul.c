@@ -22,12 +22,27 @@ INLINE void silu_row(const char *gate_up, char *y, int64_t width, const int is_b
     }
 }
 
+#define PART_WORK 16384  // elements worth a part of their own
+
+struct gating {
+    const char *gate_up;
+    char *y;
+    int64_t width;
+    int dtype;
+};
+
+static void gate_rows(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct gating *g = context;
+    int64_t row_bytes = g->width * (g->dtype == BF16 ? 2 : 4);
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        if (g->dtype == BF16) silu_row(g->gate_up + 2 * r * row_bytes, g->y + r * row_bytes, g->width, 1);
+        else silu_row(g->gate_up + 2 * r * row_bytes, g->y + r * row_bytes, g->width, 0);
+    }
+}
+
 // gate_up: [num_rows, 2 * width]; y: [num_rows, width]; both contiguous.
 EXPORT void baton_silu_mul(const char *gate_up, char *y, int64_t num_rows, int64_t width, int dtype) {
-    int64_t row_bytes = width * (dtype == BF16 ? 2 : 4);
-#pragma omp parallel for schedule(static) if (num_rows * width > 32768)
-    for (int64_t r = 0; r < num_rows; r++) {
-        if (dtype == BF16) silu_row(gate_up + 2 * r * row_bytes, y + r * row_bytes, width, 1);
-        else silu_row(gate_up + 2 * r * row_bytes, y + r * row_bytes, width, 0);
-    }
+    struct gating g = {gate_up, y, width, dtype};
+    parallel_for(num_rows, grain_of(width, PART_WORK), gate_rows, &g);
 }

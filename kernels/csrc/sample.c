@@ -118,16 +118,36 @@ static int64_t draw(const struct sampling *s, const float *logits, float *expone
     return best_token;
 }
 
+struct rows_to_sample {
+    const float *logits;
+    ptrdiff_t stride;
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *seed;
+    const int32_t *choice;
+    const int64_t *position;
+    float *scratch;
+    int64_t *tokens, size;
+};
+
+static void sample_rows(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct rows_to_sample *s = context;
+    float *exponent = s->scratch + thread * 2 * s->size;
+    for (int64_t r = begin; r < end; r++) {
+        const float *logits = s->logits + r * s->stride;
+        struct sampling p = {s->temperature[r], s->top_k[r], s->top_p[r], s->min_p[r], s->seed[r], s->choice[r], s->position[r]};
+        s->tokens[r] = p.temperature == 0.0f ? argmax(logits, s->size)
+                                             : draw(&p, logits, exponent, exponent + s->size, s->size);
+    }
+}
+
 // logits: [num_rows, size] fp32, rows `stride` floats apart; scratch: [num_threads, 2 * size].
 EXPORT void baton_sample(
     const float *logits, ptrdiff_t stride, const float *temperature, const int32_t *top_k, const float *top_p,
     const float *min_p, const int64_t *seed, const int32_t *choice, const int64_t *position, float *scratch,
-    int64_t *tokens, int64_t num_rows, int64_t size, int num_threads) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_rows > 1)
-    for (int64_t r = 0; r < num_rows; r++) {
-        struct sampling s = {temperature[r], top_k[r], top_p[r], min_p[r], seed[r], choice[r], position[r]};
-        float *scaled = scratch + omp_get_thread_num() * 2 * size;
-        tokens[r] = s.temperature == 0.0f ? argmax(logits + r * stride, size)
-                                          : draw(&s, logits + r * stride, scaled, scaled + size, size);
-    }
+    int64_t *tokens, int64_t num_rows, int64_t size) {
+    struct rows_to_sample s = {
+        logits, stride, temperature, top_k, top_p, min_p, seed, choice, position, scratch, tokens, size};
+    parallel_for(num_rows, 1, sample_rows, &s);
 }

@@ -16,19 +16,36 @@ INLINE void rotate_head(char *x, const float *cos, const float *sin, int64_t hal
     }
 }
 
+#define PART_WORK 32768  // elements worth a part of their own
+
+struct rotation {
+    char *x;
+    ptrdiff_t stride;
+    const float *cos_sin;
+    const int64_t *positions;
+    int64_t num_heads, head_dim;
+    int dtype;
+};
+
+static void rotate_tokens(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct rotation *r = context;
+    int64_t head_bytes = r->head_dim * (r->dtype == BF16 ? 2 : 4), half = r->head_dim / 2;
+    (void)thread;
+    for (int64_t t = begin; t < end; t++) {
+        const float *cos = r->cos_sin + r->positions[t] * r->head_dim;
+        for (int64_t h = 0; h < r->num_heads; h++) {
+            char *head = r->x + t * r->stride + h * head_bytes;
+            if (r->dtype == BF16) rotate_head(head, cos, cos + half, half, 1);
+            else rotate_head(head, cos, cos + half, half, 0);
+        }
+    }
+}
+
 // x: [num_tokens, num_heads, head_dim], heads contiguous, tokens `stride` bytes apart;
 // cos_sin: [max_positions, head_dim] fp32, cosines first.
 EXPORT void baton_rope(
     char *x, ptrdiff_t stride, int64_t num_heads, const float *cos_sin, const int64_t *positions,
     int64_t num_tokens, int64_t head_dim, int dtype) {
-    int64_t head_bytes = head_dim * (dtype == BF16 ? 2 : 4), half = head_dim / 2;
-#pragma omp parallel for schedule(static) if (num_tokens * num_heads * head_dim > 65536)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        const float *cos = cos_sin + positions[t] * head_dim;
-        for (int64_t h = 0; h < num_heads; h++) {
-            char *head = x + t * stride + h * head_bytes;
-            if (dtype == BF16) rotate_head(head, cos, cos + half, half, 1);
-            else rotate_head(head, cos, cos + half, half, 0);
-        }
-    }
+    struct rotation r = {x, stride, cos_sin, positions, num_heads, head_dim, dtype};
+    parallel_for(num_tokens, grain_of(num_heads * head_dim, PART_WORK), rotate_tokens, &r);
 }

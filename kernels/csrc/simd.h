@@ -12,13 +12,8 @@
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
-#if defined(_OPENMP)
-#include <omp.h>
-#else
-static inline int omp_get_max_threads(void) { return 1; }
-static inline int omp_get_thread_num(void) { return 0; }
-static inline int omp_get_num_threads(void) { return 1; }
-#endif
+
+#include "threads.h"
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))

@@ -39,33 +39,50 @@ INLINE void add_row(char *residual, const char *x, int64_t width, const int is_b
         store_one(residual, i, load_one(residual, i, is_bf16) + load_one(x, i, is_bf16), is_bf16);
 }
 
+#define PART_WORK 32768  // elements worth a part of their own
+
+struct norm {
+    const char *x;  // added to the residual, or null
+    char *rows, *y;
+    const char *weight;
+    struct rows strides, y_strides;
+    int64_t num_inner, width;
+    float eps;
+    int dtype;
+};
+
+static void norm_rows(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct norm *n = context;
+    int64_t row_bytes = n->width * (n->dtype == BF16 ? 2 : 4);
+    (void)thread;
+    for (int64_t r = begin; r < end; r++) {
+        char *row = row_at(n->rows, n->strides, r, n->num_inner), *y = row_at(n->y, n->y_strides, r, n->num_inner);
+        if (n->dtype == BF16) {
+            if (n->x) add_row(row, n->x + r * row_bytes, n->width, 1);
+            norm_row(row, n->weight, y, n->width, n->eps, 1);
+        } else {
+            if (n->x) add_row(row, n->x + r * row_bytes, n->width, 0);
+            norm_row(row, n->weight, y, n->width, n->eps, 0);
+        }
+    }
+}
+
 // x, y: [num_outer, num_inner, width], last axis contiguous, strides in bytes; y may be x.
 EXPORT void baton_rms_norm(
     char *x, ptrdiff_t outer, ptrdiff_t inner, const char *weight, char *y, ptrdiff_t y_outer, ptrdiff_t y_inner,
     int64_t num_outer, int64_t num_inner, int64_t width, float eps, int dtype) {
-    int64_t num_rows = num_outer * num_inner;
-    struct rows strides = {outer, inner}, y_strides = {y_outer, y_inner};
-#pragma omp parallel for schedule(static) if (num_rows * width > 65536)
-    for (int64_t r = 0; r < num_rows; r++) {
-        char *row = row_at(x, strides, r, num_inner), *out = row_at(y, y_strides, r, num_inner);
-        if (dtype == BF16) norm_row(row, weight, out, width, eps, 1);
-        else norm_row(row, weight, out, width, eps, 0);
-    }
+    struct norm n = {
+        .rows = x, .y = y, .weight = weight, .strides = {outer, inner}, .y_strides = {y_outer, y_inner},
+        .num_inner = num_inner, .width = width, .eps = eps, .dtype = dtype};
+    parallel_for(num_outer * num_inner, grain_of(width, PART_WORK), norm_rows, &n);
 }
 
-// residual += x, then y = norm(residual); x and residual: [num_rows, width], contiguous.
+// residual += x, then y = norm(residual); all [num_rows, width], contiguous; y may be x.
 EXPORT void baton_add_rms_norm(
     const char *x, char *residual, const char *weight, char *y, int64_t num_rows, int64_t width, float eps, int dtype) {
     int64_t row_bytes = width * (dtype == BF16 ? 2 : 4);
-#pragma omp parallel for schedule(static) if (num_rows * width > 65536)
-    for (int64_t r = 0; r < num_rows; r++) {
-        char *row = residual + r * row_bytes;
-        if (dtype == BF16) {
-            add_row(row, x + r * row_bytes, width, 1);
-            norm_row(row, weight, y + r * row_bytes, width, eps, 1);
-        } else {
-            add_row(row, x + r * row_bytes, width, 0);
-            norm_row(row, weight, y + r * row_bytes, width, eps, 0);
-        }
-    }
+    struct norm n = {
+        .x = x, .rows = residual, .y = y, .weight = weight, .strides = {row_bytes, 0}, .y_strides = {row_bytes, 0},
+        .num_inner = 1, .width = width, .eps = eps, .dtype = dtype};
+    parallel_for(num_rows, grain_of(width, PART_WORK), norm_rows, &n);
 }

@@ -11,6 +11,8 @@
 #define ROWS 12
 #define ROW_BLOCK 192  // rows whose x stays in L2 while the panels pass
 
+#define PART_WORK (1 << 19)  // multiplications worth a part of their own
+
 struct linear {
     const char *x;          // [M, K]
     ptrdiff_t x_stride;     // bytes from row to row
@@ -69,22 +71,33 @@ INLINE void tile(const struct linear *p, int64_t row, int64_t panel, int64_t row
     }
 }
 
-INLINE void multiply_panels(const struct linear *p, const int is_bf16) {
-    int64_t num_panels = (p->num_columns + PANEL - 1) / PANEL;
-    int64_t num_blocks = (p->num_rows + ROW_BLOCK - 1) / ROW_BLOCK;
-#pragma omp parallel for schedule(static) collapse(2)
-    for (int64_t block = 0; block < num_blocks; block++)
-        for (int64_t panel = 0; panel < num_panels; panel++) {
-            int64_t row = block * ROW_BLOCK;
-            int64_t rows_left = MIN(p->num_rows - row, ROW_BLOCK);
-            // Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2.
-            for (int64_t tiles = (rows_left + ROWS - 1) / ROWS; tiles > 0; tiles--) {
-                int64_t rows = (rows_left + tiles - 1) / tiles;
-                tile(p, row, panel, rows, is_bf16);
-                row += rows;
-                rows_left -= rows;
-            }
-        }
+INLINE int64_t num_panels_of(int64_t num_columns) { return (num_columns + PANEL - 1) / PANEL; }
+
+INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel, const int is_bf16) {
+    int64_t row = block * ROW_BLOCK;
+    int64_t rows_left = MIN(p->num_rows - row, ROW_BLOCK);
+    // Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2.
+    for (int64_t tiles = (rows_left + ROWS - 1) / ROWS; tiles > 0; tiles--) {
+        int64_t rows = (rows_left + tiles - 1) / tiles;
+        tile(p, row, panel, rows, is_bf16);
+        row += rows;
+        rows_left -= rows;
+    }
+}
+
+// Item i is panel i % panels of row block i / panels.
+static void multiply_bf16(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct linear *p = context;
+    int64_t num_panels = num_panels_of(p->num_columns);
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, 1);
+}
+
+static void multiply_f32(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct linear *p = context;
+    int64_t num_panels = num_panels_of(p->num_columns);
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) multiply_panel(p, i / num_panels, i % num_panels, 0);
 }
 
 // x and packed share the element type `dtype`; y is of type `y_dtype`. num_inputs is even for bf16.
@@ -95,18 +108,32 @@ EXPORT void baton_linear(
         .x = x, .x_stride = x_stride, .packed = packed, .bias = bias, .y = y, .y_stride = y_stride,
         .num_rows = num_rows, .num_columns = num_columns,
         .num_units = dtype == BF16 ? num_inputs / 2 : num_inputs, .splits = splits, .y_is_bf16 = y_dtype == BF16};
-    if (dtype == BF16) multiply_panels(&p, 1);
-    else multiply_panels(&p, 0);
+    int64_t num_items = num_panels_of(num_columns) * ((num_rows + ROW_BLOCK - 1) / ROW_BLOCK);
+    int64_t grain = grain_of(MIN(num_rows, ROW_BLOCK) * num_inputs * PANEL, PART_WORK);
+    parallel_for(num_items, grain, dtype == BF16 ? multiply_bf16 : multiply_f32, &p);
+}
+
+struct packing {
+    const uint32_t *weight;
+    ptrdiff_t row_units;
+    uint32_t *packed;
+    int64_t num_columns, num_units;
+};
+
+static void pack_panels(const void *context, int64_t begin, int64_t end, int thread) {
+    const struct packing *p = context;
+    (void)thread;
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t k = 0; k < p->num_units; k++)
+            for (int64_t i = 0; i < PANEL; i++) {
+                int64_t column = panel * PANEL + i;
+                p->packed[(panel * p->num_units + k) * PANEL + i] =
+                    column < p->num_columns ? p->weight[column * p->row_units + k] : 0;
+            }
 }
 
 // weight: [num_columns, units] 32-bit units, row-major -> packed, the last panel filled up with zeros.
 EXPORT void baton_pack_linear(const uint32_t *weight, ptrdiff_t row_units, uint32_t *packed, int64_t num_columns, int64_t num_units) {
-    int64_t num_panels = (num_columns + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < num_panels; panel++)
-        for (int64_t k = 0; k < num_units; k++)
-            for (int64_t i = 0; i < PANEL; i++) {
-                int64_t column = panel * PANEL + i;
-                packed[(panel * num_units + k) * PANEL + i] = column < num_columns ? weight[column * row_units + k] : 0;
-            }
+    struct packing p = {weight, row_units, packed, num_columns, num_units};
+    parallel_for(num_panels_of(num_columns), 4, pack_panels, &p);
 }
