@@ -166,11 +166,11 @@ class LLM:
         if self.engine.wait_s is not None:  # prompts wait for company (max_queue_delay_ms)
             time.sleep(self.engine.wait_s)
         for output in outputs:
-            call = self._calls.get(output.request_id)
-            if call is None:  # a choice that was cut at a stop string, and so was the last other one
-                continue
+            call = self._calls[output.request_id]
             generation = call.running[output.request_id]
-            call.read(generation, output)
+            delta = call.read(generation, output)
+            if delta is not None and delta.finish_reason is not None and output.finish_reason is None:
+                self.engine.abort(output.request_id, output.choice)  # cut at a stop string
             if generation.is_finished:
                 self._end(output.request_id)
 
@@ -180,7 +180,6 @@ class LLM:
         if call is None:
             return
         generation = call.running.pop(request_id)
-        # Also after a stop string: the engine does not know of those, and its choice is still alive.
         for output in self.engine.abort(request_id):
             call.read(generation, output)
 
@@ -192,10 +191,11 @@ class _Call:
         self.running = {generation.request.request_id: generation for generation in generations}
         self.unread: deque[TextDelta] = deque()
 
-    def read(self, generation: Generation, output: StepOutput) -> None:
+    def read(self, generation: Generation, output: StepOutput) -> TextDelta | None:
         delta = generation.accept(output)
         if delta is not None:
             self.unread.append(delta)
+        return delta
 
 
 @contextmanager

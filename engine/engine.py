@@ -78,10 +78,10 @@ class Engine:
             )
             self.scheduler.add(sequence)
 
-    def abort(self, request_id: str) -> list[StepOutput]:
-        """End the request now: one last output, without a token, for each choice that was still alive."""
+    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
+        """End the request, or one choice of it: a last output, without a token, for each that was alive."""
         outputs = []
-        for sequence in self.scheduler.abort(request_id):
+        for sequence in self.scheduler.abort(request_id, choice):
             self._sampler.forget(sequence)
             outputs.append(
                 StepOutput(

@@ -24,7 +24,7 @@ from baton.engine.hf_config import read_model_config
 from baton.engine.model_runner import ModelRunner, choose_device
 from baton.engine.parallel import TensorParallel, share_cores
 from baton.engine.step_arrays import decode
-from baton.errors import WorkerLost
+from baton.errors import BatonError, WorkerLost
 
 STOP_COMMAND: Final = b"stop"
 READY: Final = b"ready"
@@ -86,7 +86,10 @@ def follow(assignment: Assignment) -> None:
 
 def _start(assignment: Assignment) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "baton.engine.follower"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_import_root())
+    # A group of its own: Ctrl-C in the terminal is for rank 0, which then says stop.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_import_root(), process_group=0
+    )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:  # whoever waits for READY reports a process that is gone
         process.stdin.write(msgspec.json.encode(assignment))
@@ -122,6 +125,8 @@ def main() -> None:
         follow(msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment))
     except WorkerLost:
         sys.exit(0)  # rank 0 is gone, and with it whoever would read an error
+    except BatonError as error:
+        sys.exit(f"baton: a tensor-parallel rank cannot start: {error}")
 
 
 if __name__ == "__main__":

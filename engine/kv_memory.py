@@ -13,12 +13,12 @@ DEFAULT_CPU_BYTES: Final = 4 * 2**30
 MAX_CPU_SHARE: Final = 0.25  # of the memory that is free now
 
 
-def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device, max_num_tokens: int) -> int:
-    """Pages for the device pool: what the memory given holds, never more than `max_num_tokens` need."""
+def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device) -> int:
+    """Pages for the device pool: all that the memory holds; what sequences leave is prefix cache."""
     given = cache.kv_cache_memory_bytes
     if given is None:
         given = _free_bytes(cache, device)
-    return min(given // layout.page_bytes, layout.num_pages(max_num_tokens))
+    return given // layout.page_bytes
 
 
 def check_fits(num_pages: int, layout: PageLayout, max_model_len: int) -> None:
@@ -38,6 +38,6 @@ def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(DEFAULT_CPU_BYTES, int(free * MAX_CPU_SHARE))
     free, total = torch.cuda.mem_get_info(device)
-    # Weights are loaded and a full step has run: what the allocator once held, a later step will need.
+    # The caller has loaded the weights and run a full step: what that step held, a later one will need.
     in_use = total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     return max(0, int(total * cache.gpu_memory_utilization) - in_use)

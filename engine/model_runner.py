@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, cache_directory
 from baton.engine.cuda_graphs import DecodeGraphs
 from baton.engine.decoder import Decoder
 from baton.engine.dummy_weights import DummyCheckpoint
@@ -22,9 +22,10 @@ from baton.engine.layers import Parameters
 from baton.engine.model_input import ModelInput
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import check_parameters, parameter_bytes
-from baton.engine.step_arrays import StepArrays
+from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError
+from baton.kernels import native
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class ModelRunner:
         self.model = model
         self.tp = tp
         self.device = choose_device(config.device, tp.rank)
+        native.keep_builds_in(cache_directory())
         self.dtype = model.dtype if config.dtype == "auto" else config.dtype
         self.max_model_len = choose_max_model_len(config, model)
         self.layout = PageLayout(
@@ -56,17 +58,20 @@ class ModelRunner:
         checkpoint = self._open_checkpoint()
         check_parameters(checkpoint, self.model)
         if progress is not None:
-            total_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
+            total_bytes = parameter_bytes(self.model, self.model.dtype) // self.tp.size
             checkpoint = ReportingCheckpoint(checkpoint, total_bytes, progress)
         parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
         self.decoder = Decoder(self.model, parameters, self.max_model_len)
+        if isinstance(checkpoint, ReportingCheckpoint):
+            checkpoint.finish()
 
     @torch.inference_mode()
     def allocate(self) -> None:
         """Make the pool; ConfigError when it cannot hold one sequence of the longest length."""
         cache, scheduler = self.config.cache, self.config.scheduler
-        most_tokens = scheduler.max_num_seqs * self.max_model_len
-        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device, most_tokens))
+        if self.device.type == "cuda":
+            self.run_largest_step()
+        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device))
         check_fits(num_pages, self.layout, self.max_model_len)
         num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
         self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device)
@@ -74,6 +79,16 @@ class ModelRunner:
             max_pages = self.layout.num_pages(self.max_model_len)
             self._graphs = DecodeGraphs(self.decoder, self.pool.device, scheduler.max_num_seqs, max_pages)
         logger.info("%s", self.describe_pool())
+
+    @torch.inference_mode()
+    def run_largest_step(self) -> None:
+        """Compute as many tokens, and logits of as many rows, as any step may: all padding, stored nowhere."""
+        scheduler = self.config.scheduler
+        step = ModelInput.from_arrays(
+            padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs), self.device
+        )
+        pool = KvPool(self.layout, 1, 0, self.device)
+        self.decoder.logits(self.decoder.forward(step, pool.device))
 
     def describe_pool(self) -> str:
         num_pages, page_size = len(self.pool.device), self.layout.page_size

@@ -85,9 +85,10 @@ class Scheduler:
         self._queues.wait(sequence)
         self._version += 1
 
-    def abort(self, request_id: str) -> list[Sequence]:
-        """End every live choice of the request now and return them; none is not an error."""
-        keys = [(request_id, choice) for choice in range(MAX_CHOICES)]
+    def abort(self, request_id: str, choice: int | None = None) -> list[Sequence]:
+        """End the live choices of the request, or one of them, and return them; none is not an error."""
+        choices = range(MAX_CHOICES) if choice is None else (choice,)
+        keys = [(request_id, each) for each in choices]
         aborted = [self._queues.by_key[key] for key in keys if key in self._queues.by_key]
         for sequence in aborted:
             self._finish(sequence, FinishReason.ABORT)

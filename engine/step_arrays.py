@@ -133,6 +133,25 @@ def decode(message: bytes) -> StepArrays:
     )
 
 
+def padding_step(num_tokens: int, num_rows: int) -> StepArrays:
+    """A step of nothing but padding, `num_tokens` long, that asks for the logits of up to `num_rows` rows."""
+    nothing = np.zeros(0, np.int64)
+    empty = StepArrays(
+        token_ids=nothing,
+        positions=nothing,
+        slots=nothing,
+        cu_seqlens=np.zeros(1, np.int32),
+        context_lens=np.zeros(0, np.int32),
+        page_table=np.zeros((0, 1), np.int32),
+        logit_rows=np.arange(min(num_rows, num_tokens)),
+        num_decodes=0,
+        max_seqlen_q=0,
+        copies_to_host=(),
+        copies_to_device=(),
+    )
+    return _pad(empty, num_tokens)
+
+
 def _pad(arrays: StepArrays, num_rows: int) -> StepArrays:
     """Add one sequence of `num_rows` tokens that are computed, stored nowhere and looked at by nobody."""
     zeros = np.zeros(num_rows, np.int64)

@@ -87,8 +87,12 @@ class ReportingCheckpoint:
     def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         return self._report(self._inner.slice(name, dim, start, stop))
 
+    def finish(self) -> None:
+        """Everything has been read, though ranks that share tensors read a little more than their part."""
+        self._progress(self._total_bytes, self._total_bytes)
+
     def _report(self, tensor: Tensor) -> Tensor:
-        self._done_bytes += tensor.nbytes
+        self._done_bytes = min(self._done_bytes + tensor.nbytes, self._total_bytes)
         self._progress(self._done_bytes, self._total_bytes)
         return tensor
 

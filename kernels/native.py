@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 logger = logging.getLogger(__name__)
+_builds_folder: Path | None = None
 
 M_TRIM_THRESHOLD: Final = -1  # of malloc.h
 M_MMAP_THRESHOLD: Final = -3
@@ -129,8 +130,14 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
     logger.info("native kernels compiled", extra={"path": str(target)})
 
 
+def keep_builds_in(folder: Path) -> None:
+    """Where compiled kernels are kept; to be said before the first kernel runs."""
+    global _builds_folder
+    _builds_folder = folder
+
+
 def _cache_folder() -> Path:
-    folder = Path.home() / ".cache" / "baton"
+    folder = _builds_folder or Path.home() / ".cache" / "baton"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

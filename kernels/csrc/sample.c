@@ -40,7 +40,11 @@ static int64_t argmax(const float *x, int64_t size) {
     }
     float maximum = max_lanes(best);
     for (; i < size; i++) maximum = MAX(maximum, x[i]);
-    for (i = 0; i < size; i++)
+    for (i = 0; i + LANES <= size; i += LANES) {
+        i32x16 equal = load_f32(x + i) == splat(maximum);
+        if (max_lanes((f32x16)(equal & 0x3f800000)) > 0) break;  // all ones where equal: 1.0f there
+    }
+    for (; i < size; i++)
         if (x[i] == maximum) return i;
     return 0;  // all NaN
 }
