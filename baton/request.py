@@ -1,6 +1,6 @@
 """What is asked of an engine and what it answers: the values that travel between the layers."""
 
-import math
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -12,6 +12,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_INTEGER = 2**64  # beyond it a value is not even printed
 
 
 class FinishReason(StrEnum):
@@ -45,8 +46,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_counts()
         self._check_reals()
+
+    def _check_types(self) -> None:
+        for name in ("n", "max_tokens", "min_tokens", "top_k"):
+            _check_integer(name, getattr(self, name))
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(f"logit_bias must map token ids to biases, got {self.logit_bias!r}")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise InvalidRequest(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
+        for token_id in (*self.logit_bias, *self.stop_token_ids):
+            _check_integer("a token id of logit_bias or stop_token_ids", token_id)
 
     def _check_counts(self) -> None:
         _check("n", self.n, 1, MAX_CHOICES)
@@ -84,9 +99,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}")
+    if abs(value) > MAX_INTEGER:
+        raise InvalidRequest(f"{name} must fit 64 bits, got a number of {value.bit_length()} bits")
+
+
 def _check(name: str, value: float, low: float, high: float | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}")
     # Written so that NaN fails: every comparison with NaN is false.
-    if math.isfinite(value) and value >= low and (high is None or value <= high):
+    if low <= value <= (sys.float_info.max if high is None else high):
         return
     bound = f"at least {low}" if high is None else f"between {low} and {high}"
     raise InvalidRequest(f"{name} must be {bound}, got {value}")

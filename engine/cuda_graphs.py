@@ -2,8 +2,7 @@
 
 A decode step of a small model is hundreds of launches of a few microseconds each; a replay is one. Batch
 sizes are padded up to the next captured one; padding rows have context length 0 and slot -1, so they read
-and write nothing. Graphs are captured when a size is first needed, largest work buffers first, and share
-one memory pool.
+and write nothing. A graph is captured when its size is first needed; all share one memory pool.
 """
 
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def can_replay(self, arrays: StepArrays) -> bool:
-        """Decode steps only, of a size that was foreseen; never across ranks that must meet on the host."""
+        """Decode steps only, of a size that was foreseen."""
         num_rows = len(arrays.token_ids)
         return arrays.num_decodes == num_rows == len(arrays.logit_rows) and num_rows <= self._sizes[-1]
 

@@ -43,26 +43,34 @@ class Engine:
         followers: Followers | None = None,
     ) -> None:
         self.runner = runner
-        self._followers = followers
-        self.wait_s: float | None = None  # after a step that did nothing: how long until one can
-        config, layout = runner.config, runner.layout
         self._clock = clock
-        self._seeds = random.Random(config.seed)
+        self._model_fingerprint = model_fingerprint
+        self._followers = followers
+        self._is_lost = False  # the ranks are out of step with each other
+        self.wait_s: float | None = None  # after a step that did nothing: how long until one can
+        self._seeds = random.Random(runner.config.seed)
+        self._meter = PreemptionMeter(runner.pool)
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Know of no sequence and of no page's contents."""
+        runner, config, layout = self.runner, self.runner.config, self.runner.layout
         keys = None
         if config.cache.enable_prefix_caching:
             keys = PageKeys(
-                model_fingerprint=model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
+                model_fingerprint=self._model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
             )
         pool = PagePool(len(runner.pool.device), layout.page_size)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        self.scheduler = Scheduler(config.scheduler, cache, clock)
+        self.scheduler = Scheduler(config.scheduler, cache, self._clock)
         max_num_seqs = config.scheduler.max_num_seqs
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(runner.max_model_len))
         self._sampler = Sampler(runner.device)
-        self._meter = PreemptionMeter(runner.pool)
 
     def add(self, request: Request) -> None:
         """Accept a request; raises InvalidRequest and keeps nothing of it when it cannot run."""
+        if self._is_lost:
+            raise WorkerLost("a step failed and left the ranks apart: the engine must be loaded again")
         model = self.runner.model
         check_request(request, vocab_size=model.vocab_size, max_model_len=self.runner.max_model_len)
         sampling = request.sampling
@@ -99,12 +107,26 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[StepOutput]:
-        """Advance every scheduled sequence; the list is empty while prompts are still being computed."""
+        """Advance every scheduled sequence; the list is empty while prompts are still being computed.
+
+        When anything goes wrong on the way, an interrupt included, all requests are lost: pages may be
+        known by now whose contents were never written, so nothing that was known is trusted again.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._start_afresh()
+            self._is_lost = self.runner.tp.size > 1
+            raise
+
+    def _step(self) -> list[StepOutput]:
         self.scheduler.rates = self._meter.rates
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
+        started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch))
+        self._meter.observe(batch, perf_counter() - started_s)
         advances = self.scheduler.commit(batch, sampled.token_ids)
         return [_output(advance, sampled) for advance in advances]
 
@@ -112,6 +134,9 @@ class Engine:
         """Let the other ranks go and wait until they have."""
         followers, self._followers = self._followers, None
         if followers is None:
+            return
+        if self._is_lost:
+            followers.close(timeout_s=0.0)
             return
         with suppress(WorkerLost):  # a rank that is gone already needs no telling
             self.runner.tp.send_command(STOP_COMMAND)
@@ -121,10 +146,7 @@ class Engine:
         arrays = self._builder.build(batch)
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
-        started_s = perf_counter()
-        logits_RV = self.runner.execute(arrays)
-        self._meter.observe(batch, perf_counter() - started_s)
-        return logits_RV
+        return self.runner.execute(arrays)
 
 
 def _output(advance: Advance, sampled: Sampled) -> StepOutput:

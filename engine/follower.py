@@ -19,12 +19,13 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, cache_directory
 from baton.engine.hf_config import read_model_config
 from baton.engine.model_runner import ModelRunner, choose_device
-from baton.engine.parallel import TensorParallel, share_cores
+from baton.engine.parallel import TensorParallel
 from baton.engine.step_arrays import decode
 from baton.errors import BatonError, WorkerLost
+from baton.kernels import native
 
 STOP_COMMAND: Final = b"stop"
 READY: Final = b"ready"
@@ -34,6 +35,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     rank: int
     rendezvous: str  # path of the file where the ranks find each other
+    num_threads: int
 
 
 class Followers:
@@ -44,10 +46,13 @@ class Followers:
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
         self._processes: list[subprocess.Popen[bytes]] = []
         rendezvous = str(Path(self._folder.name) / "store")
-        share_cores(size)
+        self._num_threads = native.num_threads()
+        share = max(1, self._num_threads // size)  # ranks that fight over cores stand still
+        native.set_num_threads(share)
         try:
             for rank in range(1, size):
-                self._processes.append(_start(Assignment(config=config, rank=rank, rendezvous=rendezvous)))
+                assignment = Assignment(config=config, rank=rank, rendezvous=rendezvous, num_threads=share)
+                self._processes.append(_start(assignment))
             for rank, process in enumerate(self._processes, start=1):
                 _wait_until_ready(rank, process)
             store = FileStore(rendezvous, size)
@@ -67,12 +72,14 @@ class Followers:
             if process.stdout is not None:
                 process.stdout.close()
         self._folder.cleanup()
+        native.set_num_threads(self._num_threads)
 
 
 def follow(assignment: Assignment) -> None:
     """Serve as one rank until rank 0 says stop or goes away."""
     config, size = assignment.config, assignment.config.tensor_parallel_size
-    share_cores(size)
+    native.keep_builds_in(cache_directory())
+    native.set_num_threads(assignment.num_threads)
     device = choose_device(config.device, assignment.rank)
     store = FileStore(assignment.rendezvous, size)
     _say_ready()

@@ -1,6 +1,7 @@
 """How many KV pages fit the memory given."""
 
 import os
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -33,10 +34,19 @@ def check_fits(num_pages: int, layout: PageLayout, max_model_len: int) -> None:
     )
 
 
+def _available_bytes() -> int:
+    """What Linux would give without swapping: file caches count as available, as the weights' own does."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
     if device.type != "cuda":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(DEFAULT_CPU_BYTES, int(free * MAX_CPU_SHARE))
+        return min(DEFAULT_CPU_BYTES, int(_available_bytes() * MAX_CPU_SHARE))
     free, total = torch.cuda.mem_get_info(device)
     # The caller has loaded the weights and run a full step: what that step held, a later one will need.
     in_use = total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)

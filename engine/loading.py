@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from baton.clock import Clock, SystemClock
-from baton.config import EngineConfig
+from baton.config import EngineConfig, cache_directory
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
@@ -15,6 +15,7 @@ from baton.engine.hf_config import read_model_config
 from baton.engine.model_runner import ModelRunner
 from baton.engine.parallel import TensorParallel
 from baton.engine.weights import Progress
+from baton.kernels import native
 
 
 def load_engine(
@@ -24,6 +25,7 @@ def load_engine(
 
     Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine.
     """
+    native.keep_builds_in(cache_directory())
     directory = Path(config.model).resolve()
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)

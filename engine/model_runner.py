@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.config import EngineConfig, cache_directory
+from baton.config import EngineConfig
 from baton.engine.cuda_graphs import DecodeGraphs
 from baton.engine.decoder import Decoder
 from baton.engine.dummy_weights import DummyCheckpoint
@@ -25,7 +25,6 @@ from baton.engine.parameters import check_parameters, parameter_bytes
 from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError
-from baton.kernels import native
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,9 @@ class ModelRunner:
         self.model = model
         self.tp = tp
         self.device = choose_device(config.device, tp.rank)
-        native.keep_builds_in(cache_directory())
-        self.dtype = model.dtype if config.dtype == "auto" else config.dtype
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
+        self.dtype = choose_dtype(config.dtype, model, self.device)
         self.max_model_len = choose_max_model_len(config, model)
         self.layout = PageLayout(
             tp_size=tp.size,
@@ -82,7 +82,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
-        """Compute as many tokens, and logits of as many rows, as any step may: all padding, stored nowhere."""
+        """Compute as many tokens, and logits of as many rows, as any step may: padding, stored nowhere."""
         scheduler = self.config.scheduler
         step = ModelInput.from_arrays(
             padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs), self.device
@@ -122,6 +122,16 @@ def choose_device(name: str, rank: int) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
+    """`auto` is the checkpoint's dtype, but on a CPU float32 for float16, which no CPU kernel takes."""
+    if name != "auto":
+        return name
+    if model.dtype == "float16" and device.type == "cpu":
+        logger.warning("float16 weights are computed in float32: the CPU kernels take no float16")
+        return "float32"
+    return model.dtype
 
 
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -48,7 +48,7 @@ class PagePool:
         self._state = bytearray(num_pages)
         self._known = bytearray(num_pages)
         self._counts = [num_pages, 0, 0, 0, 0]
-        self._owners: list[set[Owner]] = [set() for _ in range(num_pages)]  # nonempty iff ACTIVE
+        self._owners: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
         self._leases = LeaseTable()
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
@@ -72,7 +72,7 @@ class PagePool:
 
     def owners(self, page: int) -> frozenset[Owner]:
         """Everybody who must let go before the page can be reused."""
-        return frozenset(self._owners[page]) | self._leases.owners(page) | self._writers.get(page, set())
+        return self._owners[page] | self._leases.owners(page) | self._writers.get(page, set())
 
     def num_owners(self, page: int) -> int:
         """Number of sequences that use the page."""
@@ -100,8 +100,9 @@ class PagePool:
     def allocate(self, num_pages: int, owner: Owner) -> list[int]:
         """Take free pages. The caller has made room: asking for more than `num_free` is a bug."""
         pages = self._take_free(num_pages, _ACTIVE)
+        owners = frozenset((owner,))
         for page in pages:
-            self._owners[page].add(owner)
+            self._owners[page] = owners
         return pages
 
     def share(self, pages: Iterable[int], owner: Owner) -> None:
@@ -110,7 +111,7 @@ class PagePool:
             state, owners = self._state[page], self._owners[page]
             if state in (_FREE, _QUARANTINED) or owner in owners or page in self._writers:
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be shared with {owner}")
-            owners.add(owner)
+            self._owners[page] = owners | {owner}
             if state != _ACTIVE:
                 self._move(page, _ACTIVE)
 
@@ -123,7 +124,7 @@ class PagePool:
         for page in reversed(pages):
             owners = self._owners[page]
             if owner in owners:
-                owners.remove(owner)
+                owners = self._owners[page] = owners - {owner}
             else:
                 self._end_outside_hold(page, owner)
             if not owners:

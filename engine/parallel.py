@@ -1,6 +1,5 @@
 """Tensor parallelism: which part of a tensor a rank holds, and the sums and gathers between ranks."""
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -17,7 +16,6 @@ from torch._C._distributed_c10d import (
 )
 
 from baton.errors import ConfigError, WorkerLost
-from baton.kernels import native
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
@@ -143,9 +141,3 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Collectives
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return cast(Collectives, ProcessGroupNCCL(store, rank, size, options))
-
-
-def share_cores(num_ranks: int) -> None:
-    """Give this process its part of the cores: ranks that spin against each other stand still."""
-    if num_ranks > 1:
-        native.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))

@@ -18,6 +18,7 @@ class PreemptionMeter:
     def __init__(self, pool: KvPool) -> None:
         self.rates: PreemptionRates | None = None
         self._recompute_s_per_token: float | None = None
+        self._num_seen = 0
         self._swap_s_per_page = _time_swap(pool) if len(pool.host) else None
 
     def observe(self, batch: Batch, step_s: float) -> None:
@@ -25,6 +26,9 @@ class PreemptionMeter:
         num_tokens = sum(chunk.num_tokens for chunk in batch.chunks[batch.num_decodes :])
         if self._swap_s_per_page is None or num_tokens < MIN_PREFILL_TOKENS:
             return
+        self._num_seen += 1
+        if self._num_seen == 1:
+            return  # the first prefill compiles kernels
         cost_s = step_s / (num_tokens + batch.num_decodes)
         mean_s = self._recompute_s_per_token
         self._recompute_s_per_token = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)

@@ -45,10 +45,11 @@ static struct {
 static uint64_t parts_of(uint64_t ticket) { return ticket >> PART_BITS & MAX_PARTS; }
 static uint64_t next_of(uint64_t ticket) { return ticket & MAX_PARTS; }
 
-// Take the next part of the loop that is on; false when there is none.
-static bool claim(int64_t *part) {
+// Take the next part of the loop that is on; false when there is none. The number of threads changes between
+// loops only, so a thread too many that read it before finds the ticket changed.
+static bool claim(int64_t *part, int thread) {
     uint64_t ticket = atomic_load(&pool.ticket);
-    while (next_of(ticket) < parts_of(ticket))
+    while (next_of(ticket) < parts_of(ticket) && thread < atomic_load(&pool.num_threads))
         if (atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) {
             *part = (int64_t)next_of(ticket);
             return true;
@@ -84,7 +85,7 @@ static void *work(void *number) {
     for (;;) {
         int64_t part;
         wait_for_work(thread);
-        while (claim(&part)) run_part(part, thread);
+        while (claim(&part, thread)) run_part(part, thread);
     }
     return NULL;
 }
@@ -121,7 +122,7 @@ void parallel_for(int64_t size, int64_t grain, range_fn fn, const void *context)
     pool.size = size;
     pool.grain = grain;
     publish((uint64_t)num_parts);
-    while (claim(&part)) run_part(part, 0);
+    while (claim(&part, 0)) run_part(part, 0);
     for (int spin = 1; atomic_load(&pool.num_done) < num_parts; spin++) {
         if (spin % SPINS_TO_YIELD == 0) sched_yield();  // whoever holds a part may need this core
         else PAUSE();
@@ -129,7 +130,7 @@ void parallel_for(int64_t size, int64_t grain, range_fn fn, const void *context)
     pthread_mutex_unlock(&pool.busy);
 }
 
-// Threads do not survive a fork; the child starts its own.
+// Threads do not survive a fork; the child works alone until it asks for threads.
 static void forget_threads(void) {
     pthread_mutex_init(&pool.busy, NULL);
     pthread_mutex_init(&pool.sleep, NULL);

@@ -81,3 +81,21 @@ def test_an_output_survives_the_wire() -> None:
         request_id="r", choice=0, index=3, token_id=7, logprobs=logprobs, finish_reason=FinishReason.LENGTH
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": "0.7"}, "temperature must be a number, got '0.7'"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"max_tokens": 10**400}, "max_tokens must fit 64 bits"),
+        ({"n": 1.5}, "n must be an integer, got 1.5"),
+        ({"top_k": True}, "top_k must be an integer, got True"),
+        ({"logit_bias": {"5": 1.0}}, "must be an integer, got '5'"),
+        ({"logit_bias": 5}, "logit_bias must map token ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be token ids, got 5"),
+    ],
+)
+def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**change)

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from baton.engine import parallel
-from baton.engine.parallel import TensorParallel, share_cores
+from baton.engine.parallel import TensorParallel
 from baton.errors import ConfigError, WorkerLost
-from baton.kernels import native
 from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -73,18 +71,3 @@ def test_sockets_listen_on_loopback_only(pair: Pair) -> None:
     process = psutil.Process(pair.process.pid)
     addresses = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert addresses and set(addresses) == {"127.0.0.1"}
-
-
-@pytest.fixture
-def threads() -> Iterator[int]:
-    before = native.num_threads()
-    native.set_num_threads(before)
-    yield before
-    native.set_num_threads(before)
-
-
-def test_ranks_share_the_cores(threads: int) -> None:
-    share_cores(1)
-    assert torch.get_num_threads() == native.num_threads() == threads
-    share_cores(10_000)
-    assert torch.get_num_threads() == native.num_threads() == 1

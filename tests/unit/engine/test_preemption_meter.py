@@ -32,6 +32,7 @@ def test_steps_without_prefill_tell_nothing() -> None:
 
 def test_the_cost_of_a_token_is_that_of_a_step_with_prefill() -> None:
     meter = PreemptionMeter(pool(2))
+    meter.observe(prefill(30), 900.0)  # the first one compiles: it does not count
     meter.observe(prefill(30, num_decodes=2), 3.2)
     assert meter.rates is not None
     assert meter.rates.recompute_s_per_token == 0.1
@@ -40,6 +41,7 @@ def test_the_cost_of_a_token_is_that_of_a_step_with_prefill() -> None:
 
 def test_the_cost_follows_what_is_measured_and_no_single_step_decides() -> None:
     meter = PreemptionMeter(pool(2))
+    meter.observe(prefill(20), 2.0)
     meter.observe(prefill(20), 2.0)
     meter.observe(prefill(20), 200.0)
     assert meter.rates is not None and 0.1 < meter.rates.recompute_s_per_token < 5

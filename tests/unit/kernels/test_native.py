@@ -28,6 +28,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder of its own, and one small source to build."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_builds_folder", None)
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "number.c").write_text(SOURCE)
@@ -106,16 +107,6 @@ def test_a_source_that_does_not_compile_is_quoted(home: Path, caplog: pytest.Log
     (home / "sources" / "number.c").write_text("int number(void) { return nothing; }")
     assert load() is None
     assert len(warnings_of(caplog)) == 1 and "nothing" in warnings_of(caplog)[0]
-
-
-def test_a_compiler_without_openmp_builds_all_the_same(
-    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    script = f'case "$*" in *-fopenmp*) exit 1;; esac; exec {COMPILER} "$@"'
-    put_compiler(home, monkeypatch, script)
-    library = load()
-    assert library is not None and library.number() == 1
-    assert not warnings_of(caplog)
 
 
 def test_a_home_that_takes_no_files_costs_speed_only(
