@@ -1,4 +1,5 @@
 # make test    set up on first use, then run every test
+# make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
@@ -13,7 +14,7 @@ CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis test parity check format clean
+.PHONY: all setup redis test bench parity check format clean
 
 all: check test
 
@@ -34,6 +35,11 @@ redis:
 test: setup redis
 	$(BIN)/python -m pytest --ignore=tests/kernels/interpreted
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
+
+bench: setup
+	$(BIN)/python -m baton.bench.scheduler
+	$(BIN)/python -m baton.bench.batching
+	$(BIN)/python -m baton.bench.gpu
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m "slow or not slow"

@@ -24,6 +24,7 @@ import torch
 from baton.bench.machine import machine_description, matmul_peak_tflops, one_line, read_bandwidth_gbps
 from baton.bench.report import RESULTS, Row, at_least, at_most, print_table, write_json
 from baton.config import engine_config
+from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.engine import Engine
 from baton.engine.hf_config import ModelConfig
 from baton.engine.loading import load_engine
@@ -121,7 +122,7 @@ class Limit(NamedTuple):
 
 def measure_limit(model: ModelConfig, steps: list[StepArrays]) -> Limit:
     """For each step the larger of the time to read the weights and the time to multiply, added up."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     layers = model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.hf_config import ModelConfig
 from baton.engine.parameters import Shape, parameter_shapes
 from baton.engine.weights import check_slice
@@ -19,7 +20,6 @@ from baton.errors import ModelError
 # Elements made at a time: what fits a core's cache, and what keeps a GPU busy in 128 MiB of scratch.
 CPU_CHUNK: Final = 2**17
 GPU_CHUNK: Final = 2**24
-DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The sum of four independent 16-bit uniforms: mean and standard deviation.
 LANES_MEAN: Final = 4 * (2**16 - 1) / 2
 LANES_STD: Final = math.sqrt(4 * (2**32 - 1) / 12)
@@ -35,7 +35,7 @@ class DummyCheckpoint:
         self._shapes = parameter_shapes(config)
         self._std = config.initializer_range
         self._seed = seed
-        self._dtype = DTYPES[config.dtype]
+        self._dtype = TORCH_DTYPES[config.dtype]
         self._device = torch.device(device)
 
     def names(self) -> tuple[str, ...]:

@@ -1,18 +1,16 @@
 """The tensors behind the ledgers: the device pool of one rank, and the host pages it swaps with."""
 
 from collections.abc import Sequence as Ordered
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.plan import PageCopy
 from baton.kernels.gather_pages import gather_pages
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.scatter_pages import scatter_pages
 from baton.layout import PageLayout
-
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class KvPool:

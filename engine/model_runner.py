@@ -14,10 +14,11 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.cuda_graphs import DecodeGraphs
 from baton.engine.decoder import Decoder
+from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.dummy_weights import DummyCheckpoint
 from baton.engine.hf_config import ModelConfig
 from baton.engine.kv_memory import check_fits, count_pages
-from baton.engine.kv_pool import TORCH_DTYPES, KvPool
+from baton.engine.kv_pool import KvPool
 from baton.engine.layers import Parameters
 from baton.engine.model_input import ModelInput
 from baton.engine.parallel import TensorParallel

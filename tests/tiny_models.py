@@ -8,10 +8,10 @@ import torch
 
 from baton.clock import Clock
 from baton.config import EngineConfig, engine_config
+from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.dummy_weights import DummyCheckpoint
 from baton.engine.engine import Engine
 from baton.engine.hf_config import read_model_config
-from baton.engine.kv_pool import TORCH_DTYPES
 from baton.engine.layers import Parameters
 from baton.engine.loading import load_engine
 from baton.engine.parallel import TensorParallel

@@ -120,6 +120,14 @@ static void keep_rows(const struct decoder *d, const struct step *s, const struc
     }
 }
 
+// What the callers' declarations are compared with: sizes of attention, layer, decoder and step.
+EXPORT void baton_struct_sizes(int64_t *sizes) {
+    sizes[0] = sizeof(struct attention);
+    sizes[1] = sizeof(struct layer);
+    sizes[2] = sizeof(struct decoder);
+    sizes[3] = sizeof(struct step);
+}
+
 EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     struct buffers b = lay_out(d, s->scratch, s->num_tokens);
     int64_t row_bytes = d->hidden * element_bytes(d), num_rows = s->num_tokens;

@@ -105,19 +105,15 @@ class PreemptSomebody:
 
     def __init__(self, mode: PreemptMode) -> None:
         self._mode = mode
-        self._turn = 0
         self.num_preemptions = 0
 
     def __call__(self, made: Engine) -> None:
         running = [sequence for sequence in _live(made) if _is_under_way(sequence)]
         if not running:
             return
-        self._turn += 1
-        # Always the same victim would never get on; let two steps in three pass for each.
-        if self._turn % 3 == 0:
-            victim = running[self._turn // 3 % len(running)]
-            made.scheduler.preempt(victim.key, self._mode)
-            self.num_preemptions += 1
+        victim = running[self.num_preemptions % len(running)]
+        made.scheduler.preempt(victim.key, self._mode)
+        self.num_preemptions += 1
 
 
 def _live(made: Engine) -> list[Sequence]:

@@ -73,7 +73,7 @@ def test_preemption_changes_no_bit(
     with engine(directory, cache=cache_settings) as made:
         assert essence(run(made, prompts(), GREEDY, somebody)) == essence(greedy)
         assert essence(run(made, prompts(1), SEEDED, somebody)) == essence(seeded)
-    assert somebody.num_preemptions > 20
+    assert somebody.num_preemptions > 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

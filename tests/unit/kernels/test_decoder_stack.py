@@ -1,13 +1,15 @@
 """What the native decoder refuses before it reads an address; its bits are tested with engine/decoder.py."""
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
 
+from baton.kernels import decoder_stack, native
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
 from baton.kernels.linear import pack_linear
-from baton.kernels.ragged_attention import RaggedBatch
+from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch
 
 SHAPE = StackShape(
     hidden=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate=24, eps=1e-5, num_splits=2
@@ -83,3 +85,10 @@ def test_weights_and_heads_that_are_too_much_for_the_native_call() -> None:
         hidden=32, num_heads=2, num_kv_heads=1, head_dim=258, intermediate=24, eps=1e-5, num_splits=2
     )
     assert not can_stack([layer(head_dim=258)], wide)
+
+
+def test_structs_are_as_long_here_as_in_c() -> None:
+    sizes = torch.zeros(4, dtype=torch.int64)
+    native.function("baton_struct_sizes", "p")(sizes.data_ptr())
+    structs = (AttentionArguments, decoder_stack._Layer, decoder_stack._Decoder, decoder_stack._Step)
+    assert sizes.tolist() == [ctypes.sizeof(struct) for struct in structs]
