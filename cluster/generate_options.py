@@ -26,6 +26,10 @@ class Switch(NamedTuple):
     help: str
 
 
+def _token_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
 
 OPTIONS: Final = (
@@ -35,6 +39,10 @@ OPTIONS: Final = (
     Option("--top-p", "sampling.top_p", float, "P", "only the likeliest tokens that add up to P"),
     Option("--top-k", "sampling.top_k", int, "K", "only the K likeliest tokens"),
     Option("--min-p", "sampling.min_p", float, "P", "only tokens P times as likely as the likeliest"),
+    Option("--repetition-penalty", "sampling.repetition_penalty", float, "X", "over 1: fewer repeats (1.0)"),
+    Option("--presence-penalty", "sampling.presence_penalty", float, "X", "taken from every token used (0)"),
+    Option("--frequency-penalty", "sampling.frequency_penalty", float, "X", "taken for every use (0)"),
+    Option("--stop-token-ids", "sampling.stop_token_ids", _token_ids, "IDS", "end at any of these, as 5,17"),
     Option("--seed", "sampling.seed", int, "N", "the same seed gives the same text"),
     Option("--n", "sampling.n", int, "N", "number of answers (1)"),
     Option("--logprobs", "sampling.logprobs", int, "N", "with --json: log probabilities, N alternatives"),
@@ -51,6 +59,9 @@ OPTIONS: Final = (
     ),
     Option(
         "--gpu-memory-utilization", "engine.cache.gpu_memory_utilization", float, "X", "share of it (0.9)"
+    ),
+    Option(
+        "--host-cache-memory", "engine.cache.host_cache_memory_bytes", str, "SIZE", "pages swap to it (0)"
     ),
 )
 SWITCHES: Final = (
