@@ -97,7 +97,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 def parse_bytes(text: str) -> int:
     """Bytes that "4GiB", "512 MiB", "1.5GB" or "4096" stand for; raises ConfigError otherwise."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", text)
     unit = BYTE_UNITS.get(match[2] or "B") if match else None
     if match is None or unit is None:
         raise ConfigError(f'expected a size such as "4GiB" (units {", ".join(BYTE_UNITS)}), got {text!r}')

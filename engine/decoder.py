@@ -16,6 +16,7 @@ from baton.engine.layers import (
     VocabParallelHead,
 )
 from baton.engine.model_input import ModelInput
+from baton.errors import ModelError
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
@@ -144,4 +145,7 @@ def _rope_table(config: ModelConfig, max_model_len: int) -> Tensor:
         beta_slow=rope_config.beta_slow,
         truncate=rope_config.truncate,
     )
-    return rope_table(config.head_dim, max_model_len, rope_config.theta, scaling)
+    try:
+        return rope_table(config.head_dim, max_model_len, rope_config.theta, scaling)
+    except (ValueError, ArithmeticError) as error:
+        raise ModelError(f"config.json: the rotary embedding cannot be computed: {error}") from error

@@ -130,7 +130,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     try:
         follow(msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment))
-    except WorkerLost:
+    except (WorkerLost, BrokenPipeError):
         sys.exit(0)  # rank 0 is gone, and with it whoever would read an error
     except BatonError as error:
         sys.exit(f"baton: a tensor-parallel rank cannot start: {error}")

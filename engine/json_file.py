@@ -91,6 +91,6 @@ def read_json(path: Path) -> JsonObject:
         raise ModelError(f"{path}: there is no such file") from None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: is not a JSON object: {error}") from None
     return JsonObject(values, str(path))

@@ -11,7 +11,7 @@ from baton.config import EngineConfig, cache_directory
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
-from baton.engine.hf_config import read_model_config
+from baton.engine.hf_config import ModelConfig, read_model_config
 from baton.engine.model_runner import ModelRunner
 from baton.engine.parallel import TensorParallel
 from baton.engine.weights import Progress
@@ -29,6 +29,7 @@ def load_engine(
     directory = Path(config.model).resolve()
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)
+    _check_split(model, config.tensor_parallel_size)
     followers = Followers(config) if config.tensor_parallel_size > 1 else None
     try:
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
@@ -41,6 +42,14 @@ def load_engine(
         if followers:
             followers.close(timeout_s=0.0)
         raise
+
+
+def _check_split(model: ModelConfig, num_ranks: int) -> None:
+    """Before any process is started: ConfigError unless every rank can have an equal part."""
+    tp = TensorParallel(rank=0, size=num_ranks)
+    tp.shard(model.num_kv_heads, what="KV heads")
+    tp.shard(model.num_heads, what="attention heads")
+    tp.shard(model.intermediate_size, what="intermediate_size")
 
 
 def _spare_the_collector() -> None:

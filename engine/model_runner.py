@@ -25,7 +25,7 @@ from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import check_parameters, parameter_bytes
 from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,11 @@ class ModelRunner:
             total_bytes = parameter_bytes(self.model, self.model.dtype) // self.tp.size
             checkpoint = ReportingCheckpoint(checkpoint, total_bytes, progress)
         parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
-        self.decoder = Decoder(self.model, parameters, self.max_model_len)
+        try:
+            self.decoder = Decoder(self.model, parameters, self.max_model_len)
+        except RuntimeError as error:  # torch's word for memory that cannot be had
+            num_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
+            raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
         if isinstance(checkpoint, ReportingCheckpoint):
             checkpoint.finish()
 
@@ -75,7 +79,11 @@ class ModelRunner:
         num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device))
         check_fits(num_pages, self.layout, self.max_model_len)
         num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
-        self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device)
+        try:
+            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device)
+        except (OSError, OverflowError, RuntimeError) as error:
+            num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
+            raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be had: {error}") from error
         if self.device.type == "cuda":
             max_pages = self.layout.num_pages(self.max_model_len)
             self._graphs = DecodeGraphs(self.decoder, self.pool.device, scheduler.max_num_seqs, max_pages)

@@ -90,5 +90,8 @@ def _attention_factor(rope: JsonObject, factor: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     mscale, mscale_all = rope.get("mscale", float), rope.get("mscale_all_dim", float)
-    derived = temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
+    divisor = temperature(mscale_all) if mscale and mscale_all else 1.0
+    if not divisor:
+        raise ModelError(f"{rope.source}: 'mscale_all_dim' {mscale_all} makes the attention factor infinite")
+    derived = temperature(mscale) / divisor if mscale and mscale_all else temperature(1.0)
     return rope.positive("attention_factor", derived)

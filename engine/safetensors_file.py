@@ -73,7 +73,7 @@ def _entries(path: Path, raw: bytes) -> dict[str, TensorEntry]:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         fields.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(field, type=TensorEntry) for name, field in fields.items()}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path}: is damaged: its safetensors header cannot be read: {error}") from None
     for name, entry in entries.items():
         _check_entry(f"{path}: tensor {name!r}", entry)

@@ -139,7 +139,8 @@ def _read_index(index: Path) -> dict[str, Path]:
     weight_map = read_json(index).require("weight_map", dict[str, str])
     for file_name in weight_map.values():
         # A path could name any file of this machine; shards lie beside their index.
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+        is_plain = Path(file_name).name == file_name and "\0" not in file_name
+        if not is_plain or not file_name.endswith(".safetensors"):
             raise ModelError(f"{index}: a shard should be a .safetensors file beside it, got {file_name!r}")
     return {name: index.parent / file_name for name, file_name in weight_map.items()}
 

@@ -78,6 +78,8 @@ class ChatTemplate:
             )
         except minijinja.TemplateError as error:
             raise _translate(error) from None
+        except TypeError as error:  # of the functions that we lend to templates
+            raise ModelError(f"the chat template calls a function wrongly: {error}") from None
         if len(prompt) > MAX_OUTPUT_CHARS:
             raise InvalidRequest(
                 f"the prompt should be at most {MAX_OUTPUT_CHARS} characters, got {len(prompt)}"

@@ -51,7 +51,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         return TokenizerConfig()
     try:
         return msgspec.json.decode(text, type=TokenizerConfig)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{directory / 'tokenizer_config.json'}: {error}") from None
 
 

@@ -193,3 +193,9 @@ def test_damaged_config(tmp_path: Path, text: str, message: str) -> None:
 def test_directory_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="config.json: there is no such file"):
         read_model_config(tmp_path)
+
+
+def test_json_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 200_000)
+    with pytest.raises(ModelError, match="is not a JSON object"):
+        read_model_config(tmp_path)

@@ -4,6 +4,7 @@ import msgspec
 import psutil
 import pytest
 
+from baton.engine import follower
 from baton.engine.loading import load_engine
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
@@ -32,8 +33,8 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "3 KV heads cannot be split over 2 ranks"),
-        ({"intermediate_size": 33}, r"gate_proj.weight: 33 cannot be split over 2"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "KV heads: 3 cannot be split over 2"),
+        ({"intermediate_size": 33}, r"intermediate_size: 33 cannot be split over 2"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
@@ -43,3 +44,17 @@ def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
     with pytest.raises(ConfigError, match=message):
         tiny_engine(write_config(tmp_path, **keys), tensor_parallel_size=2)
     assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("num_ranks", [3, 1_000_000])
+def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
+    tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "_start", lambda _: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match=f"KV heads: 2 cannot be split over {num_ranks} "):
+        tiny_engine(tiny_model, tensor_parallel_size=num_ranks)
+
+
+def test_kv_memory_that_nobody_has_is_an_error_that_says_how_much(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="KV pages of .* bytes cannot be had"):
+        tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": 2**66})
