@@ -90,7 +90,7 @@ def test_a_follower_that_dies_on_the_way_up_is_reported(
     before = children()
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(WorkerLost, match="rank 1 ended with status 1 before it was ready"):
-        tiny_engine(tiny_model, tensor_parallel_size=3)
+        Followers(tiny_config(tiny_model, tensor_parallel_size=3))
     assert children() == before and not list(temporary.iterdir())
 
 
