@@ -21,7 +21,7 @@ from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, ca
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import rope
-from baton.kernels.rope_table import RopeScaling, rope_table
+from baton.kernels.rope_table import rope_table
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.store_kv import store_kv
 
@@ -133,19 +133,7 @@ class DecoderLayer:
 
 
 def _rope_table(config: ModelConfig, max_model_len: int) -> Tensor:
-    rope_config = config.rope
-    scaling = RopeScaling(
-        rope_type=rope_config.type,
-        factor=rope_config.factor,
-        original_max_positions=rope_config.original_max_position_embeddings,
-        low_freq_factor=rope_config.low_freq_factor,
-        high_freq_factor=rope_config.high_freq_factor,
-        attention_factor=rope_config.attention_factor,
-        beta_fast=rope_config.beta_fast,
-        beta_slow=rope_config.beta_slow,
-        truncate=rope_config.truncate,
-    )
     try:
-        return rope_table(config.head_dim, max_model_len, rope_config.theta, scaling)
+        return rope_table(config.head_dim, max_model_len, config.rope.theta, config.rope.scaling)
     except (ValueError, ArithmeticError) as error:
         raise ModelError(f"config.json: the rotary embedding cannot be computed: {error}") from error

@@ -1,30 +1,15 @@
 """Which rotary position embedding a model uses, as its `config.json` says."""
 
-import math
-from typing import Final, Literal, get_args
-
 import msgspec
 
 from baton.engine.json_file import JsonObject
 from baton.errors import ModelError
-
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
+from baton.kernels.rope_table import ROPE_TYPES, RopeScaling
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding; which fields matter depends on `type` (see the comments)."""
-
-    type: RopeType = "default"
     theta: float = 10000.0
-    factor: float = 1.0  # linear, llama3, yarn: the context grows by this much
-    original_max_position_embeddings: int = 0  # llama3, yarn: the context before it grew
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin; already derived from mscale and factor
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    scaling: RopeScaling = RopeScaling()
 
 
 def read_rope_config(keys: JsonObject) -> RopeConfig:
@@ -39,11 +24,22 @@ def read_rope_config(keys: JsonObject) -> RopeConfig:
     if rope.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(f"{rope.source}: 'partial_rotary_factor' other than 1 is not supported")
     theta = rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(type="linear", theta=theta, factor=rope.positive("factor"))
-    return _llama3(rope, keys, theta) if kind == "llama3" else _yarn(rope, keys, theta)
+    try:
+        return RopeConfig(theta=theta, scaling=_scaling(kind, rope, keys))
+    except ValueError as error:
+        raise ModelError(f"{rope.source}: {error}") from None
+
+
+def _scaling(kind: str, rope: JsonObject, keys: JsonObject) -> RopeScaling:
+    match kind:
+        case "linear":
+            return RopeScaling(rope_type="linear", factor=rope.positive("factor"))
+        case "llama3":
+            return _llama3(rope, keys)
+        case "yarn":
+            return _yarn(rope, keys)
+        case _:
+            return RopeScaling()
 
 
 def _original_context(rope: JsonObject, keys: JsonObject) -> int:
@@ -51,47 +47,34 @@ def _original_context(rope: JsonObject, keys: JsonObject) -> int:
     return keys.count(name, rope.count(name, keys.count("max_position_embeddings")))
 
 
-def _llama3(rope: JsonObject, keys: JsonObject, theta: float) -> RopeConfig:
+def _llama3(rope: JsonObject, keys: JsonObject) -> RopeScaling:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     if high <= low:
         raise ModelError(f"{rope.source}: 'high_freq_factor' {high} should exceed 'low_freq_factor' {low}")
-    return RopeConfig(
-        type="llama3",
-        theta=theta,
+    return RopeScaling(
+        rope_type="llama3",
         factor=rope.positive("factor"),
-        original_max_position_embeddings=_original_context(rope, keys),
+        original_max_positions=_original_context(rope, keys),
         low_freq_factor=low,
         high_freq_factor=high,
     )
 
 
-def _yarn(rope: JsonObject, keys: JsonObject, theta: float) -> RopeConfig:
+def _yarn(rope: JsonObject, keys: JsonObject) -> RopeScaling:
     original = _original_context(rope, keys)
     factor = rope.positive("factor", keys.count("max_position_embeddings") / original)
     beta_fast, beta_slow = rope.positive("beta_fast", 32.0), rope.positive("beta_slow", 1.0)
     if beta_fast < beta_slow:
         raise ModelError(f"{rope.source}: 'beta_fast' {beta_fast} should be at least 'beta_slow' {beta_slow}")
-    return RopeConfig(
-        type="yarn",
-        theta=theta,
+    given = rope.get("attention_factor", float)
+    return RopeScaling(
+        rope_type="yarn",
         factor=factor,
-        original_max_position_embeddings=original,
+        original_max_positions=original,
         beta_fast=beta_fast,
         beta_slow=beta_slow,
-        attention_factor=_attention_factor(rope, factor),
+        attention_factor=None if given is None else rope.positive("attention_factor"),
+        mscale=rope.get("mscale", float),
+        mscale_all_dim=rope.get("mscale_all_dim", float),
         truncate=rope.flag("truncate", True),
     )
-
-
-def _attention_factor(rope: JsonObject, factor: float) -> float:
-    """YaRN's temperature, arXiv:2309.00071 section 3.4: 0.1 ln(factor) + 1 unless the file says otherwise."""
-
-    def temperature(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    mscale, mscale_all = rope.get("mscale", float), rope.get("mscale_all_dim", float)
-    divisor = temperature(mscale_all) if mscale and mscale_all else 1.0
-    if not divisor:
-        raise ModelError(f"{rope.source}: 'mscale_all_dim' {mscale_all} makes the attention factor infinite")
-    derived = temperature(mscale) / divisor if mscale and mscale_all else temperature(1.0)
-    return rope.positive("attention_factor", derived)

@@ -6,10 +6,13 @@ Shapes: M positions, D head dim.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 import torch
 from torch import Tensor
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+ROPE_TYPES: Final[tuple[RopeType, ...]] = get_args(RopeType)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,7 @@ class RopeScaling:
     yarn need it. Fields that the type does not use are ignored.
     """
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    rope_type: RopeType = "default"
     factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0  # llama3
@@ -33,12 +36,17 @@ class RopeScaling:
     truncate: bool = True  # yarn: whole dimensions bound the ramp
 
     def __post_init__(self) -> None:
-        if self.rope_type not in ("default", "linear", "llama3", "yarn"):
-            raise ValueError(f"rope_type must be default, linear, llama3 or yarn, got {self.rope_type!r}")
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type must be one of {', '.join(ROPE_TYPES)}, got {self.rope_type!r}")
         if self.factor <= 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_positions < 1:
             raise ValueError(f"{self.rope_type} rope needs original_max_positions of at least 1")
+        if not 0 < attention_factor(self) < math.inf:
+            raise ValueError(
+                f"mscale {self.mscale} and mscale_all_dim {self.mscale_all_dim} make the attention factor "
+                f"{attention_factor(self)}, which must be positive and finite"
+            )
 
 
 def rope_table(head_dim: int, max_positions: int, theta: float, scaling: RopeScaling) -> Tensor:
@@ -77,7 +85,8 @@ def attention_factor(scaling: RopeScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+        divisor = _mscale(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, scaling.mscale) / divisor if divisor else math.inf
     return _mscale(scaling.factor, 1.0)
 
 

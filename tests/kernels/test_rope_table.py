@@ -1,5 +1,6 @@
 """The table against transformers' own frequencies, type by type."""
 
+import math
 from typing import Any
 
 import pytest
@@ -70,5 +71,9 @@ def test_bad_scaling_is_refused() -> None:
         RopeScaling(rope_type="linear", factor=0.0)
     with pytest.raises(ValueError, match="llama3 rope needs original_max_positions"):
         RopeScaling(rope_type="llama3", factor=8.0)
+    with pytest.raises(ValueError, match="make the attention factor inf"):
+        RopeScaling(
+            rope_type="yarn", factor=math.e**10, original_max_positions=64, mscale=1.0, mscale_all_dim=-1.0
+        )
     with pytest.raises(ValueError, match="head_dim must be even"):
         rope_table(7, 16, 10000.0, RopeScaling())

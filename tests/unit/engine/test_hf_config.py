@@ -105,7 +105,7 @@ def test_qwen3_without_head_dim_has_its_default(tmp_path: Path) -> None:
 def test_older_spelling(tmp_path: Path) -> None:
     config = read_keys(tmp_path, OLD_LLAMA)
     assert config.rope.theta == 5000.0
-    assert config.rope.type == "default"
+    assert config.rope.scaling.rope_type == "default"
     assert config.dtype == "bfloat16"
     assert config.initializer_range == 0.02
 

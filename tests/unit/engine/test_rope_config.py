@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from baton.engine.json_file import JsonObject, read_json
 from baton.engine.rope_config import RopeConfig, read_rope_config
 from baton.errors import ModelError
+from baton.kernels.rope_table import RopeScaling, attention_factor
 
 THETA = 5000.0
 MAX_POSITIONS = 256
@@ -37,16 +38,16 @@ def read(**keys: Any) -> RopeConfig:
 
 
 def assert_means_the_same(rope: RopeConfig, oracle: LlamaConfig) -> None:
-    meant = oracle.rope_parameters
-    assert (rope.type, rope.theta) == (meant["rope_type"], meant["rope_theta"])
-    assert {name: getattr(rope, name) for name in FIELDS if name in meant} == {
+    meant, scaling = oracle.rope_parameters, rope.scaling
+    assert (scaling.rope_type, rope.theta) == (meant["rope_type"], meant["rope_theta"])
+    assert {name: getattr(scaling, name) for name in FIELDS if name in meant} == {
         name: meant[name] for name in FIELDS if name in meant
     }
-    if rope.type in ("llama3", "yarn"):
-        assert rope.original_max_position_embeddings == meant["original_max_position_embeddings"]
-    if rope.type != "default":
-        _, attention_factor = ROPE_INIT_FUNCTIONS[rope.type](oracle, "cpu")
-        assert rope.attention_factor == pytest.approx(attention_factor)
+    if scaling.rope_type in ("llama3", "yarn"):
+        assert scaling.original_max_positions == meant["original_max_position_embeddings"]
+    if scaling.rope_type != "default":
+        _, expected = ROPE_INIT_FUNCTIONS[scaling.rope_type](oracle, "cpu")
+        assert attention_factor(scaling) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
@@ -71,18 +72,18 @@ def test_every_type_as_transformers_writes_it(tmp_path: Path, scaling: dict[str,
 
 @pytest.mark.parametrize("keys", [{}, {"rope_scaling": None}, {"rope_parameters": {}}])
 def test_saying_nothing_means_the_plain_embedding(keys: dict[str, Any]) -> None:
-    assert read(**keys) == RopeConfig(type="default", theta=10000.0)
+    assert read(**keys) == RopeConfig(theta=10000.0, scaling=RopeScaling(rope_type="default"))
 
 
 def test_yarn_without_a_factor_derives_it_from_the_contexts() -> None:
     rope = read(rope_scaling={"type": "yarn", "original_max_position_embeddings": 64})
-    assert rope.factor == MAX_POSITIONS / 64
+    assert rope.scaling.factor == MAX_POSITIONS / 64
 
 
 def test_the_outer_original_context_wins() -> None:
     scaling = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
     rope = read(rope_scaling=scaling, original_max_position_embeddings=32)
-    assert rope.original_max_position_embeddings == 32
+    assert rope.scaling.original_max_positions == 32
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,14 @@ def test_the_outer_original_context_wins() -> None:
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 0.5}},
             "'beta_fast' 0.5 should be at least 'beta_slow' 1.0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": -1}},
+            "'attention_factor' should be a number above 0, got -1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -20, "mscale_all_dim": 1}},
+            "rope_scaling: mscale -20.0 and mscale_all_dim 1.0 make the attention factor -0.36",
         ),
     ],
 )
