@@ -42,7 +42,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...]  # one a layer; w: position p sees (p - w, p]; None: everything
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the weights as saved
     initializer_range: float = 0.02  # standard deviation of dummy weights
@@ -91,7 +90,6 @@ def read_model_config(directory: Path) -> ModelConfig:
         rms_norm_eps=keys.positive("rms_norm_eps"),
         rope=read_rope_config(keys),
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
-        bos_token_id=_bos_token_id(tokens, vocab_size),
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
         initializer_range=keys.positive("initializer_range", 0.02),
@@ -154,17 +152,11 @@ def _generation_config(directory: Path) -> JsonObject:
     return read_json(path) if path.exists() else JsonObject({}, str(path))
 
 
-def _bos_token_id(tokens: JsonObject, vocab_size: int) -> int | None:
-    bos = tokens.get("bos_token_id", int)
-    return None if bos is None else _in_vocabulary(tokens, "bos_token_id", bos, vocab_size)
-
-
 def _eos_token_ids(tokens: JsonObject, vocab_size: int) -> tuple[int, ...]:
     ids = tokens.integers("eos_token_id")
-    return tuple(_in_vocabulary(tokens, "eos_token_id", token_id, vocab_size) for token_id in ids)
-
-
-def _in_vocabulary(tokens: JsonObject, key: str, token_id: int, vocab_size: int) -> int:
-    if not 0 <= token_id < vocab_size:
-        raise ModelError(f"{tokens.source}: {key!r} should be in [0, {vocab_size}), got {token_id}")
-    return token_id
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise ModelError(
+                f"{tokens.source}: 'eos_token_id' should be in [0, {vocab_size}), got {token_id}"
+            )
+    return ids

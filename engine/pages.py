@@ -74,10 +74,6 @@ class PagePool:
         """Everybody who must let go before the page can be reused."""
         return self._owners[page] | self._leases.owners(page) | self._writers.get(page, set())
 
-    def num_owners(self, page: int) -> int:
-        """Number of sequences that use the page."""
-        return len(self._owners[page])
-
     def generation(self, page: int) -> int:
         return self._generation[page]
 

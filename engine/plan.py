@@ -22,14 +22,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     `scheduled` is in batch order, chunks of one token first. `admitted` sequences (new, resumed or swapped
     in) run from this step on; `preempted` ones are not scheduled. `page_needs` counts the pages to allocate
-    and names only sequences that need any; with the claimed pages it never exceeds what is available.
+    and names only sequences that need any; with the cached pages that admitted ones share it never exceeds
+    what is available.
     """
 
     version: int
     scheduled: Mapping[SequenceKey, int]
     num_decodes: int  # the leading chunks of one token
     page_needs: Mapping[SequenceKey, int]
-    num_claimed_pages: int = 0  # cached pages that admitted sequences share
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
     num_padded_tokens: int = 0  # rows that a padded batch computes for nothing

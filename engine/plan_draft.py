@@ -144,7 +144,6 @@ class PlanDraft:
             scheduled=scheduled,
             num_decodes=num_decodes,
             page_needs=self._page_needs,
-            num_claimed_pages=len(self._claimed),
             admitted=tuple(self._admitted),
             preempted=self._preempted,
             num_padded_tokens=self.num_padded_tokens,

@@ -102,9 +102,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._queues.waiting)
 
-    def running_keys(self) -> list[SequenceKey]:
-        return [sequence.key for sequence in self._queues.running()]
-
     def sequences(self) -> tuple[Sequence, ...]:
         """Every sequence that has not ended, in order of arrival."""
         return tuple(self._queues.by_key.values())

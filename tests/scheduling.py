@@ -124,7 +124,9 @@ class Harness:
         assert len(running) + len(plan.admitted) - len(plan.preempted) <= config.max_num_seqs
         kept = {p for key in running - set(plan.preempted) for p in self.live[key].page_table}
         freed = {p for key in plan.preempted for p in self.live[key].page_table} - kept
-        num_pages = sum(plan.page_needs.values()) + plan.num_claimed_pages
+        shared = {p for key in plan.admitted for p in self._shared_pages(self.live[key])}
+        claimed = {p for p in shared if p in freed or self.pool.is_available(p)}
+        num_pages = sum(plan.page_needs.values()) + len(claimed)
         assert num_pages <= self.pool.num_available + len(freed)
         if config.policy == "continuous" and num_pages < self.pool.num_available + len(freed):
             self._check_share_of_the_first(plan, running)
@@ -153,6 +155,14 @@ class Harness:
             if sequence.status is SequenceStatus.WAITING and not self.settings.num_host_pages:
                 hits[key] = self._num_hit_tokens(sequence, contexts) if self.settings.prefix_caching else 0
         return hits
+
+    def _shared_pages(self, sequence: Sequence) -> list[int]:
+        """The known pages that a waiting sequence would start with."""
+        if sequence.page_table:
+            return []
+        is_swapped = sequence.status is SequenceStatus.SWAPPED
+        match = self.cache.match_swapped(sequence) if is_swapped else self.cache.match(sequence)
+        return match.device_pages
 
     def _is_computed(self, page: int) -> bool:
         size = self.pool.page_size

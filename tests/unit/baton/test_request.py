@@ -43,11 +43,6 @@ def test_the_edges_of_every_range_are_allowed() -> None:
     SamplingParams(presence_penalty=-2.0, frequency_penalty=2.0, seed=2**63 - 1, logit_bias={0: -100.0})
 
 
-def test_greedy_means_temperature_zero() -> None:
-    assert SamplingParams(temperature=0.0).is_greedy
-    assert not SamplingParams(temperature=1e-6).is_greedy
-
-
 @pytest.mark.parametrize(
     "change", [{"repetition_penalty": 1.1}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}]
 )

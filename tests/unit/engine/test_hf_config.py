@@ -50,7 +50,7 @@ def test_llama_as_transformers_writes_it(tmp_path: Path) -> None:
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (True, True, True, False)
     assert config.sliding_windows == (None,) * 4
     assert config.dtype == "bfloat16"
-    assert (config.bos_token_id, config.eos_token_ids) == (oracle.bos_token_id, (oracle.eos_token_id,))
+    assert config.eos_token_ids == (oracle.eos_token_id,)
 
 
 @pytest.mark.parametrize("window", [8, None])
@@ -117,10 +117,13 @@ def test_absent_kv_heads_mean_one_for_every_head(tmp_path: Path) -> None:
 
 
 def test_generation_config_decides_the_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5], "bos_token_id": null}')
-    config = read_keys(tmp_path, OLD_LLAMA)
-    assert config.eos_token_ids == (3, 5)
-    assert config.bos_token_id == 1
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert read_keys(tmp_path, OLD_LLAMA).eos_token_ids == (3, 5)
+
+
+def test_null_end_tokens_of_the_generation_config_leave_those_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert read_keys(tmp_path, OLD_LLAMA | {"eos_token_id": 7}).eos_token_ids == (7,)
 
 
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_repeated_prompt_comes_from_the_cache() -> None:
     (again,) = harness.add("b", PROMPT)
     plan, batch, _ = harness.step()
     assert again.num_cached_tokens == 8
-    assert plan.num_claimed_pages == 2 and batch.chunks[0].start == 8
+    assert plan.page_needs == {again.key: 1} and batch.chunks[0].start == 8
     harness.run()
 
 
@@ -267,8 +267,9 @@ def test_preemption_of_everything_before_every_step_changes_no_token(
     for name in "abc":
         harness.add(name, PROMPT * 2 + [ord(name) % 50], SamplingParams(max_tokens=6))
     while harness.scheduler.has_work():
-        for key in harness.scheduler.running_keys():
-            harness.scheduler.preempt(key, mode)
+        for sequence in harness.live.values():
+            if sequence.status is SequenceStatus.RUNNING:
+                harness.scheduler.preempt(sequence.key, mode)
         harness.step()
     assert all(sequence.num_preemptions >= 5 for sequence in harness.finished)
     harness.check_answers()
