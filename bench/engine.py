@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from baton.bench.machine import machine_description, matmul_peak_tflops, one_line, read_bandwidth_gbps
+from baton.bench.replica import num_head_parameters, num_layer_parameters
 from baton.bench.report import RESULTS, Row, at_least, at_most, print_table, write_json
 from baton.config import engine_config
 from baton.engine.dtypes import TORCH_DTYPES
@@ -124,9 +125,7 @@ def measure_limit(model: ModelConfig, steps: list[StepArrays]) -> Limit:
     """For each step the larger of the time to read the weights and the time to multiply, added up."""
     dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
-    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
-    layers = model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
-    head = model.vocab_size * model.hidden_size
+    layers, head = num_layer_parameters(model), num_head_parameters(model)
     read_s = (layers + head) * DTYPE_BYTES[model.dtype] / read_gbps / 1e9
     multiply_s = [
         2 * (layers * len(s.token_ids) + head * len(s.logit_rows)) / matmul_tflops / 1e12 for s in steps

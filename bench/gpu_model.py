@@ -14,7 +14,13 @@ from typing import Final
 import numpy as np
 
 from baton.bench.gpu_session import TOY_LLAMA, Session, WrongResult, require_close
-from baton.bench.replica import LlamaShape, Replica, load_replica
+from baton.bench.replica import (
+    LlamaShape,
+    Replica,
+    load_replica,
+    num_head_parameters,
+    num_layer_parameters,
+)
 from baton.bench.report import Row, format_number
 from baton.bench.timing import wall_seconds
 from baton.engine.step_arrays import StepArrays
@@ -81,13 +87,13 @@ def prefill(session: Session) -> Iterator[Row]:
 def prefill_flops(shape: LlamaShape, num_tokens: int) -> float:
     """Matrices, the causal half of attention, and the head for the last token."""
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
-    return 2 * shape.num_layer_parameters * num_tokens + attention + 2 * shape.num_head_parameters
+    return 2 * num_layer_parameters(shape) * num_tokens + attention + 2 * num_head_parameters(shape)
 
 
 def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> float:
     """Read all weights or multiply with them, whichever takes longer, then read the keys and values."""
     shape, rates = session.sizes.model, session.rates
-    num_parameters = shape.num_layer_parameters + shape.num_head_parameters
+    num_parameters = num_layer_parameters(shape) + num_head_parameters(shape)
     weights_s = 2 * num_parameters / rates.read_gbps / 1e9
     multiply_s = 2 * num_parameters * batch / rates.peak_tflops / 1e12
     kv_bytes = num_context_tokens * session.replica.runner.layout.token_bytes

@@ -29,17 +29,6 @@ class LlamaShape:
     vocab_size: int
     max_positions: int
 
-    @property
-    def num_layer_parameters(self) -> int:
-        """Of all layers' matrices: what every token is multiplied with."""
-        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def num_head_parameters(self) -> int:
-        """Of the output head: multiplied with the rows that sample."""
-        return self.vocab_size * self.hidden_size
-
     def write(self, directory: Path) -> None:
         """Write the config.json of a bf16 model; dummy weights need nothing else."""
         keys = {
@@ -61,6 +50,17 @@ class LlamaShape:
             "eos_token_id": None,
         }
         (directory / "config.json").write_text(json.dumps(keys))
+
+
+def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
+    """Of all layers' matrices: what every token is multiplied with."""
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
+    """Of the output head: multiplied with the rows that sample."""
+    return shape.vocab_size * shape.hidden_size
 
 
 class RecordingRunner(ModelRunner):

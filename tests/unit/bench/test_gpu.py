@@ -12,6 +12,7 @@ from baton.bench import gpu, gpu_kernels, gpu_rivals
 from baton.bench.gpu import STAGES, Progress, Stage, run_stages
 from baton.bench.gpu_model import prefill_flops, step_arrays
 from baton.bench.gpu_session import FULL, LLAMA_8B, TOY, Session, WrongResult, require_close, require_equal
+from baton.bench.replica import num_head_parameters, num_layer_parameters
 from baton.bench.report import Row
 
 CPU = torch.device("cpu")
@@ -107,8 +108,8 @@ def test_wrong_numbers_are_refused() -> None:
 
 
 def test_shape_of_the_8b_model_has_its_parameters() -> None:
-    assert LLAMA_8B.num_layer_parameters == pytest.approx(6.98e9, rel=0.001)
-    assert LLAMA_8B.num_head_parameters == 128256 * 4096
+    assert num_layer_parameters(LLAMA_8B) == pytest.approx(6.98e9, rel=0.001)
+    assert num_head_parameters(LLAMA_8B) == 128256 * 4096
     assert prefill_flops(LLAMA_8B, 2048) == pytest.approx(
         2 * 6.98e9 * 2048 + 262_144 * 2048**2 + 2 * 128256 * 4096, rel=0.001
     )
