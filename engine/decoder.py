@@ -16,6 +16,7 @@ from baton.engine.layers import (
     VocabParallelHead,
 )
 from baton.engine.model_input import ModelInput
+from baton.engine.parameters import EMBEDDING, HEAD
 from baton.errors import ModelError
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
 from baton.kernels.ragged_attention import ragged_attention
@@ -31,11 +32,12 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, parameters: Parameters, max_model_len: int) -> None:
         self.config = config
-        self.embedding = VocabParallelEmbedding(parameters, "model.embed_tokens.weight")
+        self.embedding = VocabParallelEmbedding(parameters, EMBEDDING)
         self.layers = [DecoderLayer(config, parameters, index) for index in range(config.num_layers)]
         self.norm_E = parameters.whole("model.norm.weight")
         tied = config.tie_word_embeddings
-        self.head = VocabParallelHead(parameters, "model.embed_tokens.weight" if tied else "lm_head.weight")
+        head_VE = self.embedding.table_VE if tied else parameters.rows(HEAD)
+        self.head = VocabParallelHead(parameters.tp, head_VE, config.vocab_size)
         self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
         self.stack = self._native_stack() if parameters.tp.size == 1 else None
 

@@ -46,6 +46,9 @@ class DummyCheckpoint:
             raise ModelError(f"the checkpoint has no tensor {name!r}")
         return self._shapes[name]
 
+    def num_bytes(self, name: str) -> int:
+        return math.prod(self.shape(name)) * self._dtype.itemsize
+
     def tensor(self, name: str) -> Tensor:
         return self.slice(name, 0, 0, self.shape(name)[0])
 

@@ -37,9 +37,10 @@ class Parameters:
         start, stop = self.tp.shard(self.checkpoint.shape(name)[dim], what=name)
         return self._place(self.checkpoint.slice(name, dim, start, stop))
 
-    def rows(self, name: str, num_rows: int) -> Tensor:
-        """This rank's `num_rows` rows of a table, zeros past its end: tables need not split evenly."""
+    def rows(self, name: str) -> Tensor:
+        """This rank's rows of a table: as many on every rank, zeros past the end of what splits unevenly."""
         size = self.checkpoint.shape(name)[0]
+        num_rows = -(-size // self.tp.size)
         start, stop = (min(size, (self.tp.rank + i) * num_rows) for i in (0, 1))
         rows = self._place(self.checkpoint.slice(name, 0, start, stop))
         return functional.pad(rows, (0, 0, 0, num_rows - len(rows))) if len(rows) < num_rows else rows
@@ -91,9 +92,8 @@ class VocabParallelEmbedding:
 
     def __init__(self, parameters: Parameters, name: str) -> None:
         self.tp = parameters.tp
-        num_rows = -(-parameters.checkpoint.shape(name)[0] // self.tp.size)
-        self.first_id = self.tp.rank * num_rows
-        self.table_VE = parameters.rows(name, num_rows)
+        self.table_VE = parameters.rows(name)
+        self.first_id = self.tp.rank * len(self.table_VE)
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -105,13 +105,16 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Hidden states -> fp32 logits of the whole vocabulary, on every rank."""
+    """Hidden states -> fp32 logits of the whole vocabulary, on every rank.
 
-    def __init__(self, parameters: Parameters, name: str) -> None:
-        self.tp = parameters.tp
-        self.vocab_size = parameters.checkpoint.shape(name)[0]
-        num_rows = -(-self.vocab_size // self.tp.size)
-        self.weight = pack_linear(parameters.rows(name, num_rows))
+    table_VE: this rank's rows, as of `Parameters.rows`; shared, not copied, where the device multiplies
+    with them as they lie.
+    """
+
+    def __init__(self, tp: TensorParallel, table_VE: Tensor, vocab_size: int) -> None:
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.weight = pack_linear(table_VE)
 
     def __call__(self, hidden_TE: Tensor) -> Tensor:
         logits_TV = self.tp.all_gather(linear(hidden_TE, self.weight, out_dtype=torch.float32))

@@ -22,7 +22,7 @@ from baton.engine.kv_pool import KvPool
 from baton.engine.layers import Parameters
 from baton.engine.model_input import ModelInput
 from baton.engine.parallel import TensorParallel
-from baton.engine.parameters import check_parameters, parameter_bytes
+from baton.engine.parameters import check_parameters, parameter_bytes, parameter_shapes
 from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError, ModelError
@@ -59,16 +59,13 @@ class ModelRunner:
         checkpoint = self._open_checkpoint()
         check_parameters(checkpoint, self.model)
         if progress is not None:
-            total_bytes = parameter_bytes(self.model, self.model.dtype) // self.tp.size
-            checkpoint = ReportingCheckpoint(checkpoint, total_bytes, progress)
+            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(self.model), progress)
         parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
         try:
             self.decoder = Decoder(self.model, parameters, self.max_model_len)
         except RuntimeError as error:  # torch's word for memory that cannot be had
             num_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
-        if isinstance(checkpoint, ReportingCheckpoint):
-            checkpoint.finish()
 
     @torch.inference_mode()
     def allocate(self) -> None:

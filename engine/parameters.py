@@ -13,12 +13,13 @@ from baton.layout import DTYPE_BYTES
 Shape = tuple[int, ...]
 # Older exports saved the rotary frequencies, which are derived from the config.
 DERIVED: Final = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name -> shape of every parameter, in the order that a forward pass meets them."""
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         for name, shape in _layer_shapes(config).items():
             shapes[f"model.layers.{layer}.{name}"] = shape

@@ -3,7 +3,7 @@
 Only safetensors are read. Pickled weights are refused: unpickling runs whatever code the file carries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,7 +19,10 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 PICKLE_SUFFIXES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all), the first time with 0 read."""
+"""Called with (bytes of the checkpoint gone through, bytes in all), the first time with 0.
+
+A tensor counts whole, though each tensor-parallel rank keeps only its part of it.
+"""
 
 
 class Checkpoint(Protocol):
@@ -28,6 +31,9 @@ class Checkpoint(Protocol):
     def names(self) -> tuple[str, ...]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def num_bytes(self, name: str) -> int:
+        """Of the whole tensor, as saved."""
 
     def tensor(self, name: str) -> Tensor:
         """The whole tensor on the CPU, in the dtype that it was saved in; ModelError when unknown."""
@@ -50,6 +56,9 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def num_bytes(self, name: str) -> int:
+        return self._entry(name).num_bytes
+
     def tensor(self, name: str) -> Tensor:
         self._entry(name)
         tensor: Tensor = self._open_files[self._files[name]].get_tensor(name)
@@ -66,14 +75,17 @@ class SafetensorsCheckpoint:
 
 
 class ReportingCheckpoint:
-    """Another checkpoint, saying how many of `total_bytes` have been handed out: what a bar shows."""
+    """Another checkpoint, saying how much of it has been handed out: what a bar shows.
 
-    def __init__(self, inner: Checkpoint, total_bytes: int, progress: Progress) -> None:
+    `names` are the tensors that will be asked for, each once.
+    """
+
+    def __init__(self, inner: Checkpoint, names: Iterable[str], progress: Progress) -> None:
         self._inner = inner
-        self._total_bytes = total_bytes
+        self._total_bytes = sum(inner.num_bytes(name) for name in names)
         self._progress = progress
         self._done_bytes = 0
-        progress(0, total_bytes)
+        progress(0, self._total_bytes)
 
     def names(self) -> tuple[str, ...]:
         return self._inner.names()
@@ -81,20 +93,22 @@ class ReportingCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._inner.shape(name)
 
+    def num_bytes(self, name: str) -> int:
+        return self._inner.num_bytes(name)
+
     def tensor(self, name: str) -> Tensor:
-        return self._report(self._inner.tensor(name))
+        tensor = self._inner.tensor(name)
+        self._report(name)
+        return tensor
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        return self._report(self._inner.slice(name, dim, start, stop))
+        part = self._inner.slice(name, dim, start, stop)
+        self._report(name)
+        return part
 
-    def finish(self) -> None:
-        """Everything has been read, though ranks that share tensors read a little more than their part."""
-        self._progress(self._total_bytes, self._total_bytes)
-
-    def _report(self, tensor: Tensor) -> Tensor:
-        self._done_bytes = min(self._done_bytes + tensor.nbytes, self._total_bytes)
+    def _report(self, name: str) -> None:
+        self._done_bytes += self._inner.num_bytes(name)
         self._progress(self._done_bytes, self._total_bytes)
-        return tensor
 
 
 def open_checkpoint(directory: Path) -> SafetensorsCheckpoint:

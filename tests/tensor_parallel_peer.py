@@ -50,7 +50,8 @@ def embedding(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
 
 
 def head(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    layer = VocabParallelHead(dummy_parameters(directory, tp, dtype), "lm_head.weight")
+    table = dummy_parameters(directory, tp, dtype).rows("lm_head.weight")
+    layer = VocabParallelHead(tp, table, VOCAB_SIZE)
     return layer(values(3, 5, 32, dtype=dtype))
 
 

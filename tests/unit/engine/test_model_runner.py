@@ -7,10 +7,11 @@ import torch
 from baton.engine.hf_config import read_model_config
 from baton.engine.model_runner import ModelRunner, choose_device, choose_max_model_len
 from baton.engine.parallel import TensorParallel
+from baton.engine.parameters import parameter_bytes, parameter_shapes
 from baton.engine.step_arrays import StepBuilder
 from baton.errors import ConfigError
 from tests.batches import make_batch, make_sequence, rest_of
-from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_config
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_config, write_config
 
 
 def loaded_runner(directory: Path, **settings: Any) -> ModelRunner:
@@ -65,13 +66,25 @@ def test_weights_and_pages_have_the_dtype_asked_for(
     assert logits.shape == (1, VOCAB_SIZE) and logits.dtype == torch.float32 and logits.isfinite().all()
 
 
-def test_progress_counts_the_bytes_of_the_weights(tiny_model: Path) -> None:
-    runner = ModelRunner(tiny_config(tiny_model), read_model_config(tiny_model), TensorParallel())
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bool, num_ranks: int) -> None:
+    model = read_model_config(write_config(tmp_path, tie_word_embeddings=tied, dtype="bfloat16"))
+    runner = ModelRunner(tiny_config(tmp_path), model, TensorParallel(0, num_ranks))
     reports: list[tuple[int, int]] = []
     runner.load(lambda done, total: reports.append((done, total)))
-    total = reports[0][1]
+    total = parameter_bytes(model, "bfloat16")
     assert reports[0] == (0, total) and reports[-1] == (total, total)
+    assert len(reports) == 1 + len(parameter_shapes(model))
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+
+
+def test_tied_embeddings_are_one_table_where_it_is_multiplied_as_it_lies(tmp_path: Path) -> None:
+    model = read_model_config(write_config(tmp_path, tie_word_embeddings=True))
+    runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, TensorParallel())
+    runner.load()
+    decoder = runner.decoder
+    assert decoder.head.weight.data.data_ptr() == decoder.embedding.table_VE.data_ptr()
 
 
 @torch.inference_mode()  # as the pool was made
