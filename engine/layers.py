@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from baton.engine.parallel import TensorParallel
 from baton.engine.weights import Checkpoint
+from baton.errors import ModelError
+from baton.kernels.embedding import embedding
 from baton.kernels.linear import LinearWeight, linear, pack_linear
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks
@@ -19,7 +21,11 @@ NUM_SPLITS: Final = 2
 
 
 class Parameters:
-    """Reads parameters of one rank in the dtype and on the device of the model."""
+    """Reads parameters of one rank in the dtype and on the device of the model.
+
+    Raises ModelError for a tensor with a NaN or an infinity, also one that only the model's dtype makes so:
+    the model would answer nothing, and not say why.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, tp: TensorParallel, dtype: torch.dtype, device: torch.device
@@ -30,27 +36,29 @@ class Parameters:
         self.device = device
 
     def whole(self, name: str) -> Tensor:
-        return self._place(self.checkpoint.tensor(name))
+        return self._place(name, self.checkpoint.tensor(name))
 
     def shard(self, name: str, dim: int) -> Tensor:
         """This rank's part along `dim`."""
         start, stop = self.tp.shard(self.checkpoint.shape(name)[dim], what=name)
-        return self._place(self.checkpoint.slice(name, dim, start, stop))
+        return self._place(name, self.checkpoint.slice(name, dim, start, stop))
 
     def rows(self, name: str) -> Tensor:
         """This rank's rows of a table: as many on every rank, zeros past the end of what splits unevenly."""
         size = self.checkpoint.shape(name)[0]
         num_rows = -(-size // self.tp.size)
         start, stop = (min(size, (self.tp.rank + i) * num_rows) for i in (0, 1))
-        rows = self._place(self.checkpoint.slice(name, 0, start, stop))
+        rows = self._place(name, self.checkpoint.slice(name, 0, start, stop))
         return functional.pad(rows, (0, 0, 0, num_rows - len(rows))) if len(rows) < num_rows else rows
 
     def has(self, name: str) -> bool:
         return name in self.checkpoint.names()
 
-    def _place(self, tensor: Tensor) -> Tensor:
+    def _place(self, name: str, tensor: Tensor) -> Tensor:
         # The checkpoint's tensors are views of a mapped file; a model keeps its own copy.
         placed = tensor.to(device=self.device, dtype=self.dtype)
+        if placed.numel() and not all(bound.isfinite() for bound in placed.aminmax()):
+            raise ModelError(f"tensor {name!r} has a NaN or an infinity in {self.dtype}")
         return placed.clone() if placed.data_ptr() == tensor.data_ptr() else placed
 
 
@@ -97,10 +105,10 @@ class VocabParallelEmbedding:
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return functional.embedding(token_ids_T, self.table_VE)
+            return embedding(token_ids_T, self.table_VE)
         local_T = token_ids_T - self.first_id
         is_mine_T = (local_T >= 0) & (local_T < len(self.table_VE))
-        hidden_TE = functional.embedding(local_T.where(is_mine_T, 0), self.table_VE)
+        hidden_TE = embedding(local_T.where(is_mine_T, 0), self.table_VE)
         return self.tp.all_reduce(hidden_TE.mul_(is_mine_T[:, None]))  # one rank adds to zeros: exact
 
 

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from baton.engine.layers import ColumnParallelLinear, RowParallelLinear
+from baton.engine.dtypes import TORCH_DTYPES
+from baton.engine.layers import ColumnParallelLinear, Parameters, RowParallelLinear
 from baton.engine.parallel import TensorParallel
-from baton.errors import ConfigError
+from baton.engine.weights import open_checkpoint
+from baton.errors import ConfigError, ModelError
 from tests.tensor_parallel_peer import DTYPES, JOBS, Pair, values
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 
@@ -55,6 +58,24 @@ def test_parameters_are_copies_in_the_dtype_of_the_model(tiny_model: Path) -> No
     weight = parameters.whole("model.norm.weight")
     assert weight.dtype == torch.bfloat16
     assert parameters.has("model.norm.weight") and not parameters.has("model.norm.bias")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(float("nan"), "float32"), (float("inf"), "float32"), (float("-inf"), "bfloat16"), (7e4, "float16")],
+)
+def test_a_tensor_that_is_not_finite_in_the_dtype_of_the_model_is_named(
+    tmp_path: Path, value: float, dtype: str
+) -> None:
+    weight = torch.ones(4, 6)
+    weight[3, 1] = value
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    parameters = Parameters(checkpoint, TensorParallel(0, 2), TORCH_DTYPES[dtype], torch.device("cpu"))
+    assert parameters.rows("w").shape == (2, 6)  # the other rank's part is the other rank's to refuse
+    for read in (parameters.whole, lambda name: parameters.shard(name, 1)):
+        with pytest.raises(ModelError, match=f"tensor 'w' has a NaN or an infinity in torch.{dtype}"):
+            read("w")
 
 
 def test_heads_that_cannot_be_split_are_refused_by_name(tiny_model: Path) -> None:
