@@ -11,6 +11,7 @@
 #define ROWS 12
 #define ROW_BLOCK 192  // rows whose x stays in L2 while the panels pass
 
+#define PREFETCH_ROWS 6   // fewer rows wait for memory anyway, and the hardware's own prefetching does best
 #define PART_WORK (1 << 19)  // multiplications worth a part of their own
 
 struct linear {
@@ -25,11 +26,15 @@ struct linear {
     int y_is_bf16;
 };
 
-INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const int rows, const int is_bf16) {
+INLINE const char *panel_weights(const struct linear *p, int64_t panel) { return p->packed + panel * p->num_units * PANEL * 4; }
+
+// While a tile is multiplied, the panel at `ahead` comes into the cache.
+INLINE void tile_rows(
+    const struct linear *p, int64_t row, int64_t panel, const char *ahead, const int rows, const int is_bf16) {
     f32x16 total[ROWS][2];
     const uint32_t *x[ROWS];
     for (int r = 0; r < rows; r++) x[r] = (const uint32_t *)(p->x + (row + r) * p->x_stride);
-    const char *weights = p->packed + panel * p->num_units * PANEL * 4;
+    const char *weights = panel_weights(p, panel);
     int64_t part = p->num_units / p->splits;
     for (int split = 0; split < p->splits; split++) {
         f32x16 acc[ROWS][2];
@@ -38,6 +43,10 @@ INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const 
         int64_t end = split + 1 == p->splits ? p->num_units : (split + 1) * part;
         for (int64_t k = split * part; k < end; k++) {
             const char *b = weights + k * PANEL * 4;
+            if (rows >= PREFETCH_ROWS) {
+                __builtin_prefetch(ahead + k * PANEL * 4, 0, 2);
+                __builtin_prefetch(ahead + k * PANEL * 4 + 64, 0, 2);
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 acc[r][0] = dot_units(acc[r][0], x[r][k], b, is_bf16);
@@ -63,9 +72,10 @@ INLINE void tile_rows(const struct linear *p, int64_t row, int64_t panel, const 
     }
 }
 
-INLINE void tile(const struct linear *p, int64_t row, int64_t panel, int64_t rows, const int is_bf16) {
+INLINE void tile(
+    const struct linear *p, int64_t row, int64_t panel, const char *ahead, int64_t rows, const int is_bf16) {
     switch (rows) {
-#define CASE(n) case n: tile_rows(p, row, panel, n, is_bf16); break;
+#define CASE(n) case n: tile_rows(p, row, panel, ahead, n, is_bf16); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }
@@ -79,7 +89,8 @@ INLINE void multiply_panel(const struct linear *p, int64_t block, int64_t panel,
     // Tiles of nearly equal height: 14 rows are 7 + 7, never 12 + 2.
     for (int64_t tiles = (rows_left + ROWS - 1) / ROWS; tiles > 0; tiles--) {
         int64_t rows = (rows_left + tiles - 1) / tiles;
-        tile(p, row, panel, rows, is_bf16);
+        // The last tile has the next panel fetched; past the end of memory a prefetch does nothing.
+        tile(p, row, panel, panel_weights(p, tiles == 1 ? panel + 1 : panel), rows, is_bf16);
         row += rows;
         rows_left -= rows;
     }
