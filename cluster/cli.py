@@ -69,9 +69,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_options(generate)
     arguments, unknown = parser.parse_known_args(argv)
+    if arguments.prompt is None:
+        _take_prompt(arguments, unknown)
     if unknown:
         generate.error(_unknown(unknown[0]))
     return arguments
+
+
+def _take_prompt(arguments: argparse.Namespace, unknown: list[str]) -> None:
+    """argparse finds no optional positional behind an option: it leaves the prompt among the unknown."""
+    if unknown[:1] == ["--"] and len(unknown) > 1:
+        arguments.prompt = unknown[1]
+        del unknown[:2]
+    elif unknown and not unknown[0].startswith("-"):
+        arguments.prompt = unknown.pop(0)
 
 
 def _unknown(argument: str) -> str:

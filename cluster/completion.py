@@ -8,7 +8,8 @@ from baton.request import FinishReason, TokenLogprobs
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One of the `n` choices for one prompt.
 
-    `text` has no special tokens, no stop string and no token that ended it; `token_ids` has all of them.
+    `text` has no special tokens, no stop string and no token that ended it; `token_ids` has all of them. A
+    model without a tokenizer has no text: "".
     """
 
     index: int

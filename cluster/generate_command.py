@@ -1,4 +1,7 @@
-"""`baton generate MODEL PROMPT`: the answer on stdout as it comes, everything else on stderr."""
+"""`baton generate MODEL PROMPT`: the answer on stdout as it comes, everything else on stderr.
+
+A model without a tokenizer answers in token ids.
+"""
 
 import argparse
 import sys
@@ -7,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from baton.cluster.completion import TextDelta
+from baton.cluster.completion import CompletionOutput, TextDelta
 from baton.cluster.generate_options import engine_settings, sampling_params
-from baton.cluster.llm import LLM
+from baton.cluster.llm import LLM, Prompt
 from baton.cluster.progress import LoadProgress
 from baton.errors import InvalidRequest
 
@@ -19,16 +22,18 @@ def generate(arguments: argparse.Namespace) -> None:
     sampling = sampling_params(arguments)
     if sampling.logprobs is not None and not arguments.json:
         raise InvalidRequest("--logprobs: plain text has no room for them; add --json")
-    text = _prompt(arguments)
+    prompt = _prompt(arguments)
     with _load(arguments) as llm:
-        prompt = llm.chat_prompt([{"role": "user", "content": text}]) if arguments.chat else text
+        shown = _text if llm.has_tokenizer else _token_ids
+        if arguments.chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
         if sampling.n == 1 and not arguments.json:
-            return _print_stream(llm.stream([prompt], sampling, stop=arguments.stop))
+            return _print_stream(map(shown, llm.stream([prompt], sampling, stop=arguments.stop)))
         (completion,) = llm.generate([prompt], sampling, stop=arguments.stop)
     if arguments.json:
         print(msgspec.json.encode(completion).decode())
     else:
-        print("\n\n".join(output.text for output in completion.outputs))
+        print("\n\n".join(map(shown, completion.outputs)))
 
 
 def _load(arguments: argparse.Namespace) -> LLM:
@@ -41,22 +46,34 @@ def _load(arguments: argparse.Namespace) -> LLM:
     return llm
 
 
-def _prompt(arguments: argparse.Namespace) -> str:
-    prompt: str | None = arguments.prompt
+def _prompt(arguments: argparse.Namespace) -> Prompt:
+    given: list[Prompt] = [prompt for prompt in (arguments.prompt, arguments.token_ids) if prompt is not None]
     name: str | None = arguments.prompt_file
-    if (prompt is None) == (name is None):
-        raise InvalidRequest("expected one prompt, either PROMPT or --prompt-file FILE")
-    if prompt is not None:
-        return prompt
+    if len(given) + (name is not None) != 1:
+        raise InvalidRequest("expected one prompt: PROMPT, --prompt-file FILE or --token-ids IDS")
+    if arguments.chat and arguments.token_ids is not None:
+        raise InvalidRequest("--chat: what the user says is text, got --token-ids")
+    return given[0] if name is None else _read_prompt(name)
+
+
+def _read_prompt(name: str) -> str:
     try:
-        content = sys.stdin.read() if name == "-" else Path(str(name)).read_text(encoding="utf-8")
+        content = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"--prompt-file: {name} cannot be read: {error}") from None
     return content.removesuffix("\n")  # the one that editors add
 
 
-def _print_stream(deltas: Iterable[TextDelta]) -> None:
-    for delta in deltas:
-        sys.stdout.write(delta.text)
+def _print_stream(parts: Iterable[str]) -> None:
+    for part in parts:
+        sys.stdout.write(part)
         sys.stdout.flush()
     print()
+
+
+def _text(part: TextDelta | CompletionOutput) -> str:
+    return part.text
+
+
+def _token_ids(part: TextDelta | CompletionOutput) -> str:
+    return "".join(f"{token_id} " for token_id in part.token_ids)

@@ -26,8 +26,11 @@ class Switch(NamedTuple):
     help: str
 
 
-def _token_ids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers such as 5,17, got {text!r}") from None
 
 
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
@@ -42,7 +45,7 @@ OPTIONS: Final = (
     Option("--repetition-penalty", "sampling.repetition_penalty", float, "X", "over 1: fewer repeats (1.0)"),
     Option("--presence-penalty", "sampling.presence_penalty", float, "X", "taken from every token used (0)"),
     Option("--frequency-penalty", "sampling.frequency_penalty", float, "X", "taken for every use (0)"),
-    Option("--stop-token-ids", "sampling.stop_token_ids", _token_ids, "IDS", "end at any of these, as 5,17"),
+    Option("--stop-token-ids", "sampling.stop_token_ids", _integers, "IDS", "end at any of these, as 5,17"),
     Option("--seed", "sampling.seed", int, "N", "the same seed gives the same text"),
     Option("--n", "sampling.n", int, "N", "number of answers (1)"),
     Option("--logprobs", "sampling.logprobs", int, "N", "with --json: log probabilities, N alternatives"),
@@ -68,7 +71,7 @@ SWITCHES: Final = (
     Switch("--ignore-eos", "sampling.ignore_eos", True, "go on past the model's end token"),
     Switch("--no-enable-prefix-caching", "engine.cache.enable_prefix_caching", False, "share no pages"),
 )
-TEXT_FLAGS: Final = ("--prompt-file", "--chat", "--stop", "--json", "--verbose")
+TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json", "--verbose")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +121,7 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help='a model directory, or "tiny", which comes with Baton')
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; -: from stdin")
+    parser.add_argument("--token-ids", metavar="IDS", type=_integers, help="the prompt as token ids: 1,2,3")
     parser.add_argument("--chat", action="store_true", help="PROMPT is what the user says in a chat")
     parser.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated"

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from baton.cluster.completion import Completion, CompletionOutput, TextDelta
+from baton.errors import InvalidRequest
+from baton.gateway.detokenizer import Detokenizer
 from baton.gateway.text_stream import TextStream
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
@@ -24,10 +26,12 @@ class Generation:
         prompt: str | None,
         prompt_index: int,
         *,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         stops: Sequence[str],
     ) -> None:
-        """Raises InvalidRequest on an empty stop string."""
+        """Without a tokenizer all text is "". Raises InvalidRequest on stop strings that cannot be found."""
+        if tokenizer is None and stops:
+            raise InvalidRequest("stop: the model has no tokenizer, so its text cannot be searched")
         self.request = request
         self._prompt = prompt
         self._prompt_index = prompt_index
@@ -73,10 +77,9 @@ class Generation:
 
 
 class _Choice:
-    def __init__(self, request: Request, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
         sampling = request.sampling
-        context = request.token_ids[-NUM_CONTEXT_TOKENS:]
-        self._stream = TextStream(tokenizer.detokenizer(context), stops, min_tokens=sampling.min_tokens)
+        self._stream = TextStream(_detokenizer(tokenizer, request), stops, min_tokens=sampling.min_tokens)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
@@ -119,3 +122,9 @@ class _Choice:
         elif reason is FinishReason.STOP and token_id in self._stop_token_ids:
             self.stop_reason = token_id
         return text
+
+
+def _detokenizer(tokenizer: Tokenizer | None, request: Request) -> Detokenizer:
+    if tokenizer is None:
+        return Detokenizer(lambda _: "")
+    return tokenizer.detokenizer(request.token_ids[-NUM_CONTEXT_TOKENS:])

@@ -49,17 +49,32 @@ class LLM:
     ) -> None:
         """Load `model`: a directory, or "tiny" for the model that comes with Baton.
 
-        `settings` are the fields of EngineConfig, `cache={"page_size": 64}` for those within a part.
+        `settings` are the fields of EngineConfig, `cache={"page_size": 64}` for those within a part. With
+        `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and texts "".
         Raises ModelError and ConfigError, which say what to change.
         """
         directory = resolve_model(model)
         config = engine_config({"model": str(directory), **settings})
         read_model_config(directory)  # whatever is wrong with it is said before minutes of loading, and first
-        self.tokenizer = Tokenizer.from_directory(directory)
+        may_lack_text = config.load_format == "dummy"
+        self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
         self._chat_template = ChatTemplate.from_directory(directory)
         self.engine = load_engine(config, progress=load_progress)
         self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
         self._is_closed = False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequest when the model has none: whoever needs it came with text."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "the model has no tokenizer.json: its prompts are token ids, text and chat need it"
+            )
+        return self._tokenizer
 
     def generate(
         self,
@@ -105,9 +120,10 @@ class LLM:
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """The conversation as the model's chat template writes it, ready for the assistant's answer."""
+        tokenizer = self.tokenizer
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+        return tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
 
     def close(self) -> None:
         """End what still runs and let the other ranks go; nothing can be generated afterwards."""
@@ -133,7 +149,7 @@ class LLM:
             with _naming(index, len(listed)):
                 request = self._request(prompt, one_sampling)
                 text = prompt if isinstance(prompt, str) else None
-                generations.append(Generation(request, text, index, tokenizer=self.tokenizer, stops=stops))
+                generations.append(Generation(request, text, index, tokenizer=self._tokenizer, stops=stops))
         return generations
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:

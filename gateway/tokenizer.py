@@ -26,10 +26,19 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
         """Raises ModelError when there is no `tokenizer.json` or it is damaged."""
+        tokenizer = cls.find(directory)
+        if tokenizer is None:
+            path = directory / TOKENIZER_FILE
+            raise ModelError(f"{path}: there is no such file; other tokenizer formats are not supported")
+        return tokenizer
+
+    @classmethod
+    def find(cls, directory: Path) -> "Tokenizer | None":
+        """None when there is no `tokenizer.json`; raises ModelError when it is damaged."""
         path = directory / TOKENIZER_FILE
         text = read_text(path)
         if text is None:
-            raise ModelError(f"{path}: there is no such file; other tokenizer formats are not supported")
+            return None
         try:
             inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception on a damaged file

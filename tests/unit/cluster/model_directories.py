@@ -17,6 +17,11 @@ def without_weights(folder: Path, **tokenizer_config: object) -> Path:
     return folder
 
 
+def with_config_alone(folder: Path) -> Path:
+    shutil.copy(resolve_model("tiny") / "config.json", folder / "config.json")
+    return folder
+
+
 def with_pickled_weights(folder: Path) -> Path:
     (without_weights(folder) / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     return folder

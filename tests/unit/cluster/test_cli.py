@@ -12,7 +12,7 @@ from typing import Final
 import pytest
 
 from baton.cluster.cli import main
-from tests.unit.cluster.model_directories import with_pickled_weights, without_weights
+from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 COPY: Final = "copy(sun moon star)="
@@ -108,6 +108,12 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer["logprobs"]) == len(answer["token_ids"])
 
 
+@pytest.mark.parametrize("prompt", [[COPY], ["--", "-1+2="]])
+def test_the_prompt_may_come_last(prompt: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_here(["generate", "tiny", "--temperature", "0", "--json", *prompt], capsys)
+    assert (status, json.loads(out)["prompt"]) == (0, prompt[-1])
+
+
 def test_several_answers_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run_here([*GENERATE, "--n", "2"], capsys)
     assert out == "sun moon star\n\nsun moon star\n"
@@ -141,15 +147,55 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path, capsys: pytest.Captur
     assert (status, err) == (0, "")
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_config_alone_answers_token_ids_with_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], n: int
+) -> None:
+    command = ["generate", str(with_config_alone(tmp_path)), "--load-format", "dummy", "--token-ids", "1,2,3"]
+    command += ["--max-tokens", "4", "--ignore-eos", "--n", str(n)]
+    status, out, _ = run_here(command, capsys)
+    answers = out.strip().split("\n\n")
+    assert (status, [len(answer.split()) for answer in answers]) == (0, [4] * n)
+    assert all(token_id.isdecimal() for token_id in out.split())
+
+
+def test_token_ids_are_completed_like_the_text_they_stand_for(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_here([*GENERATE, "--json"], capsys)
+    token_ids = ",".join(map(str, json.loads(out)["prompt_token_ids"]))
+    _, out, _ = run_here(["generate", "tiny", "--token-ids", token_ids, "--temperature", "0"], capsys)
+    assert out == "sun moon star\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["sun"], "the model has no tokenizer.json: its prompts are token ids"),
+        (["sun", "--chat"], "the model has no tokenizer.json: its prompts are token ids"),
+        (["--token-ids", "1,2", "--stop", "x"], "stop: the model has no tokenizer"),
+    ],
+)
+def test_text_needs_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    command = ["generate", str(with_config_alone(tmp_path)), "--load-format", "dummy", *options]
+    status, out, err = run_here(command, capsys)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "tiny", "sun", "--max-tokns", "3"], "did you mean --max-tokens?"),
         (["generate", "tiny", "sun", "--max-tokens", "three"], "--max-tokens: invalid int value: 'three'"),
+        (["generate", "tiny", "--json", "the", "sun"], "unexpected argument 'sun': put a prompt"),
         (["generate", "tiny", "the", "sun"], "unexpected argument 'sun': put a prompt of several words in"),
         (["generate", "tiny", "-1+2="], "put -- before a prompt that starts with a dash"),
         (["generate", "tiny"], "expected one prompt"),
         (["generate", "tiny", "sun", "--prompt-file", "x"], "expected one prompt"),
+        (["generate", "tiny", "sun", "--token-ids", "1"], "expected one prompt"),
+        (["generate", "tiny", "--token-ids", "1", "--chat"], "--chat: what the user says is text"),
+        (["generate", "tiny", "--token-ids=-1"], "token id -1 is outside the vocabulary"),
         (["generate", "tiny", "--prompt-file", "/nowhere"], "/nowhere cannot be read"),
         (["generate", "tiny", "sun", "--temperature", "nan"], "temperature must be at least 0.0, got nan"),
         (["generate", "tiny", "sun", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),

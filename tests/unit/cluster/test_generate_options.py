@@ -36,6 +36,16 @@ def test_sampling_options_are_sampling_parameters() -> None:
     )
 
 
+@pytest.mark.parametrize("flag", ["--token-ids", "--stop-token-ids"])
+@pytest.mark.parametrize("value", ["", "1,", "1 2", "one", "1.5"])
+def test_token_ids_that_are_none_are_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(flag, value)
+    assert f"argument {flag}: expected integers such as 5,17, got {value!r}" in capsys.readouterr().err
+
+
 def test_engine_options_reach_their_part_of_the_configuration() -> None:
     spelled = ["-tp", "2", "--max-num-seqs", "8", "--block-size", "32", "--kv-cache-memory", "1.5GiB"]
     config = engine_config({"model": "m", **engine_settings(parse(*spelled, "--no-enable-prefix-caching"))})

@@ -11,7 +11,7 @@ from baton.cluster.llm import LLM, Prompt
 from baton.cluster.model_directory import resolve_model
 from baton.errors import ConfigError, InvalidRequest, ModelError
 from baton.request import FinishReason, SamplingParams
-from tests.unit.cluster.model_directories import with_pickled_weights, without_weights
+from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
 
 MEMORY = {"kv_cache_memory_bytes": "64MiB"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32)
@@ -215,6 +215,21 @@ def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
         pytest.raises(InvalidRequest, match="no chat template"),
     ):
         llm.chat(QUESTION)
+
+
+def test_a_dummy_model_of_a_config_alone_takes_token_ids(tmp_path: Path) -> None:
+    with LLM(with_config_alone(tmp_path), load_format="dummy", cache=MEMORY) as llm:
+        assert not llm.has_tokenizer
+        (completion,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        (answer,) = completion.outputs
+        assert (completion.prompt, answer.text, len(answer.token_ids)) == (None, "", 4)
+        with pytest.raises(InvalidRequest, match="prompt 1: the model has no tokenizer.json"):
+            llm.generate([[1], COPY])
+        with pytest.raises(InvalidRequest, match="the model has no tokenizer.json"):
+            llm.chat(QUESTION)
+        with pytest.raises(InvalidRequest, match="stop: the model has no tokenizer"):
+            llm.generate([[1, 2, 3]], stop="x")
+        assert not llm.engine.has_work()
 
 
 def test_logprobs_come_one_a_token(llm: LLM) -> None:
