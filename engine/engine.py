@@ -7,6 +7,7 @@
 The engine knows nothing of prefill and decode as roles, of text, tenants or peers.
 """
 
+import gc
 import random
 from contextlib import suppress
 from time import perf_counter
@@ -131,7 +132,8 @@ class Engine:
         return [_output(advance, sampled) for advance in advances]
 
     def close(self) -> None:
-        """Let the other ranks go and wait until they have."""
+        """Let the other ranks go and wait until they have; what loading froze can be collected again."""
+        gc.unfreeze()
         followers, self._followers = self._followers, None
         if followers is None:
             return
