@@ -16,6 +16,8 @@ from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
 from baton.request import FinishReason, Request, SamplingParams
 from tests.fakes import HashModel
 
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
 
 @dataclass(kw_only=True)
 class Settings:
@@ -208,3 +210,18 @@ class Harness:
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
         num_swapped = sum(len(s.host_pages) for s in self.live.values())
         assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages
+
+
+def make_harness(
+    *, num_pages: int = 64, num_host_pages: int = 0, budget: int = 64, prefix_caching: bool = True
+) -> Harness:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
+    return Harness(
+        Settings(
+            num_pages=num_pages,
+            page_size=4,
+            num_host_pages=num_host_pages,
+            prefix_caching=prefix_caching,
+            scheduler=config,
+        )
+    )
