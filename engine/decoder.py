@@ -37,7 +37,7 @@ class Decoder:
         self.norm_E = parameters.whole("model.norm.weight")
         tied = config.tie_word_embeddings
         head_VE = self.embedding.table_VE if tied else parameters.rows(HEAD)
-        self.head = VocabParallelHead(parameters.tp, head_VE, config.vocab_size)
+        self.head = VocabParallelHead(parameters, head_VE, config.vocab_size)
         self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
         self.stack = self._native_stack() if parameters.tp.size == 1 else None
 

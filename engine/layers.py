@@ -13,6 +13,7 @@ from baton.engine.parallel import TensorParallel
 from baton.engine.weights import Checkpoint
 from baton.errors import ModelError
 from baton.kernels.embedding import embedding
+from baton.kernels.huge_pages import HugeArena
 from baton.kernels.linear import LinearWeight, linear, pack_linear
 
 # Outputs that are summed over ranks are summed in this many parts on a single rank too, so that two ranks
@@ -34,6 +35,7 @@ class Parameters:
         self.tp = tp
         self.dtype = dtype
         self.device = device
+        self.packed_memory = HugeArena()
 
     def whole(self, name: str) -> Tensor:
         return self._place(name, self.checkpoint.tensor(name))
@@ -67,7 +69,7 @@ class ColumnParallelLinear:
 
     def __init__(self, parameters: Parameters, names: tuple[str, ...]) -> None:
         weight_NK = torch.cat([parameters.shard(f"{name}.weight", 0) for name in names])
-        self.weight: LinearWeight = pack_linear(weight_NK)
+        self.weight: LinearWeight = pack_linear(weight_NK, parameters.packed_memory)
         self.bias_N: Tensor | None = None
         if parameters.has(f"{names[0]}.bias"):
             self.bias_N = torch.cat([parameters.shard(f"{name}.bias", 0) for name in names]).float()
@@ -81,7 +83,7 @@ class RowParallelLinear:
 
     def __init__(self, parameters: Parameters, name: str) -> None:
         self.tp = parameters.tp
-        self.weight = pack_linear(parameters.shard(f"{name}.weight", 1))
+        self.weight = pack_linear(parameters.shard(f"{name}.weight", 1), parameters.packed_memory)
         self.bias_N = parameters.whole(f"{name}.bias").float() if parameters.has(f"{name}.bias") else None
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -119,10 +121,10 @@ class VocabParallelHead:
     with them as they lie.
     """
 
-    def __init__(self, tp: TensorParallel, table_VE: Tensor, vocab_size: int) -> None:
-        self.tp = tp
+    def __init__(self, parameters: Parameters, table_VE: Tensor, vocab_size: int) -> None:
+        self.tp = parameters.tp
         self.vocab_size = vocab_size
-        self.weight = pack_linear(table_VE)
+        self.weight = pack_linear(table_VE, parameters.packed_memory)
 
     def __call__(self, hidden_TE: Tensor) -> Tensor:
         logits_TV = self.tp.all_gather(linear(hidden_TE, self.weight, out_dtype=torch.float32))

@@ -63,7 +63,7 @@ class ModelRunner:
         parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
         try:
             self.decoder = Decoder(self.model, parameters, self.max_model_len)
-        except RuntimeError as error:  # torch's word for memory that cannot be had
+        except (OSError, OverflowError, RuntimeError) as error:  # words for memory that cannot be had
             num_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
 

@@ -1,11 +1,15 @@
-"""CPU memory in 2 MiB pages: scattered reads of a large tensor miss the address cache far less often."""
+"""CPU memory in 2 MiB pages: reads of large tensors miss the address cache far less often."""
 
 import math
 import mmap
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+
+CHUNK_BYTES: Final = 2**26
+ALIGNMENT: Final = 64  # bytes, a cache line
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -17,3 +21,24 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+class HugeArena:
+    """Memory for many tensors that live and die together, small ones too: weights.
+
+    Each tensor keeps the chunk it lies in; what no tensor has touched takes no memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._num_used = 0
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [num_elements] with arbitrary contents."""
+        num_bytes = num_elements * dtype.itemsize
+        if self._num_used + num_bytes > len(self._chunk):
+            self._chunk = huge_zeros((max(CHUNK_BYTES, num_bytes),), torch.uint8)
+            self._num_used = 0
+        piece = self._chunk[self._num_used : self._num_used + num_bytes]
+        self._num_used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return piece.view(dtype)

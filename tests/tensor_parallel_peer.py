@@ -50,8 +50,8 @@ def embedding(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
 
 
 def head(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    table = dummy_parameters(directory, tp, dtype).rows("lm_head.weight")
-    layer = VocabParallelHead(tp, table, VOCAB_SIZE)
+    parameters = dummy_parameters(directory, tp, dtype)
+    layer = VocabParallelHead(parameters, parameters.rows("lm_head.weight"), VOCAB_SIZE)
     return layer(values(3, 5, 32, dtype=dtype))
 
 
