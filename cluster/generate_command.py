@@ -20,8 +20,9 @@ from baton.errors import InvalidRequest
 def generate(arguments: argparse.Namespace) -> None:
     """Raises BatonError on what the user must change."""
     sampling = sampling_params(arguments)
-    if sampling.logprobs is not None and not arguments.json:
-        raise InvalidRequest("--logprobs: plain text has no room for them; add --json")
+    for flag, asked in (("--logprobs", sampling.logprobs), ("--prompt-logprobs", sampling.prompt_logprobs)):
+        if asked is not None and not arguments.json:
+            raise InvalidRequest(f"{flag}: plain text has no room for them; add --json")
     prompt = _prompt(arguments)
     with _load(arguments) as llm:
         shown = _text if llm.has_tokenizer else _token_ids
@@ -38,10 +39,13 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def _load(arguments: argparse.Namespace) -> LLM:
     settings = engine_settings(arguments)
-    if not (arguments.verbose or sys.stderr.isatty()):
+    if arguments.quiet:
         return LLM(arguments.model, **settings)
-    with LoadProgress(sys.stderr) as progress:
-        llm = LLM(arguments.model, load_progress=progress, **settings)
+    if arguments.verbose or sys.stderr.isatty():
+        with LoadProgress(sys.stderr) as progress:
+            llm = LLM(arguments.model, load_progress=progress, **settings)
+    else:
+        llm = LLM(arguments.model, **settings)
     print(llm.engine.runner.describe_pool(), file=sys.stderr)
     return llm
 

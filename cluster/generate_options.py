@@ -33,6 +33,14 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected integers such as 5,17, got {text!r}") from None
 
 
+def _biases(text: str) -> dict[int, float]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return {int(token_id): float(bias) for token_id, bias in pairs}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected biases such as 5:-1.5,17:2, got {text!r}") from None
+
+
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
 
 OPTIONS: Final = (
@@ -45,17 +53,33 @@ OPTIONS: Final = (
     Option("--repetition-penalty", "sampling.repetition_penalty", float, "X", "over 1: fewer repeats (1.0)"),
     Option("--presence-penalty", "sampling.presence_penalty", float, "X", "taken from every token used (0)"),
     Option("--frequency-penalty", "sampling.frequency_penalty", float, "X", "taken for every use (0)"),
+    Option("--logit-bias", "sampling.logit_bias", _biases, "ID:X", "added to logits, as 5:-1.5,17:2"),
     Option("--stop-token-ids", "sampling.stop_token_ids", _integers, "IDS", "end at any of these, as 5,17"),
     Option("--seed", "sampling.seed", int, "N", "the same seed gives the same text"),
     Option("--n", "sampling.n", int, "N", "number of answers (1)"),
     Option("--logprobs", "sampling.logprobs", int, "N", "with --json: log probabilities, N alternatives"),
+    Option("--prompt-logprobs", "sampling.prompt_logprobs", int, "N", "the same of the prompt's tokens"),
     Option("--dtype", "engine.dtype", str, "NAME", "auto, float32, bfloat16 or float16 (auto)"),
     Option("--load-format", "engine.load_format", str, "NAME", "auto, or dummy: random weights (auto)"),
     Option("--device", "engine.device", str, "NAME", "auto, cpu or cuda (auto)"),
     Option("--tensor-parallel-size -tp", "engine.tensor_parallel_size", int, "N", "ranks of the model (1)"),
+    Option("--engine-seed", "engine.seed", int, "N", "of dummy weights and of answers without --seed (0)"),
     Option("--max-model-len", "engine.max_model_len", int, "N", "tokens of prompt and answer together"),
     Option("--max-num-seqs", "engine.scheduler.max_num_seqs", int, "N", "sequences a step"),
     Option("--max-num-batched-tokens", "engine.scheduler.max_num_batched_tokens", int, "N", "tokens a step"),
+    Option(
+        "--scheduler-policy", "engine.scheduler.policy", str, "NAME", "continuous, static or dynamic batches"
+    ),
+    Option(
+        "--max-queue-delay-ms", "engine.scheduler.max_queue_delay_ms", float, "X", "a prompt waits for others"
+    ),
+    Option(
+        "--preferred-batch-sizes",
+        "engine.scheduler.preferred_batch_sizes",
+        _integers,
+        "SIZES",
+        "prompts, as 4,8, for which the wait ends early",
+    ),
     Option("--block-size --page-size", "engine.cache.page_size", int, "N", "tokens a page (16)"),
     Option(
         "--kv-cache-memory", "engine.cache.kv_cache_memory_bytes", str, "SIZE", "of all pages, such as 4GiB"
@@ -71,7 +95,7 @@ SWITCHES: Final = (
     Switch("--ignore-eos", "sampling.ignore_eos", True, "go on past the model's end token"),
     Switch("--no-enable-prefix-caching", "engine.cache.enable_prefix_caching", False, "share no pages"),
 )
-TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json", "--verbose")
+TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json", "--quiet", "--verbose")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +151,9 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
         "--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object when all is done")
-    parser.add_argument(
+    said = parser.add_mutually_exclusive_group()
+    said.add_argument("-q", "--quiet", action="store_true", help="nothing but errors on stderr")
+    said.add_argument(
         "-v", "--verbose", action="store_true", help="show loading even if stderr is no terminal"
     )
 

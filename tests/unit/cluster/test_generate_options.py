@@ -15,6 +15,7 @@ from baton.cluster.generate_options import (
 )
 from baton.config import EngineConfig, engine_config
 from baton.request import SamplingParams
+from tests.test_knobs import KNOBS
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -34,6 +35,32 @@ def test_sampling_options_are_sampling_parameters() -> None:
     assert sampling_params(arguments) == SamplingParams(
         max_tokens=5, top_k=3, min_p=0.1, n=2, ignore_eos=True
     )
+
+
+def test_the_batching_options_reach_the_scheduler() -> None:
+    spelled = [
+        "--scheduler-policy",
+        "dynamic",
+        "--max-queue-delay-ms",
+        "2.5",
+        "--preferred-batch-sizes",
+        "4,8",
+    ]
+    config = engine_config({"model": "m", **engine_settings(parse(*spelled, "--engine-seed", "3"))})
+    assert config.scheduler.policy == "dynamic"
+    assert config.scheduler.max_queue_delay_ms == 2.5
+    assert config.scheduler.preferred_batch_sizes == (4, 8)
+    assert config.seed == 3
+
+
+def test_logit_biases_are_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    sampling = sampling_params(parse("--logit-bias", "5:-1.5,17:2"))
+    assert sampling.logit_bias == {5: -1.5, 17: 2.0}
+    for wrong in ("", "5", "5:", "a:1", "5:1:2", "5:1,"):
+        with pytest.raises(SystemExit):
+            parse("--logit-bias", wrong)
+        message = f"argument --logit-bias: expected biases such as 5:-1.5,17:2, got {wrong!r}"
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--token-ids", "--stop-token-ids"])
@@ -62,6 +89,13 @@ def test_every_option_fills_a_field_that_exists(key: str) -> None:
     named: Any = {"sampling": SamplingParams, "engine": EngineConfig}[struct]
     for name in path:
         (named,) = (field.type for field in msgspec.structs.fields(named) if field.name == name)
+
+
+def test_every_setting_has_an_option() -> None:
+    keys = {entry.key for entry in (*OPTIONS, *SWITCHES)}
+    engine = {f"engine.{name}" for name in KNOBS if name != "model"}
+    sampling = {f"sampling.{name}" for name in SamplingParams.__struct_fields__}
+    assert keys == engine | sampling
 
 
 def test_every_flag_is_known_to_the_search_for_the_nearest() -> None:
