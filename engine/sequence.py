@@ -105,5 +105,12 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True while every prompt position must still pass through the model: no cached prefix helps."""
-        return self.sampling.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
+        """True while every prompt position must still pass through the model: no cached prefix helps.
+
+        The prompt is the request's, so its first choice alone answers for it, as in vLLM.
+        """
+        return (
+            self.sampling.prompt_logprobs is not None
+            and not self.choice
+            and len(self.token_ids) == self.num_prompt_tokens
+        )

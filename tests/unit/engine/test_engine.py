@@ -88,7 +88,7 @@ def test_an_aborted_request_ends_at_once_and_once(engine: Engine) -> None:
         (0, None, FinishReason.ABORT),
         (1, None, FinishReason.ABORT),
     ]
-    assert {output.index for output in ended} == {first[0].index + 1}
+    assert [output.index for output in ended] == [first[0].index + 1, 0]  # the others wait for its pages
     assert engine.abort("aborted") == [] and engine.abort("never seen") == []
     assert all(request_id == "kept" for request_id, _ in drain(engine))
 
@@ -159,6 +159,18 @@ def test_prompt_logprobs_are_those_the_tokens_were_generated_with(tiny_model: Pa
         assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
         assert list(first.prompt_logprobs[len(PROMPT) :]) == generated
         assert [output.prompt_logprobs for output in rest] == [None]
+
+
+def test_one_choice_answers_for_the_prompt_and_the_others_share_its_pages(engine: Engine) -> None:
+    add(engine, "alone", PROMPT, prompt_logprobs=1)
+    (expected,) = drain(engine).values()
+    add(engine, "three", PROMPT, n=3, prompt_logprobs=1)
+    first, *others = drain(engine).values()
+    assert first[0].prompt_logprobs == expected[0].prompt_logprobs is not None
+    assert first[0].num_cached_tokens == 0
+    assert [of_one[0].prompt_logprobs for of_one in others] == [None, None]
+    assert [of_one[0].num_cached_tokens for of_one in others] == [8, 8]  # two whole pages
+    assert {tuple(token_ids(of_one)) for of_one in (first, *others)} == {tuple(token_ids(expected))}
 
 
 def test_a_cached_prefix_is_counted_and_changes_no_token(tiny_model: Path) -> None:

@@ -5,12 +5,12 @@ from baton.request import Request, SamplingParams
 
 
 def sequence_of(
-    sampling: SamplingParams, *, num_prompt_tokens: int = 3, max_model_len: int = 100
+    sampling: SamplingParams, *, choice: int = 1, num_prompt_tokens: int = 3, max_model_len: int = 100
 ) -> Sequence:
     request = Request(
         request_id="r", token_ids=tuple(range(num_prompt_tokens)), sampling=sampling, priority=2
     )
-    return Sequence.from_request(request, 1, max_model_len=max_model_len, eos_token_ids=(9,))
+    return Sequence.from_request(request, choice, max_model_len=max_model_len, eos_token_ids=(9,))
 
 
 def test_sequence_starts_from_its_request() -> None:
@@ -31,7 +31,16 @@ def test_model_length_caps_the_answer(max_tokens: int, expected: int) -> None:
 
 
 def test_prompt_logprobs_are_needed_until_the_first_token() -> None:
-    sequence = sequence_of(SamplingParams(prompt_logprobs=0))
+    sequence = sequence_of(SamplingParams(prompt_logprobs=0), choice=0)
     assert sequence.needs_prompt_logprobs
     sequence.token_ids.append(1)
     assert not sequence.needs_prompt_logprobs
+
+
+def test_prompt_logprobs_are_the_first_choices_alone() -> None:
+    sampling = SamplingParams(n=3, prompt_logprobs=0)
+    assert [sequence_of(sampling, choice=choice).needs_prompt_logprobs for choice in range(3)] == [
+        True,
+        False,
+        False,
+    ]
