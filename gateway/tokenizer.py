@@ -41,7 +41,9 @@ class Tokenizer:
             return None
         try:
             inner = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception on a damaged file
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
             raise ModelError(f"{path}: is not a tokenizer: {error}") from error
         return cls(inner, read_tokenizer_config(directory))
 
@@ -63,19 +65,34 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens=False` for text from a chat template, which writes them itself.
 
-        Raises InvalidRequest on text that is no Unicode (half a surrogate pair).
+        Raises InvalidRequest on text that is no Unicode (half a surrogate pair), ModelError when the file's
+        parts do not fit each other, which shows only now.
         """
         try:
             return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # how the library refuses a surrogate
             raise InvalidRequest("the text is not valid Unicode") from None
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise ModelError(f"the tokenizer is damaged, it fails to encode: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids without a token, such as those of a padded vocabulary, have no text."""
-        return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise ModelError(f"the tokenizer is damaged, it fails to decode: {error}") from error
 
     def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one stream. `context`: the last few tokens of the prompt that it goes on from."""
         return Detokenizer(
             lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens), context
         )
+
+
+def _is_the_librarys(error: BaseException) -> bool:
+    """It raises bare Exception on what it refuses, and a BaseException of no public name where it panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

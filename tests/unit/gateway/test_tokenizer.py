@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -83,6 +85,53 @@ def test_a_damaged_tokenizer(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError, match="tokenizer.json: (is not a tokenizer|cannot be read)"):
         Tokenizer.from_directory(tmp_path)
+
+
+DAMAGED_PARTS = {
+    "damaged when read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "panic": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    "error": {"model": {"type": "WordLevel", "unk_token": "x", "vocab": {}}},
+}
+
+
+@pytest.mark.parametrize("part", DAMAGED_PARTS)
+def test_a_tokenizer_that_fails_inside_is_the_models_fault(directory: Path, part: str) -> None:
+    path = directory / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | DAMAGED_PARTS[part]))
+    with pytest.raises(ModelError, match="is not a tokenizer: |fails to encode: "):
+        Tokenizer.from_directory(directory).encode("hello world")
+
+
+class Failing:
+    """A tokenizer of the library's kind that decodes nothing."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def no_truncation(self) -> None: ...
+
+    def no_padding(self) -> None: ...
+
+    def decode(self, token_ids: object, *, skip_special_tokens: bool) -> str:
+        raise self._error
+
+
+class PanicException(BaseException):
+    """As pyo3 calls its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PanicException("x"), ModelError),
+        (ValueError("x"), ModelError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_a_failure_to_decode_is_the_models_fault(error: BaseException, expected: type[BaseException]) -> None:
+    inner = cast(tokenizers.Tokenizer, Failing(error))
+    with pytest.raises(expected):
+        Tokenizer(inner, TokenizerConfig()).decode([1])
 
 
 @pytest.mark.parametrize("content", ["{", '{"eos_token": 3}', "[]"])
