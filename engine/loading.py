@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,8 @@ def load_engine(
 ) -> Engine:
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
-    Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine.
+    Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine, and
+    WorkerLost when another rank ends or hangs meanwhile.
     """
     native.keep_builds_in(cache_directory())
     directory = Path(config.model).resolve()
@@ -33,8 +35,9 @@ def load_engine(
     followers = Followers(config) if config.tensor_parallel_size > 1 else None
     try:
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
-        runner.load(progress)
-        runner.allocate()
+        with followers.telling_why() if followers else nullcontext():
+            runner.load(progress)
+            runner.allocate()
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
         _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)

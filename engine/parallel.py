@@ -19,6 +19,7 @@ from baton.errors import ConfigError, WorkerLost
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
+LOAD_TIMEOUT: Final = timedelta(minutes=10)  # between the first and the last rank to have loaded its part
 IDLE_TIMEOUT: Final = timedelta(days=365)  # between steps only a closed connection says so
 
 
@@ -90,7 +91,7 @@ class TensorParallel:
         least = torch.tensor([value])
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
-        options.timeout = IDLE_TIMEOUT  # the others may still be loading
+        options.timeout = LOAD_TIMEOUT  # the others may still be loading, each as much as this one has
         self._wait(self.commands.allreduce([least], options))
         return int(least)
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
 
 from baton.clock import ManualClock
+from baton.engine import follower_channel
 from baton.engine.follower import Followers
-from baton.errors import WorkerLost
+from baton.engine.loading import load_engine
+from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.request import Request, SamplingParams
 from tests.tensor_parallel_peer import ROOT
 from tests.tiny_models import generate, tiny_config, tiny_engine
@@ -94,17 +97,73 @@ def test_a_follower_that_dies_on_the_way_up_is_reported(
     assert children() == before and not list(temporary.iterdir())
 
 
-def test_a_follower_that_cannot_load_is_reported(
+def executable(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_follower_that_hangs_on_the_way_up_is_ended_in_time(
+    tiny_model: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "hangs", "exec sleep 600"))
+    monkeypatch.setattr(follower_channel, "START_TIMEOUT_S", 0.2)
+    with pytest.raises(WorkerLost, match=r"rank 1 was not ready within 0.2 s"):
+        Followers(tiny_config(tiny_model, tensor_parallel_size=3))
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_what_a_follower_prints_is_no_answer(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    talkative = executable(tmp_path / "talks", f'echo ready; exec {sys.executable} "$@"')
+    monkeypatch.setattr(sys, "executable", talkative)
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    engine.close()
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "ready\n")
+
+
+def test_a_follower_that_cannot_load_says_why_to_the_caller(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = msgspec.structs.replace(
         tiny_config(tiny_model, tensor_parallel_size=2), model=str(tmp_path / "missing")
     )
     followers = Followers(config)
-    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+    with (
+        pytest.raises(ModelError, match="rank 1: .*missing/config.json: there is no such"),
+        followers.telling_why(),
+    ):
         followers.tp.smallest(1)  # what rank 0 asks next
     followers.close()
-    assert "rank cannot start: " in capfd.readouterr().err
+    assert capfd.readouterr().err == ""
+
+
+def test_a_follower_that_cannot_have_its_device_says_so(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to have")
+    before = children()
+    config = tiny_config(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="rank 1: device: expected a CUDA device"):
+        Followers(msgspec.structs.replace(config, device="cuda"))
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_follower_lost_without_a_word_is_lost(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+
+    def kill_followers(*_: object) -> None:
+        for process in set(children()) - set(before):
+            process.kill()
+
+    config = tiny_config(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        load_engine(config, progress=kill_followers)
+    assert children() == before
 
 
 RANK_0 = """
