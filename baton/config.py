@@ -31,6 +31,10 @@ BYTE_UNITS: Final = {
     "TiB": 2**40,
 }
 
+# Far beyond any step that a machine could finish; they bound what is allocated for one.
+MAX_NUM_SEQS: Final = 2**16
+MAX_NUM_BATCHED_TOKENS: Final = 2**20
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
@@ -40,8 +44,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     preferred_batch_sizes: tuple[int, ...] = ()  # a waiting window closes early when it reaches one of these
 
     def __post_init__(self) -> None:
-        _at_least("scheduler.max_num_seqs", self.max_num_seqs, 1)
-        _at_least("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _between("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        _between("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
         _at_least("scheduler.max_queue_delay_ms", self.max_queue_delay_ms, 0)
         for size in self.preferred_batch_sizes:
             _between("scheduler.preferred_batch_sizes", size, 1, self.max_num_seqs)
@@ -82,7 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("model: expected a directory, got an empty string")
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 1)
+            _at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, an answer of one
         _between("seed", self.seed, 0, 2**63 - 1)
 
 

@@ -2,10 +2,12 @@
 
 import atexit
 import gc
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
+import torch
 
 from baton.clock import Clock, SystemClock
 from baton.config import EngineConfig, cache_directory
@@ -13,9 +15,11 @@ from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
 from baton.engine.hf_config import ModelConfig, read_model_config
-from baton.engine.model_runner import ModelRunner
+from baton.engine.model_runner import ModelRunner, choose_device, choose_dtype
 from baton.engine.parallel import TensorParallel
+from baton.engine.parameters import parameter_bytes
 from baton.engine.weights import Progress
+from baton.errors import ConfigError, ModelError
 from baton.kernels import native
 
 
@@ -32,12 +36,13 @@ def load_engine(
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)
     _check_split(model, config.tensor_parallel_size)
+    _check_memory(model, config)
     followers = Followers(config) if config.tensor_parallel_size > 1 else None
     try:
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
         with followers.telling_why() if followers else nullcontext():
             runner.load(progress)
-            runner.allocate()
+            _allocate(runner)
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
         _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)
@@ -53,6 +58,31 @@ def _check_split(model: ModelConfig, num_ranks: int) -> None:
     tp.shard(model.num_kv_heads, what="KV heads")
     tp.shard(model.num_heads, what="attention heads")
     tp.shard(model.intermediate_size, what="intermediate_size")
+
+
+def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
+    """ModelError when a CPU's ranks could not hold the weights with all memory there is: no kernel says so
+    before it has filled it. A GPU refuses by itself.
+    """
+    device = choose_device(config.device, 0)
+    if device.type != "cpu":
+        return
+    needed = parameter_bytes(model, choose_dtype(config.dtype, model, device))
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise ModelError(
+            f"{config.model}: {needed:,} bytes of weights; this machine has {present:,} of memory"
+        )
+
+
+def _allocate(runner: ModelRunner) -> None:
+    try:
+        runner.allocate()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device has no memory for the largest step: lower scheduler.max_num_batched_tokens or "
+            f"scheduler.max_num_seqs: {error}"
+        ) from error
 
 
 def _spare_the_collector() -> None:

@@ -86,7 +86,7 @@ def test_wrong_types_name_the_key(settings: dict[str, Any], message: str) -> Non
     [
         ({"model": ""}, "model: expected a directory, got an empty string"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected at least 1, got 0"),
-        ({"max_model_len": 0}, "max_model_len: expected at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len: expected at least 2, got 0"),
         ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
         ({"cache": {"page_size": 24}}, "cache.page_size: expected a power of two, got 24"),
         ({"cache": {"page_size": 0}}, "cache.page_size: expected at least 1, got 0"),
@@ -107,10 +107,16 @@ def test_wrong_types_name_the_key(settings: dict[str, Any], message: str) -> Non
             {"cache": {"host_cache_memory_bytes": -1}},
             "cache.host_cache_memory_bytes: expected at least 0, got -1",
         ),
-        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: expected at least 1, got 0"),
+        ({"max_model_len": 1}, "max_model_len: expected at least 2, got 1"),
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: expected 1 to 65536, got 0"),
+        ({"scheduler": {"max_num_seqs": 65537}}, "scheduler.max_num_seqs: expected 1 to 65536, got 65537"),
+        (
+            {"scheduler": {"max_num_batched_tokens": 10**12}},
+            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 1000000000000",
+        ),
         (
             {"scheduler": {"max_num_batched_tokens": 0}},
-            "scheduler.max_num_batched_tokens: expected at least 1, got 0",
+            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 0",
         ),
         (
             {"scheduler": {"max_queue_delay_ms": float("inf")}},

@@ -4,9 +4,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
 
 from baton.engine import follower
 from baton.engine.loading import load_engine
+from baton.engine.model_runner import ModelRunner
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
 
@@ -68,3 +70,22 @@ def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
 def test_kv_memory_that_nobody_has_is_an_error_that_says_how_much(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="KV pages of .* bytes cannot be had"):
         tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": 2**66})
+
+
+def test_weights_that_no_memory_of_the_machine_holds_are_refused_before_any_is_made(tmp_path: Path) -> None:
+    directory = write_config(
+        tmp_path, num_hidden_layers=4096, head_dim=65534, hidden_size=2**16, intermediate_size=2**18
+    )
+    with pytest.raises(ModelError, match=r"bytes of weights; this machine has [\d,]+ of memory"):
+        tiny_engine(directory)
+
+
+def test_a_step_too_large_for_the_device_says_what_to_lower(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(_: object) -> None:
+        raise torch.OutOfMemoryError("9 GiB")
+
+    monkeypatch.setattr(ModelRunner, "allocate", allocate)
+    with pytest.raises(ConfigError, match=r"lower scheduler.max_num_batched_tokens .*: 9 GiB"):
+        tiny_engine(tiny_model)
