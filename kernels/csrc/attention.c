@@ -1,14 +1,15 @@
 // Causal attention of a ragged batch of queries over paged keys and values: decode and prefill alike.
 //
-// A tile is some queries of one sequence and some KV heads. Each KV head has up to MAX_ROWS rows: the queries
-// times the query heads of its group. A prefill tile is many queries and one KV head, for the arithmetic; a
-// decode tile is one query and many KV heads, which lie side by side in a page, for the memory: its reads
-// are long runs, and the next block is fetched meanwhile. The keys pass in blocks of 32 that start at
-// multiples of 32 in the sequence, whatever the page size; for each block (attention_block.h) the tile
-//   1. transposes the keys, so that lanes are keys and units (a float, or two bf16) run down the head,
-//   2. scores the 32 keys for every row, two vectors that hide each other's latency,
-//   3. updates each row's running maximum and sum (online softmax),
-//   4. adds the probabilities times the values to each row's output.
+// A tile is some queries of one sequence and some KV heads: up to MAX_ROWS rows, which are the KV heads times
+// the queries times the query heads of a group. A prefill tile is many queries and one KV head, for the
+// arithmetic; a decode tile is one query and many KV heads, which lie side by side in a page, for the memory.
+// The keys pass in blocks of 32 that start at multiples of 32 in the sequence, whatever the page size; for
+// each block (attention_block.h) the tile
+//   1. for each KV head transposes the keys, so that lanes are keys and units (a float, or two bf16) run
+//      down the head, and scores them for every row, two vectors that hide each other's latency,
+//   2. updates the running maximum and sum of all rows (online softmax),
+//   3. for each KV head adds the probabilities times the values to each row's output.
+// Meanwhile 1 fetches the next block's keys, and 3 its values.
 // A row's arithmetic depends on its own position only: the same bits in a prefill chunk of any size and in
 // decode, for any page size and any batch.
 #include "attention_block.h"
@@ -20,6 +21,16 @@ struct tile {
     int64_t first_position;  // of the first query in its sequence
 };
 
+// One block of keys against a tile.
+struct turn {
+    int64_t block;                // position of the first key
+    int64_t first_row, last_row;  // of a KV head: those that see some key of the block
+    const struct tile *next_tile; // what is fetched meanwhile: where the thread works next,
+    int64_t next_block;           // as far as it can tell
+};
+
+INLINE int64_t last_position(const struct tile *t) { return t->first_position + t->num_queries - 1; }
+
 INLINE const char *key_pointer(
     const struct attention *p, const struct tile *t, int64_t kv_head, int64_t position, int element_bytes) {
     int64_t page = p->page_table[t->sequence * p->table_stride + (position >> p->page_shift)];
@@ -27,42 +38,43 @@ INLINE const char *key_pointer(
     return p->pages + page * p->page_stride + kv_head * p->head_stride + offset * p->head_dim * element_bytes;
 }
 
-// The 16 keys from `first` on and their values, each as 16 consecutive rows: in place where one page holds
-// them all, else copied to `spare`. Rows past the tile's last query are zeros: what lies there is somebody's past.
-INLINE void find_run(
-    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t first, int element_bytes,
-    char spare[2][LANES * MAX_HEAD_DIM * 4], const char **keys, const char **values) {
-    int64_t last_position = t->first_position + t->num_queries - 1;
-    if (p->page_shift >= 4 && first + LANES - 1 <= last_position && p->padded_dim == p->head_dim) {
-        *keys = key_pointer(p, t, kv_head, first, element_bytes);
-        *values = *keys + p->value_stride;
-        return;
-    }
+// The 16 keys (or values, `part` bytes further on) from `first` on as 16 consecutive rows: in place where one
+// page holds them all, else copied to `spare`. Rows past the tile's last query are zeros: what lies there is
+// somebody's past.
+INLINE const char *find_run(
+    const struct attention *p, const struct tile *t, int64_t kv_head, int64_t first, ptrdiff_t part, int element_bytes,
+    char spare[LANES * MAX_HEAD_DIM * 4]) {
+    if (p->page_shift >= 4 && first + LANES - 1 <= last_position(t) && p->padded_dim == p->head_dim)
+        return key_pointer(p, t, kv_head, first, element_bytes) + part;
     int64_t row_bytes = p->padded_dim * element_bytes;
-    memset(spare[0], 0, LANES * row_bytes);
-    memset(spare[1], 0, LANES * row_bytes);
-    for (int64_t i = 0; i < MIN(LANES, last_position - first + 1); i++) {
-        const char *key = key_pointer(p, t, kv_head, first + i, element_bytes);
-        memcpy(spare[0] + i * row_bytes, key, p->head_dim * element_bytes);
-        memcpy(spare[1] + i * row_bytes, key + p->value_stride, p->head_dim * element_bytes);
-    }
-    *keys = spare[0];
-    *values = spare[1];
+    memset(spare, 0, LANES * row_bytes);
+    for (int64_t i = 0; i < MIN(LANES, last_position(t) - first + 1); i++)
+        memcpy(spare + i * row_bytes, key_pointer(p, t, kv_head, first + i, element_bytes) + part, p->head_dim * element_bytes);
+    return spare;
 }
 
 INLINE int64_t first_key(const struct attention *p, int64_t position) {
     return p->window > 0 ? MAX(0, position - p->window + 1) : 0;
 }
 
-// What a tile works in; one per thread, on its stack.
+// Where 16 keys of the next turn lie, perhaps: a hint, nothing is read there.
+INLINE const char *run_ahead(const struct attention *p, const struct turn *turn, int64_t h, int half, int element_bytes) {
+    const struct tile *t = turn->next_tile;
+    int64_t kv_head = MIN(t->first_head + h, p->num_kv_heads - 1);
+    return key_pointer(p, t, kv_head, MIN(turn->next_block + half * LANES, last_position(t)), element_bytes);
+}
+
+// What a tile works in; one per thread, on its stack. Row h * (rows of a head) + r is row r of KV head h.
 struct workspace {
     _Alignas(64) uint32_t units[HALVES][MAX_HEAD_DIM][LANES];
     _Alignas(64) uint32_t values[BLOCK * MAX_HEAD_DIM];
-    _Alignas(64) char spare[2][LANES * MAX_HEAD_DIM * 4];
-    _Alignas(64) char padded_query[MAX_TILE_ROWS][MAX_HEAD_DIM * 4];
-    _Alignas(64) float out[MAX_TILE_ROWS][MAX_HEAD_DIM];
-    const uint32_t *query[MAX_TILE_ROWS];
-    struct softmax state[MAX_TILE_ROWS];  // one a KV head
+    _Alignas(64) char spare[LANES * MAX_HEAD_DIM * 4];
+    _Alignas(64) char padded_query[MAX_ROWS][MAX_HEAD_DIM * 4];
+    _Alignas(64) float out[MAX_ROWS][MAX_HEAD_DIM];
+    const uint32_t *query[MAX_ROWS];
+    f32x16 scores[MAX_ROWS][HALVES];  // of the block; then its probabilities
+    struct softmax state;
+    float rescale[MAX_ROWS];
 };
 
 // Row r of KV head h of the tile -> its row in query and output.
@@ -71,54 +83,68 @@ INLINE int64_t head_of(const struct tile *t, int64_t group, int64_t h, int64_t r
     return (t->first_head + h) * group + r % group;
 }
 
-// Bring keys and values that will be needed soon into L2, page by page.
-INLINE void prefetch_block(const struct attention *p, const struct tile *t, int64_t block, int64_t h, int element_bytes) {
-    int64_t step = MIN(BLOCK, (int64_t)1 << p->page_shift), run_bytes = step * p->head_dim * element_bytes;
-    for (int64_t i = 0; i < BLOCK && block + i <= t->first_position; i += step) {
-        const char *key = key_pointer(p, t, t->first_head + h, block + i, element_bytes);
-        for (int64_t byte = 0; byte < run_bytes; byte += 64) {
-            __builtin_prefetch(key + byte, 0, 2);
-            __builtin_prefetch(key + p->value_stride + byte, 0, 2);
-        }
-    }
+INLINE int64_t first_block(const struct attention *p, const struct tile *t) {
+    return first_key(p, t->first_position) / BLOCK * BLOCK;
 }
 
-// One block of keys against the rows of one KV head, h of the tile.
-INLINE void attend_block(
-    const struct attention *p, const struct tile *t, struct workspace *w, int64_t block, int64_t h, const int is_bf16) {
-    const int element_bytes = is_bf16 ? 2 : 4;
-    const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
-    const int64_t num_rows = t->num_queries * group;
-    for (int half = 0; half < HALVES; half++) {
-        const char *keys, *run;
-        find_run(p, t, t->first_head + h, block + half * LANES, element_bytes, w->spare, &keys, &run);
-        transpose_keys(keys, num_units, w->units[half]);
-        uint32_t *values = w->values + half * LANES * num_units;
-        if (is_bf16) pair_values((const bf16 *)run, head_dim, values);
-        else memcpy(values, run, LANES * head_dim * 4);
+// Earlier queries end before the block, later windows start after it. All KV heads of a tile see the same.
+INLINE struct turn take_turn(const struct attention *p, const struct tile *t, int64_t block, const struct tile *next) {
+    const int64_t group = p->num_heads / p->num_kv_heads;
+    struct turn turn = {block, MAX(0, block - t->first_position) * group, t->num_queries * group, t, block + BLOCK};
+    while (turn.last_row > turn.first_row && block + BLOCK <= first_key(p, t->first_position + (turn.last_row - 1) / group))
+        turn.last_row -= group;
+    if (turn.next_block > last_position(t)) {
+        turn.next_tile = next;
+        turn.next_block = first_block(p, next);
     }
-    // Rows [first, last) see this block: earlier queries end before it, later windows start after it.
-    int64_t first = MAX(0, block - t->first_position) * group, last = num_rows;
-    while (last > first && block + BLOCK <= first_key(p, t->first_position + (last - 1) / group)) last -= group;
+    return turn;
+}
+
+INLINE void score_block(
+    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h, const int is_bf16) {
+    const int element_bytes = is_bf16 ? 2 : 4;
+    const int64_t num_units = p->padded_dim * element_bytes / 4, group = p->num_heads / p->num_kv_heads;
+    const int64_t block = turn->block, num_rows = t->num_queries * group;
+    const char *ahead = run_ahead(p, turn, h, 0, element_bytes);
+    for (int half = 0; half < HALVES; half++) {
+        const char *keys = find_run(p, t, t->first_head + h, block + half * LANES, 0, element_bytes, w->spare);
+        transpose_keys(keys, num_units, ahead + half * num_units / 2 * 64, w->units[half]);
+    }
     const uint32_t *const *query = w->query + h * num_rows;
-    float(*out)[MAX_HEAD_DIM] = w->out + h * num_rows;
-    f32x16 scores[MAX_ROWS][HALVES];
-    float rescale[MAX_ROWS];
-    IN_FOURS(r, n, first, last, score_rows(query + r, w->units, num_units, p->scale, scores + r, n, is_bf16))
-    for (int64_t r = first; r < last; r++) {
+    f32x16(*scores)[HALVES] = w->scores + h * num_rows;
+    ahead = run_ahead(p, turn, h, 1, element_bytes);
+    IN_FOURS(r, n, turn->first_row, turn->last_row,
+             score_rows(query + r, w->units, num_units, p->scale, ahead, scores + r, n, is_bf16))
+    for (int64_t r = turn->first_row; r < turn->last_row; r++) {
         int64_t position = t->first_position + r / group, low = first_key(p, position);
         if (block >= low && block + BLOCK <= position + 1) continue;
         for (int half = 0; half < HALVES; half++)
             scores[r][half] = mask_keys(scores[r][half], block + half * LANES, low, position);
     }
-    softmax_block(&w->state[h], scores, first, last, rescale);
-    IN_FOURS(r, n, first, last, add_values(out + r, scores + r, rescale + r, w->values, head_dim, n, is_bf16))
+}
+
+INLINE void add_block(
+    const struct attention *p, const struct tile *t, struct workspace *w, const struct turn *turn, int64_t h, const int is_bf16) {
+    const int element_bytes = is_bf16 ? 2 : 4;
+    const int64_t head_dim = p->padded_dim, num_units = head_dim * element_bytes / 4;
+    const int64_t num_rows = t->num_queries * (p->num_heads / p->num_kv_heads);
+    const char *ahead = run_ahead(p, turn, h, 0, element_bytes) + p->value_stride;
+    for (int half = 0; half < HALVES; half++) {
+        const char *run = find_run(
+            p, t, t->first_head + h, turn->block + half * LANES, p->value_stride, element_bytes, w->spare);
+        uint32_t *values = w->values + half * LANES * num_units;
+        if (is_bf16) pair_values((const bf16 *)run, head_dim, ahead + half * num_units / 2 * 64, values);
+        else memcpy(values, run, LANES * head_dim * 4);
+    }
+    ahead = run_ahead(p, turn, h, 1, element_bytes) + p->value_stride;
+    IN_FOURS(r, n, h * num_rows + turn->first_row, h * num_rows + turn->last_row,
+             add_values(w->out + r, w->scores + r, w->rescale + r, w->values, ahead, head_dim, n, is_bf16))
 }
 
 INLINE void begin_tile(const struct attention *p, const struct tile *t, struct workspace *w, const int element_bytes) {
     const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
+    w->state = (struct softmax){.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
     for (int64_t h = 0; h < t->num_heads; h++) {
-        w->state[h] = (struct softmax){.maximum = splat(-1e30f)};  // finite, so that no difference is NaN
         for (int64_t r = 0; r < num_rows; r++) {
             int64_t row = h * num_rows + r;
             const char *query = p->query + token_of(t, group, r) * p->query_token + head_of(t, group, h, r) * p->query_head;
@@ -136,8 +162,8 @@ INLINE void end_tile(const struct attention *p, const struct tile *t, struct wor
     const int64_t group = p->num_heads / p->num_kv_heads, num_rows = t->num_queries * group;
     for (int64_t h = 0; h < t->num_heads; h++)
         for (int64_t r = 0; r < num_rows; r++) {
-            const float *out = w->out[h * num_rows + r];
-            float inverse = w->state[h].sum[r] > 0 ? 1.0f / w->state[h].sum[r] : 0.0f;
+            const float *out = w->out[h * num_rows + r], sum = w->state.sum[h * num_rows + r];
+            float inverse = sum > 0 ? 1.0f / sum : 0.0f;
             int64_t row = (token_of(t, group, r) * p->num_heads + head_of(t, group, h, r)) * p->head_dim, d = 0;
             for (; d + LANES <= p->head_dim; d += LANES)
                 store_lanes(p->output, row + d, load_f32(out + d) * splat(inverse), is_bf16);
@@ -145,15 +171,16 @@ INLINE void end_tile(const struct attention *p, const struct tile *t, struct wor
         }
 }
 
-INLINE void run_tile(const struct attention *p, const struct tile *t, const int is_bf16) {
+// `next`: a tile to fetch the beginning of; `t` itself where none is known.
+INLINE void run_tile(const struct attention *p, const struct tile *t, const struct tile *next, const int is_bf16) {
     struct workspace w;
     begin_tile(p, t, &w, is_bf16 ? 2 : 4);
-    int64_t last_position = t->first_position + t->num_queries - 1;
-    for (int64_t block = first_key(p, t->first_position) / BLOCK * BLOCK; block <= last_position; block += BLOCK) {
-        for (int64_t h = 0; h < t->num_heads; h++) {
-            if (t->num_queries == 1) prefetch_block(p, t, block + BLOCK, h, is_bf16 ? 2 : 4);
-            attend_block(p, t, &w, block, h, is_bf16);
-        }
+    for (int64_t block = first_block(p, t); block <= last_position(t); block += BLOCK) {
+        struct turn turn = take_turn(p, t, block, next);
+        for (int64_t h = 0; h < t->num_heads; h++) score_block(p, t, &w, &turn, h, is_bf16);
+        // A tile of several KV heads has one query, and all its rows see the block.
+        softmax_block(&w.state, w.scores, turn.first_row, t->num_heads * turn.last_row, w.rescale);
+        for (int64_t h = 0; h < t->num_heads; h++) add_block(p, t, &w, &turn, h, is_bf16);
     }
     end_tile(p, t, &w, is_bf16);
 }
@@ -176,15 +203,23 @@ INLINE struct cut cut_sequence(const struct attention *p, int64_t sequence, int6
     return c;
 }
 
+struct tiles {
+    const struct attention *attention;
+    const int64_t *starts;
+    int64_t count, decode_heads;
+};
+
 // Tile number `index`: sequences in order, their queries in runs, parts of the KV heads innermost.
-INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_starts, int64_t index, int64_t decode_heads) {
+INLINE struct tile find_tile(const struct tiles *tiles, int64_t index) {
+    const struct attention *p = tiles->attention;
+    const int64_t *tile_starts = tiles->starts;
     int64_t low = 0, high = p->num_sequences;  // tile_starts[low] <= index < tile_starts[high]
     while (high - low > 1) {
         int64_t middle = (low + high) / 2;
         if (tile_starts[middle] <= index) low = middle;
         else high = middle;
     }
-    struct cut c = cut_sequence(p, low, decode_heads);
+    struct cut c = cut_sequence(p, low, tiles->decode_heads);
     int64_t in_sequence = index - tile_starts[low], end = p->query_starts[low + 1];
     struct tile t = {.sequence = low, .first_head = in_sequence % c.num_parts * c.heads};
     t.num_heads = MIN(c.heads, p->num_kv_heads - t.first_head);
@@ -194,21 +229,17 @@ INLINE struct tile find_tile(const struct attention *p, const int64_t *tile_star
     return t;
 }
 
-struct tiles {
-    const struct attention *attention;
-    const int64_t *starts;
-    int64_t count, decode_heads;
-};
-
 static void run_tiles(const void *context, int64_t begin, int64_t end, int thread) {
     const struct tiles *tiles = context;
     const struct attention *p = tiles->attention;
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         // The longest contexts of a prefill come last in each sequence; starting there evens the load.
-        struct tile t = find_tile(p, tiles->starts, tiles->count - 1 - i, tiles->decode_heads);
-        if (p->is_bf16) run_tile(p, &t, 1);
-        else run_tile(p, &t, 0);
+        int64_t index = tiles->count - 1 - i, index_after = index - num_threads();
+        struct tile t = find_tile(tiles, index), next = index_after < 0 ? t : find_tile(tiles, index_after);
+        if (next.first_position < 0) next = t;  // padding has no keys
+        if (p->is_bf16) run_tile(p, &t, &next, 1);
+        else run_tile(p, &t, &next, 0);
     }
 }
 
@@ -218,7 +249,7 @@ EXPORT void baton_attention(const struct attention *p, int64_t *tile_starts) {
     // All KV heads in one tile where there are sequences enough to keep every thread busy.
     struct tiles tiles = {.attention = p, .starts = tile_starts, .decode_heads = 1};
     int64_t group = p->num_heads / p->num_kv_heads;
-    if (p->num_sequences >= 2 * num_threads()) tiles.decode_heads = MAX(1, MIN(p->num_kv_heads, MAX_TILE_ROWS / group));
+    if (p->num_sequences >= 2 * num_threads()) tiles.decode_heads = MAX(1, MIN(p->num_kv_heads, MAX_ROWS / group));
     tile_starts[0] = 0;
     for (int64_t s = 0; s < p->num_sequences; s++) {
         struct cut c = cut_sequence(p, s, tiles.decode_heads);

@@ -1,14 +1,16 @@
 // The arithmetic of attention on one block of 32 keys: transpose, score, softmax, add the values.
 //
 // Whatever a row's sums are, their order depends on the row alone.
+//
+// `ahead` is 16 rows of keys or values that a later block reads. Fetching them at once would fill the core's
+// miss buffers and stall it; so each loop here asks for a line or two a turn, and memory works meanwhile.
 #pragma once
 
 #include "simd.h"
 
 #define BLOCK 32
 #define HALVES 2  // vectors of keys in a block
-#define MAX_ROWS 16       // of one KV head
-#define MAX_TILE_ROWS 32  // of all KV heads of a tile
+#define MAX_ROWS 16  // of a tile
 #define MAX_HEAD_DIM 256
 
 // Runs `call` over rows [first, last) in groups of n = 4, 2 or 1 rows, n known to the compiler.
@@ -18,6 +20,8 @@
         else if ((last) - r >= 2) { enum { n = 2 }; call; r += 2; } \
         else { enum { n = 1 }; call; r += 1; }     \
     }
+
+INLINE void fetch(const char *ahead, int64_t line) { __builtin_prefetch(ahead + line * 64, 0, 2); }
 
 // Lane r belongs to row r of the tile.
 struct softmax {
@@ -59,10 +63,13 @@ INLINE void transpose_units(const char *rows, ptrdiff_t stride, uint32_t out[][L
 }
 #endif
 
-// 16 rows of keys -> units[head_dim * element_bytes / 4][16 keys]
-INLINE void transpose_keys(const char *keys, int64_t num_units, uint32_t units[MAX_HEAD_DIM][LANES]) {
+// 16 rows of keys -> units[head_dim * element_bytes / 4][16 keys]. Fetches half as many lines as there are units.
+INLINE void transpose_keys(const char *keys, int64_t num_units, const char *ahead, uint32_t units[MAX_HEAD_DIM][LANES]) {
     int64_t unit = 0;
-    for (; unit + LANES <= num_units; unit += LANES) transpose_units(keys + unit * 4, num_units * 4, units + unit);
+    for (; unit + LANES <= num_units; unit += LANES) {
+        for (int i = 0; i < LANES / 2; i++) fetch(ahead, unit / 2 + i);
+        transpose_units(keys + unit * 4, num_units * 4, units + unit);
+    }
     for (; unit < num_units; unit++)
         for (int64_t i = 0; i < LANES; i++) memcpy(&units[unit][i], keys + (i * num_units + unit) * 4, 4);
 }
@@ -76,8 +83,9 @@ INLINE void pair_up(const bf16 *even, const bf16 *odd, uint32_t *out) {
     memcpy(out, &pair, sizeof pair);
 }
 
-// 16 rows of bf16 values -> pairs[8][head_dim] of neighbouring keys
-INLINE void pair_values(const bf16 *values, int64_t head_dim, uint32_t *pairs) {
+// 16 rows of bf16 values -> pairs[8][head_dim] of neighbouring keys. Fetches a line for 32 pairs.
+INLINE void pair_values(const bf16 *values, int64_t head_dim, const char *ahead, uint32_t *pairs) {
+    int64_t line = 0;
     for (int64_t i = 0; i < LANES; i += 2, values += 2 * head_dim, pairs += head_dim) {
         int64_t d = 0;
 #if defined(__AVX512BW__)
@@ -85,6 +93,7 @@ INLINE void pair_values(const bf16 *values, int64_t head_dim, uint32_t *pairs) {
                                              37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
         const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
         for (; d + 2 * LANES <= head_dim; d += 2 * LANES) {
+            fetch(ahead, line++);
             __m512i even = _mm512_loadu_si512(values + d), odd = _mm512_loadu_si512(values + head_dim + d);
             _mm512_storeu_si512(pairs + d, _mm512_permutex2var_epi16(even, low, odd));
             _mm512_storeu_si512(pairs + d + LANES, _mm512_permutex2var_epi16(even, high, odd));
@@ -94,15 +103,17 @@ INLINE void pair_values(const bf16 *values, int64_t head_dim, uint32_t *pairs) {
     }
 }
 
-// Each half of the block has two chains per row, even and odd units, then their sum.
+// Each half of the block has two chains per row, even and odd units, then their sum. Fetches a line a unit.
 INLINE void score_rows(
     const uint32_t *const *query, const uint32_t units[HALVES][MAX_HEAD_DIM][LANES], int64_t num_units, float scale,
-    f32x16 scores[][HALVES], const int rows, const int is_bf16) {
+    const char *ahead, f32x16 scores[][HALVES], const int rows, const int is_bf16) {
     f32x16 even[4][HALVES], odd[4][HALVES];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < HALVES; h++) even[r][h] = odd[r][h] = (f32x16){};
-    for (int64_t u = 0; u < num_units; u += 2)
+    for (int64_t u = 0; u < num_units; u += 2) {
+        fetch(ahead, u);
+        fetch(ahead, u + 1);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -110,26 +121,30 @@ INLINE void score_rows(
                 even[r][h] = dot_units(even[r][h], query[r][u], units[h][u], is_bf16);
                 odd[r][h] = dot_units(odd[r][h], query[r][u + 1], units[h][u + 1], is_bf16);
             }
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < HALVES; h++) scores[r][h] = (even[r][h] + odd[r][h]) * splat(scale);
 }
 
-// out[r][d, d + 16 * vectors) = out * rescale + probabilities . values
+// out[r][d, d + 16 * vectors) = out * rescale + probabilities . values. Fetches two lines a vector of weights.
 INLINE void add_slice(
     float out[][MAX_HEAD_DIM], const uint32_t weights[][BLOCK], const float *rescale, const uint32_t *values,
-    int64_t head_dim, int64_t d, const int rows, const int vectors, const int is_bf16) {
+    const char *ahead, int64_t head_dim, int64_t d, const int rows, const int vectors, const int is_bf16) {
     f32x16 acc[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) acc[r][v] = load_f32(out[r] + d + v * LANES) * splat(rescale[r]);
-    for (int j = 0; j < (is_bf16 ? BLOCK / 2 : BLOCK); j++)
+    for (int j = 0; j < (is_bf16 ? BLOCK / 2 : BLOCK); j++) {
+        fetch(ahead, 2 * j);
+        fetch(ahead, 2 * j + 1);
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
                 acc[r][v] = dot_units(acc[r][v], weights[r][j], values + j * head_dim + d + v * LANES, is_bf16);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -138,14 +153,16 @@ INLINE void add_slice(
 
 INLINE void add_values(
     float out[][MAX_HEAD_DIM], const f32x16 probabilities[][HALVES], const float *rescale, const uint32_t *values,
-    int64_t head_dim, const int rows, const int is_bf16) {
+    const char *ahead, int64_t head_dim, const int rows, const int is_bf16) {
     uint32_t weights[4][BLOCK];
     for (int r = 0; r < rows; r++)
         for (int h = 0; h < HALVES; h++) store_lanes(weights[r], h * LANES, probabilities[r][h], is_bf16);
     int64_t d = 0;
-    for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
-        add_slice(out, weights, rescale, values, head_dim, d, rows, 4, is_bf16);
-    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, head_dim, d, rows, 1, is_bf16);
+    for (; d + 4 * LANES <= head_dim; d += 4 * LANES) {
+        add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 4, is_bf16);
+        ahead += (is_bf16 ? BLOCK : 2 * BLOCK) * 64;
+    }
+    for (; d < head_dim; d += LANES) add_slice(out, weights, rescale, values, ahead, head_dim, d, rows, 1, is_bf16);
 }
 
 INLINE f32x16 mask_keys(f32x16 score, int64_t first, int64_t low, int64_t high) {
