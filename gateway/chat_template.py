@@ -1,7 +1,8 @@
 """Messages to prompt text by the model's own chat template.
 
 The template comes from the model directory, never from a request. Messages come from requests, so rendering
-is bounded in steps and in output, and whatever goes wrong there is that one request's fault.
+is bounded in steps and in output, and whatever goes wrong there is that one request's fault. Memory is not
+bounded: docs/decisions/0004 says why.
 """
 
 import json
@@ -18,6 +19,7 @@ from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_co
 
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
+MAX_INDENT: Final = 64  # spaces, of JSON
 NAME: Final = "chat template"
 # The template itself is wrong, whatever the messages are.
 TEMPLATE_FAULTS: Final = frozenset(
@@ -104,5 +106,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: object, *, indent: int | None = None) -> str:
+    if indent is not None and not 0 <= indent <= MAX_INDENT:
+        raise ModelError(f"the chat template indents JSON by {indent}: expected 0 to {MAX_INDENT} spaces")
     # Not minijinja's own, which escapes < and > for HTML; models were trained on plain JSON.
     return json.dumps(value, ensure_ascii=False, indent=indent)

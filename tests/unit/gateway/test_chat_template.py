@@ -131,6 +131,19 @@ def test_output_is_bounded() -> None:
         template.render([{"content": "x" * 1000}] * 10)
 
 
+@pytest.mark.parametrize("indent", [-1, 65, 10**9])
+def test_json_is_not_indented_out_of_sight(indent: int) -> None:
+    template = ChatTemplate(f"{{{{ messages | tojson(indent={indent}) }}}}", {})
+    with pytest.raises(ModelError, match=f"indents JSON by {indent}: expected 0 to 64"):
+        template.render([{"content": "x"}])
+
+
+@pytest.mark.parametrize("source", ["'x' * 3000000000", "[1] * 1000000000", "range(1000000000)"])
+def test_repetition_is_bounded_by_the_template_engine(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="too large|too many"):
+        ChatTemplate(f"{{{{ {source} }}}}", {}).render([])
+
+
 @pytest.mark.parametrize("source", ["{% if %}", "{{ 'open", "{% for x in y %}"])
 def test_a_damaged_template_is_the_models_fault(source: str) -> None:
     with pytest.raises(ModelError, match="chat template is damaged"):
