@@ -34,6 +34,7 @@ BYTE_UNITS: Final = {
 # Far beyond any step that a machine could finish; they bound what is allocated for one.
 MAX_NUM_SEQS: Final = 2**16
 MAX_NUM_BATCHED_TOKENS: Final = 2**20
+MAX_QUEUE_DELAY_MS: Final = 60_000  # nobody waits longer for company
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         _between("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _between("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
-        _at_least("scheduler.max_queue_delay_ms", self.max_queue_delay_ms, 0)
+        _between("scheduler.max_queue_delay_ms", self.max_queue_delay_ms, 0, MAX_QUEUE_DELAY_MS)
         for size in self.preferred_batch_sizes:
             _between("scheduler.preferred_batch_sizes", size, 1, self.max_num_seqs)
 

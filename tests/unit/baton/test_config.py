@@ -119,8 +119,12 @@ def test_wrong_types_name_the_key(settings: dict[str, Any], message: str) -> Non
             "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 0",
         ),
         (
+            {"scheduler": {"max_queue_delay_ms": 1e300}},
+            "scheduler.max_queue_delay_ms: expected 0 to 60000, got 1e+300",
+        ),
+        (
             {"scheduler": {"max_queue_delay_ms": float("inf")}},
-            "scheduler.max_queue_delay_ms: expected at least 0, got inf",
+            "scheduler.max_queue_delay_ms: expected 0 to 60000, got inf",
         ),
         (
             {"scheduler": {"max_num_seqs": 8, "preferred_batch_sizes": [16]}},
