@@ -29,5 +29,9 @@ class WorkerLost(BatonError):
     """A process that held part of the work is gone; the work can be replayed elsewhere."""
 
 
+class TransferFailed(BatonError):
+    """KV pages did not reach the other worker; another transport or another attempt may do it."""
+
+
 class IntegrityError(BatonError, AssertionError):
     """A ledger contradicts itself: a bug of ours, never the caller's fault."""
