@@ -108,7 +108,7 @@ def _check(name: str, value: float, low: float, high: float | None) -> None:
     # Written so that NaN fails: every comparison with NaN is false.
     if low <= value <= (sys.float_info.max if high is None else high):
         return
-    bound = f"at least {low}" if high is None else f"between {low} and {high}"
+    bound = f"finite and at least {low}" if high is None else f"between {low} and {high}"
     raise InvalidRequest(f"{name} must be {bound}, got {value}")
 
 
@@ -151,6 +151,6 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int  # 0 is the first generated token
     token_id: int | None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 only
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache

@@ -94,7 +94,7 @@ class Seating:
 
 def waits_for_leader(sequence: Sequence, queues: SequenceQueues) -> bool:
     """A later choice waits while the first one computes the prompt whose full pages both will use."""
-    if not sequence.choice or not sequence.page_keys or sequence.needs_prompt_logprobs:
+    if not sequence.choice or not sequence.page_keys:
         return False
     leader = queues.by_key.get((sequence.request_id, 0))
     return leader is not None and not leader.num_generated_tokens
