@@ -108,7 +108,10 @@ def _check(name: str, value: float, low: float, high: float | None) -> None:
     # Written so that NaN fails: every comparison with NaN is false.
     if low <= value <= (sys.float_info.max if high is None else high):
         return
-    bound = f"finite and at least {low}" if high is None else f"between {low} and {high}"
+    if high is None:
+        bound = "finite" if value > low else f"at least {low}"
+    else:
+        bound = f"between {low} and {high}"
     raise InvalidRequest(f"{name} must be {bound}, got {value}")
 
 
