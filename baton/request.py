@@ -108,11 +108,13 @@ def _check(name: str, value: float, low: float, high: float | None) -> None:
     # Written so that NaN fails: every comparison with NaN is false.
     if low <= value <= (sys.float_info.max if high is None else high):
         return
-    if high is None:
-        bound = "finite" if value > low else f"at least {low}"
-    else:
-        bound = f"between {low} and {high}"
-    raise InvalidRequest(f"{name} must be {bound}, got {value}")
+    raise InvalidRequest(f"{name} must be {_bound(value, low, high)}, got {value}")
+
+
+def _bound(value: float, low: float, high: float | None) -> str:
+    if high is not None:
+        return f"between {low} and {high}"
+    return "finite" if value > low else f"at least {low}"
 
 
 class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
