@@ -1,0 +1,87 @@
+"""Request traces of real services: when requests came, how long they were, what they shared.
+
+Two formats are read: Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` for
+blocks of 512 tokens) and Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens).
+"""
+
+import csv
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from baton.errors import ConfigError
+
+BLOCK_TOKENS: Final = 512  # of a hash id
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    arrival_s: float  # since the trace began
+    input_tokens: int
+    output_tokens: int
+    block_ids: tuple[
+        int, ...
+    ] = ()  # one a block of `block_tokens`; equal ids at equal depth are a shared prefix
+    block_tokens: int = BLOCK_TOKENS
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests in order of arrival, their lengths divided by `scale`, at least 1.
+
+    ConfigError names the line that is not of either format.
+    """
+    if not (scale > 0):
+        raise ConfigError(f"scale: expected more than 0, got {scale}")
+    rows = _azure_rows(path) if path.suffix == ".csv" else _mooncake_rows(path)
+    try:
+        requests = sorted(rows, key=lambda request: request.arrival_s)
+    except OSError as error:
+        raise ConfigError(f"trace {path} cannot be read: {error}") from error
+    return [_scaled(request, scale) for request in requests[:limit]]
+
+
+def _scaled(request: TraceRequest, scale: float) -> TraceRequest:
+    return msgspec.structs.replace(
+        request,
+        input_tokens=max(1, round(request.input_tokens / scale)),
+        output_tokens=max(1, round(request.output_tokens / scale)),
+        block_tokens=max(1, round(request.block_tokens / scale)),
+    )
+
+
+def _mooncake_rows(path: Path) -> Iterator[TraceRequest]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from error
+            yield TraceRequest(
+                arrival_s=row.timestamp / 1e3,
+                input_tokens=row.input_length,
+                output_tokens=row.output_length,
+                block_ids=row.hash_ids,
+            )
+
+
+def _azure_rows(path: Path) -> Iterator[TraceRequest]:
+    with path.open(newline="") as file:
+        first_s: float | None = None
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            try:
+                moment_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+                tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path}, line {number}: {error!r}") from error
+            first_s = moment_s if first_s is None else first_s
+            yield TraceRequest(arrival_s=moment_s - first_s, input_tokens=tokens[0], output_tokens=tokens[1])
