@@ -1,7 +1,7 @@
 """Request traces of real services: when requests came, how long they were, what they shared.
 
-Two formats are read: Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` for
-blocks of 512 tokens) and Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens).
+Two formats are read: Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`
+for blocks of 512 tokens) and Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens).
 """
 
 import csv
