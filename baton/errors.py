@@ -35,3 +35,22 @@ class TransferFailed(BatonError):
 
 class IntegrityError(BatonError, AssertionError):
     """A ledger contradicts itself: a bug of ours, never the caller's fault."""
+
+
+class PeerGone(WorkerLost):
+    """The other end of a connection has closed it, or died."""
+
+
+class WireError(BatonError):
+    """What a peer sent can't be accepted: it is dropped, and counted under `reason`."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ProtocolError(WireError):
+    """A well-formed message that is illegal in the state its receiver is in."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, reason="protocol")

@@ -1,0 +1,238 @@
+"""What two endpoints say to each other about transfers, beside the bytes themselves.
+
+Every integer and every list has a bound in its type, so it is refused while it is decoded, before anything
+is made of it. Places in memory are page ids with their generations; no address or offset is ever sent.
+Times are durations, so the clocks of two machines need not agree.
+
+A transfer is one attempt to move one request's pages from one replica to another. It has a part for every
+pair of a source rank and a destination rank that share heads; parts are numbered from 0. Without tensor
+parallelism there is one part.
+"""
+
+from itertools import pairwise
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import WireError
+from baton.layout import PageLayout
+from baton.wire import MAX_BODY_BYTES
+
+PROTOCOL: Final = 1
+MAX_PAGES: Final = 65_536  # of one transfer, and units too
+MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
+MAX_PARTS: Final = 4_096
+DIGEST_BYTES: Final = 8  # of one unit, see digests.py
+MAX_DURATION_MS: Final = 24 * 3600 * 1000
+
+TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Incarnation: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
+Part: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)]
+NumParts: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PARTS)]
+NumUnits: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+Unit: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PAGES)]
+Units: TypeAlias = Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX_PAGES)]
+Page: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Pages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PAGES)]
+PulledPages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Generations: TypeAlias = Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PAGES)]
+PulledGenerations: TypeAlias = Annotated[
+    tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)
+]
+DurationMs: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DURATION_MS)]
+Digests: TypeAlias = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=MAX_PAGES * DIGEST_BYTES)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=256)]
+TransportName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=16)]
+TransportNames: TypeAlias = Annotated[tuple[TransportName, ...], Meta(max_length=8)]
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """One of the classes below."""
+
+
+class Hello(Message, frozen=True):
+    """The first message each way on every link; see compatibility.py."""
+
+    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
+    incarnation: Incarnation  # minted when the process starts: pages and epochs mean something within one
+    fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # of the model
+    layout: PageLayout
+    rank: Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)] = 0
+
+
+class Reserve(Message, frozen=True):
+    """Source to destination: make room. The whole transfer ends within `deadline_ms`, one way or another."""
+
+    transfer: TransferId
+    num_units: NumUnits
+    deadline_ms: DurationMs
+    position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
+    num_parts: NumParts = 1
+
+
+class Grant(Message, frozen=True):
+    """Destination to source: write here. The epoch is new with every reservation of the destination."""
+
+    transfer: TransferId
+    epoch: Epoch
+    pages: Pages
+    generations: Generations
+    transports: TransportNames = ()
+
+
+class Refuse(Message, frozen=True):
+    """Destination to source: there will be no grant."""
+
+    transfer: TransferId
+    reason: Reason
+
+
+class Pull(Message, frozen=True):
+    """Destination to a holder of known pages: write them here. The grant comes with the question."""
+
+    transfer: TransferId
+    epoch: Epoch
+    deadline_ms: DurationMs
+    num_units: NumUnits
+    holder: Incarnation  # whose pages are meant: a process that was started again holds others
+    wanted_pages: PulledPages
+    wanted_generations: PulledGenerations
+    pages: PulledPages
+    generations: PulledGenerations
+    transports: TransportNames = ()
+    num_parts: NumParts = 1
+
+
+class PullRefused(Message, frozen=True):
+    """Holder to destination: the pages are not, or no longer, what was asked for; nothing was written."""
+
+    transfer: TransferId
+    epoch: Epoch
+    reason: Reason
+
+
+class Wrote(Message, frozen=True):
+    """Source to destination: units [first, stop) of a part are in the destination's memory."""
+
+    transfer: TransferId
+    epoch: Epoch
+    first: Unit
+    stop: Unit
+    part: Part = 0
+
+
+class Commit(Message, frozen=True):
+    """Source to destination: all of a part is written, and nothing of it will be written again unasked."""
+
+    transfer: TransferId
+    epoch: Epoch
+    digests: Digests  # of every unit, in order
+    part: Part = 0
+
+
+class Verified(Message, frozen=True):
+    """Destination to source: every digest was right, the pages are adopted, yours are free."""
+
+    transfer: TransferId
+    epoch: Epoch
+
+
+class Corrupt(Message, frozen=True):
+    """Destination to source: these units of a part are not what was sent; write them and commit once more."""
+
+    transfer: TransferId
+    epoch: Epoch
+    units: Units  # rising
+    part: Part = 0
+
+
+class Extend(Message, frozen=True):
+    """Either way, while a transfer goes on: the sender lives and has not given it up."""
+
+    transfer: TransferId
+    epoch: Epoch
+
+
+class Abort(Message, frozen=True):
+    """Either way, at any time: the sender has given the transfer up. Epoch 0: before any was granted."""
+
+    transfer: TransferId
+    epoch: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    reason: Reason
+
+
+class Released(Message, frozen=True):
+    """Source to destination: no byte of a part can be written any more."""
+
+    transfer: TransferId
+    epoch: Epoch
+    part: Part = 0
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Reserve
+    | Grant
+    | Refuse
+    | Pull
+    | PullRefused
+    | Wrote
+    | Commit
+    | Verified
+    | Corrupt
+    | Extend
+    | Abort
+    | Released
+)
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The body of a frame."""
+    return _ENCODER.encode(message)
+
+
+def decode(body: bytes) -> AnyMessage:
+    """WireError, with the reason, for anything that `encode` does not make of a message in bounds."""
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
+    try:
+        message = _DECODER.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"a message that is none: {error}", reason="malformed") from None
+    complaint = _complaint(message)
+    if complaint is not None:
+        raise WireError(f"{type(message).__name__}: {complaint}", reason="malformed")
+    return message
+
+
+def _complaint(message: AnyMessage) -> str | None:
+    """What the bounds of single fields can't say."""
+    match message:
+        case Hello() if _is_beyond(message.layout):
+            return f"a layout beyond all models: {message.layout}"
+        case Grant() | Pull() if len(message.pages) != len(message.generations):
+            return f"{len(message.pages)} pages have {len(message.generations)} generations"
+        case Grant() | Pull() if len(set(message.pages)) != len(message.pages):
+            return "a page is granted twice"
+        case Pull() if len(message.wanted_pages) != len(message.wanted_generations):
+            return f"{len(message.wanted_pages)} pages have {len(message.wanted_generations)} generations"
+        case Wrote() if message.first >= message.stop:
+            return f"units [{message.first}, {message.stop}) are none"
+        case Commit() if len(message.digests) % DIGEST_BYTES:
+            return f"{len(message.digests)} bytes are no digests of {DIGEST_BYTES}"
+        case Corrupt() if any(a >= b for a, b in pairwise(message.units)):
+            return "its units do not rise"
+    return None
+
+
+def _is_beyond(layout: PageLayout) -> bool:
+    counts = (layout.tp_size, layout.page_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    return max(counts) > MAX_PAGES
