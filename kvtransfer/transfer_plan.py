@@ -33,7 +33,7 @@ MUST_AGREE: Final = ("num_layers", "num_kv_heads", "head_dim", "dtype")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """Run n is `run_bytes` bytes at `source_offset_N[n]` of one pool and `destination_offset_N[n]` of the other."""
+    """Run n: `run_bytes` bytes at `source_offset_N[n]` of one pool, `destination_offset_N[n]` of another."""
 
     source_offset_N: Offsets
     destination_offset_N: Offsets
@@ -74,7 +74,8 @@ class Side:
             raise ValueError(f"page ids start at 0, got {int(unit_pages.min())}")
         within_page = units % self.units_per_page * self.unit_stride_bytes
         starts = unit_pages * self.page_bytes + within_page
-        return np.add.outer(starts, self.run_offset_R).reshape(-1)
+        offsets: Offsets = np.add.outer(starts, self.run_offset_R).reshape(-1)
+        return offsets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +140,7 @@ def plan_transfer(
 
 
 def peers_of(layout: PageLayout, other: PageLayout, rank: int) -> range:
-    """The ranks of `other` that share a head with `rank` of `layout`; source and destination may be either."""
+    """The ranks of `other` that share a head with `rank` of `layout`, whichever of the two is the source."""
     check_same_model(layout, other)
     heads = _heads(layout, rank)
     return range(heads.start // other.heads_per_rank, (heads.stop - 1) // other.heads_per_rank + 1)
