@@ -1,5 +1,6 @@
 """The tensors behind the ledgers: the device pool of one rank, and the host pages it swaps with."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 
 import torch
@@ -12,15 +13,25 @@ from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.scatter_pages import scatter_pages
 from baton.layout import PageLayout
 
+# (shape, dtype) -> the zeros of a CPU pool, in memory of the caller's choice
+ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
+
 
 class KvPool:
     """`device`: [num_pages, num_layers, 2, heads_per_rank, page_size, head_dim], zeros at first."""
 
-    def __init__(self, layout: PageLayout, num_pages: int, num_host_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        num_host_pages: int,
+        device: torch.device,
+        zeros_on_cpu: ZerosOnCpu = huge_zeros,
+    ) -> None:
         shape = (layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
         dtype = TORCH_DTYPES[layout.dtype]
         if device.type == "cpu":
-            self.device: Tensor = huge_zeros((num_pages, *shape), dtype)
+            self.device: Tensor = zeros_on_cpu((num_pages, *shape), dtype)
         else:
             self.device = torch.zeros((num_pages, *shape), dtype=dtype, device=device)
         self.host: Tensor = torch.zeros(

@@ -15,21 +15,27 @@ from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
 from baton.engine.hf_config import ModelConfig, read_model_config
+from baton.engine.kv_pool import ZerosOnCpu
 from baton.engine.model_runner import ModelRunner, choose_device, choose_dtype
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import parameter_bytes
 from baton.engine.weights import Progress
 from baton.errors import ConfigError, ModelError
 from baton.kernels import native
+from baton.kernels.huge_pages import huge_zeros
 
 
 def load_engine(
-    config: EngineConfig, *, clock: Clock | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    *,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+    zeros_on_cpu: ZerosOnCpu = huge_zeros,
 ) -> Engine:
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
     Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine, and
-    WorkerLost when another rank ends or hangs meanwhile.
+    WorkerLost when another rank ends or hangs meanwhile. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
     """
     native.keep_builds_in(cache_directory())
     directory = Path(config.model).resolve()
@@ -42,7 +48,7 @@ def load_engine(
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
         with followers.telling_why() if followers else nullcontext():
             runner.load(progress)
-            _allocate(runner)
+            _allocate(runner, zeros_on_cpu)
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
         _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)
@@ -75,9 +81,9 @@ def _check_memory(model: ModelConfig, config: EngineConfig) -> None:
         )
 
 
-def _allocate(runner: ModelRunner) -> None:
+def _allocate(runner: ModelRunner, zeros_on_cpu: ZerosOnCpu) -> None:
     try:
-        runner.allocate()
+        runner.allocate(zeros_on_cpu)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the device has no memory for the largest step: lower scheduler.max_num_batched_tokens or "

@@ -18,7 +18,7 @@ from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.dummy_weights import DummyCheckpoint
 from baton.engine.hf_config import ModelConfig
 from baton.engine.kv_memory import check_fits, count_pages
-from baton.engine.kv_pool import KvPool
+from baton.engine.kv_pool import KvPool, ZerosOnCpu
 from baton.engine.layers import Parameters
 from baton.engine.model_input import ModelInput
 from baton.engine.parallel import TensorParallel
@@ -26,6 +26,7 @@ from baton.engine.parameters import check_parameters, parameter_bytes, parameter
 from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError, ModelError
+from baton.kernels.huge_pages import huge_zeros
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ class ModelRunner:
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
 
     @torch.inference_mode()
-    def allocate(self) -> None:
-        """Make the pool; ConfigError when it cannot hold one sequence of the longest length."""
+    def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros) -> None:
+        """Make the pool, on a CPU from the memory given; ConfigError when it cannot hold one sequence of
+        the longest length.
+        """
         cache, scheduler = self.config.cache, self.config.scheduler
         if self.device.type == "cuda":
             self.run_largest_step()
@@ -77,7 +80,7 @@ class ModelRunner:
         check_fits(num_pages, self.layout, self.max_model_len)
         num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
         try:
-            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device)
+            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)
         except (OSError, OverflowError, RuntimeError) as error:
             num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
             raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be had: {error}") from error

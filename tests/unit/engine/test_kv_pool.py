@@ -1,3 +1,6 @@
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,3 +69,15 @@ def test_a_page_comes_back_bit_for_bit() -> None:
     pool.device[1] = 0
     pool.copy([], [(1, 0)])
     assert torch.equal(pool.device, before)
+
+
+def test_a_cpu_pool_lies_in_the_memory_it_is_given() -> None:
+    memory = torch.zeros(10**5)
+    asked: list[tuple[int, ...]] = []
+
+    def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(tuple(shape))
+        return memory.view(dtype)[: math.prod(shape)].view(tuple(shape))
+
+    pool = KvPool(layout(), 5, 0, CPU, zeros)
+    assert asked == [(5, 3, 2, 2, 4, 6)] and pool.device.data_ptr() == memory.data_ptr()
