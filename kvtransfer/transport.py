@@ -5,19 +5,20 @@ The life of a piece, at the source:
 1. `push` takes it and returns a ticket at once; it is PENDING until a thread of the transport takes it up.
 2. SENDING: its bytes are read from the source's pages. Those pages must stay as they are until step 3.
 3. DONE: every byte is in the destination's memory, and the destination has said so or could see it.
-   FAILED: with a reason; any part of its bytes may have arrived, none is written any more.
+   FAILED: with a reason; any part of its bytes may have arrived. Its pages may still be touched until
+   `abort` or `close` has returned, which must come before they are reused.
 4. `forget` ends the ticket, once its outcome has been read.
 
 `abort` ends all pieces of one transfer. Nothing that happens to one destination reaches another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
 import msgspec
 
-from baton.kvtransfer.transfer_plan import TransferPlan
+from baton.kvtransfer.transfer_plan import Offsets, Side, TransferPlan
 
 # Called from the transport's thread when a ticket is DONE or FAILED; it must return at once.
 OnEnd = Callable[[int], None]
@@ -103,3 +104,10 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Fail everything unfinished, stop the threads, give back memory and sockets. Twice is harmless."""
+
+
+def offsets_of(side: Side, first: int, stop: int, pages: Sequence[int]) -> Offsets:
+    """`side.offsets`, at a cost that does not grow with the pages that [first, stop) has no part in."""
+    first_page = first // side.units_per_page
+    before = first_page * side.units_per_page
+    return side.offsets(first - before, stop - before, pages[first_page : side.num_pages(stop)])
