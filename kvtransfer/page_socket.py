@@ -1,0 +1,180 @@
+"""A connected socket that sends from, and receives into, many places of memory in one system call.
+
+Python's own `sendmsg` makes an object of every buffer; here the list of places is an array that the kernel
+reads as it lies, and the interpreter's lock is free while bytes move.
+
+A call waits for a slice of time at most, then looks whether it should go on: `must_stop` may ask it to
+leave the memory alone, no byte for `stall_s` ends it, and so does the whole time `limit_s`.
+"""
+
+import ctypes
+import errno
+import select
+import socket
+import struct
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.clock import Clock
+from baton.errors import ConfigError, PeerGone, TransferFailed
+from baton.kvtransfer.transfer_plan import Offsets
+
+IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h
+SLICE_S: Final = 0.1
+BUFFER_BYTES: Final = 4 * 2**20
+
+MustStop = Callable[[], bool]
+Buffer: TypeAlias = ctypes.Array[ctypes.c_char]
+
+
+class Stopped(TransferFailed):
+    """`must_stop` said so; all but `num_left` bytes have moved."""
+
+    def __init__(self, num_left: int) -> None:
+        super().__init__(f"stopped with {num_left} bytes left")
+        self.num_left = num_left
+
+
+class _Message(ctypes.Structure):
+    """struct msghdr"""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("places", ctypes.c_void_p),
+        ("num_places", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+for _name in ("sendmsg", "recvmsg"):
+    getattr(_libc, _name).argtypes = (ctypes.c_int, ctypes.POINTER(_Message), ctypes.c_int)
+    getattr(_libc, _name).restype = ctypes.c_ssize_t
+
+
+class Places:
+    """Byte ranges of memory, in order: rows (address, length). Whoever makes it keeps the memory mapped."""
+
+    def __init__(self, rows: NDArray[np.int64]) -> None:
+        self.rows = rows
+        self.num_bytes = int(rows[:, 1].sum())
+
+    @classmethod
+    def of_runs(cls, address: int, offset_N: Offsets, run_bytes: int, head: Buffer | None = None) -> "Places":
+        """The runs of a pool at `address`, after `head` where there is one."""
+        num_before = 0 if head is None else 1
+        rows = np.empty((num_before + len(offset_N), 2), dtype=np.int64)
+        if head is not None:
+            rows[0] = ctypes.addressof(head), len(head)
+        np.add(offset_N, address, out=rows[num_before:, 0])
+        rows[num_before:, 1] = run_bytes
+        return cls(rows)
+
+    @classmethod
+    def of_buffer(cls, buffer: Buffer, num_bytes: int | None = None) -> "Places":
+        """The buffer, or its first bytes."""
+        length = len(buffer) if num_bytes is None else num_bytes
+        return cls(np.array([[ctypes.addressof(buffer), length]], dtype=np.int64))
+
+
+class PageSocket:
+    """Owns the socket. One thread sends or receives at a time; `close` may come from any other."""
+
+    def __init__(self, sock: socket.socket, clock: Clock, *, stall_s: float, limit_s: float) -> None:
+        if struct.calcsize("P") != 8:
+            raise ConfigError("the tcp transport needs a 64-bit system")
+        self.num_calls = 0
+        self._socket = sock
+        self._clock = clock
+        self._stall_s = stall_s
+        self._limit_s = limit_s
+        sock.setblocking(True)
+        interval = struct.pack("ll", int(SLICE_S), round(SLICE_S % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+    def send(self, places: Places, must_stop: MustStop) -> None:
+        """Send all of it. Stopped, TransferFailed for a peer too slow, PeerGone for one that is gone."""
+        self._move(_libc.sendmsg, socket.MSG_NOSIGNAL, places, must_stop)
+
+    def receive(self, places: Places, must_stop: MustStop) -> None:
+        """Fill all of it; raises as `send`."""
+        self._move(_libc.recvmsg, socket.MSG_WAITALL, places, must_stop)
+
+    def wait(self) -> bool:
+        """Wait, without a limit, until there are bytes to receive; False when the peer has closed."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except OSError as error:
+            raise PeerGone(f"the stream broke: {error}") from error
+
+    def wake(self) -> None:
+        """Have every call on this socket, now and later, find its peer gone."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it was not connected any more
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _move(self, call: Callable[..., int], flags: int, places: Places, must_stop: MustStop) -> None:
+        rows = places.rows
+        index, num_left = 0, places.num_bytes
+        message = _Message()
+        started_s = moved_s = self._clock.now_s()
+        while num_left:
+            message.places = rows.ctypes.data + index * rows.strides[0]
+            message.num_places = min(IOV_MAX, len(rows) - index)
+            moved = call(self._socket.fileno(), ctypes.byref(message), flags)
+            self.num_calls += 1
+            now_s = self._clock.now_s()
+            if moved > 0:
+                num_left -= moved
+                index = _advance(rows, index, moved)
+                moved_s = now_s
+            else:
+                _check_outcome(moved, ctypes.get_errno())
+            if num_left and must_stop():
+                raise Stopped(num_left)
+            if num_left and now_s - moved_s > self._stall_s:
+                raise TransferFailed(f"the peer took or sent no byte for {self._stall_s} s")
+            if num_left and now_s - started_s > self._limit_s:
+                raise TransferFailed(f"{places.num_bytes} bytes did not pass within {self._limit_s} s")
+
+
+def tune(sock: socket.socket) -> None:
+    """What a data stream needs of a TCP socket, before it connects or listens."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _advance(rows: NDArray[np.int64], index: int, moved: int) -> int:
+    """Take `moved` bytes off the rows from `index` on, in place; the index of the first with bytes left."""
+    window = rows[index : index + IOV_MAX, 1]
+    ends = np.cumsum(window)
+    done = int(np.searchsorted(ends, moved, side="right"))
+    before = int(ends[done - 1]) if done else 0
+    if moved > before:
+        rows[index + done, 0] += moved - before
+        rows[index + done, 1] -= moved - before
+    return index + done
+
+
+def _check_outcome(moved: int, code: int) -> None:
+    """Return when the call may be tried again."""
+    if moved == 0:
+        raise PeerGone("the peer has closed the stream")
+    if code not in (errno.EAGAIN, errno.EINTR):
+        raise PeerGone(f"the stream broke: {errno.errorcode.get(code, code)}")

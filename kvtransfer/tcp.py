@@ -1,0 +1,231 @@
+"""Page bytes over TCP, at the source: straight from the pages into several streams.
+
+1. `open` connects the streams; each is authenticated with the cluster key, both ways.
+2. A piece is cut into parts; each stream's thread takes the next part that nobody has taken, sends its
+   header and its bytes in one go, and is up to `NUM_UNANSWERED` parts ahead of the receiver's answers.
+3. An answer makes its part finished, or failed where the destination refused it.
+4. `abort` in the middle of a part gives up that stream's connection, for there is no other way to end a
+   part early: the thread connects again and sends anew what the lost connection had not answered.
+5. A peer that is gone, silent or too slow ends the transport. All its pieces fail, and nobody else's.
+"""
+
+import ctypes
+import socket
+import threading
+from collections import deque
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError, TransferFailed
+from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
+from baton.kvtransfer.tcp_records import (
+    ANSWER_BYTES,
+    HEADER_BYTES,
+    Outcome,
+    PartHeader,
+    decode_answer,
+    encode_header,
+    stream_key,
+)
+from baton.kvtransfer.tickets import Part, Tickets
+from baton.kvtransfer.transport import OnEnd, Piece, Progress, offsets_of
+from baton.wire import Connection, DroppedPeers, Role
+
+PART_BYTES: Final = 4 * 2**20
+NUM_UNANSWERED: Final = 4
+MAX_TRIES: Final = 3
+
+
+class TcpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_streams: int = 2
+    connect_s: float = 5.0  # for a connection and its handshake
+    stall_s: float = 5.0  # without a byte
+    part_s: float = 60.0  # for a part of a piece, about 4 MiB
+
+
+class TcpTransport:
+    name = "tcp"
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        memory: PageMemory,
+        *,
+        settings: TcpSettings | None = None,
+        clock: Clock | None = None,
+        on_end: OnEnd | None = None,
+        dropped: DroppedPeers | None = None,
+    ) -> None:
+        """memory: the source's pages. key: the cluster's."""
+        self.memory = memory
+        self.settings = settings or TcpSettings()
+        self.clock = clock or SystemClock()
+        self.tickets = Tickets(PART_BYTES, self.settings.num_streams, self.clock, on_end)
+        self._address = address
+        self._key = key
+        self._dropped = dropped
+        self._streams: list[_Stream] = []
+        self._closing = threading.Lock()
+
+    def open(self) -> None:
+        for number in range(self.settings.num_streams):
+            self._streams.append(_Stream(self, number))
+        for stream in self._streams:
+            stream.connect()
+        for stream in self._streams:
+            stream.thread.start()
+
+    def push(self, piece: Piece) -> int:
+        if not self.memory.has(piece.transfer.source_pages):
+            raise ValueError(f"the pool has {self.memory.num_pages} pages: {piece.transfer.source_pages}")
+        return self.tickets.push(piece)
+
+    def poll(self, ticket: int) -> Progress:
+        return self.tickets.poll(ticket)
+
+    def forget(self, ticket: int) -> None:
+        self.tickets.forget(ticket)
+
+    def abort(self, transfer: bytes) -> None:
+        self.tickets.abort(transfer)
+
+    def close(self) -> None:
+        self.tickets.break_off("the transport was closed")
+        with self._closing:
+            streams, self._streams = self._streams, []
+            for stream in streams:
+                stream.close()
+
+    def dial(self) -> tuple[PageSocket, bytes]:
+        """A new stream and its key. TransferFailed when there can be none."""
+        host, port = self._address
+        settings = self.settings
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransferFailed(f"tcp {host}:{port}: {error}") from error
+        try:
+            tune(sock)
+            sock.settimeout(settings.connect_s)
+            sock.connect((host, port))
+            connection = Connection(sock, self._key, Role.CONNECTING, dropped=self._dropped, clock=self.clock)
+            connection.handshake(settings.connect_s)
+            bare = connection.detach()
+        except (OSError, BatonError) as error:
+            sock.close()
+            raise TransferFailed(f"tcp {host}:{port}: {error}") from error
+        page_socket = PageSocket(bare, self.clock, stall_s=settings.stall_s, limit_s=settings.part_s)
+        return page_socket, stream_key(connection.session_key)
+
+
+class _Unanswered:
+    def __init__(self, part: Part, num_calls: int, gather_s: float) -> None:
+        self.part = part
+        self.num_calls = num_calls
+        self.gather_s = gather_s
+
+
+class _Stream:
+    """One connection and the thread that sends over it."""
+
+    def __init__(self, transport: TcpTransport, number: int) -> None:
+        self.thread = threading.Thread(target=self._run, name=f"tcp-source-{number}", daemon=True)
+        self._transport = transport
+        self._tickets = transport.tickets
+        self._socket: PageSocket | None = None
+        self._key = b""
+        self._is_closed = False
+        self._num_sent = self._num_answered = 0
+        self._unanswered: deque[_Unanswered] = deque()
+        self._header = ctypes.create_string_buffer(HEADER_BYTES)
+        self._answer = ctypes.create_string_buffer(ANSWER_BYTES)
+
+    def connect(self) -> None:
+        self._socket, self._key = self._transport.dial()
+        self._num_sent = self._num_answered = 0
+
+    def close(self) -> None:
+        """From another thread, when the tickets hand out nothing any more."""
+        self._is_closed = True
+        if self._socket is not None:
+            self._socket.wake()
+        if self.thread.ident is not None:
+            self.thread.join()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                try:
+                    self._serve()
+                    return
+                except Stopped:
+                    self._start_anew()
+        except BatonError as error:
+            self._tickets.break_off(f"tcp: {error}")
+        except BaseException as error:
+            self._tickets.break_off(f"tcp: {error!r}")
+            raise
+
+    def _serve(self) -> None:
+        """Until the queue has ended and every answer is there."""
+        while True:
+            part = self._tickets.take(wait=not self._unanswered)
+            if part is not None:
+                self._send(part)
+            elif not self._unanswered:
+                return
+            if part is None or len(self._unanswered) >= NUM_UNANSWERED:
+                self._read_answer()
+
+    def _send(self, part: Part) -> None:
+        transfer, clock = part.ticket.piece.transfer, self._transport.clock
+        stream = self._open_socket()
+        begun_s, calls_before = clock.now_s(), stream.num_calls
+        try:
+            offset_N = offsets_of(transfer.plan.source, part.first, part.stop, transfer.source_pages)
+            header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
+            self._header.raw = encode_header(self._key, self._num_sent, header)
+            places = Places.of_runs(
+                self._transport.memory.address, offset_N, transfer.plan.run_bytes, self._header
+            )
+            gather_s = clock.now_s() - begun_s
+            stream.send(places, lambda: part.ticket.is_failed)
+        finally:
+            self._tickets.leave(part)
+        self._num_sent += 1
+        self._unanswered.append(_Unanswered(part, stream.num_calls - calls_before, gather_s))
+
+    def _read_answer(self) -> None:
+        self._open_socket().receive(Places.of_buffer(self._answer), lambda: self._is_closed)
+        outcome = decode_answer(self._key, self._num_answered, self._answer.raw)
+        self._num_answered += 1
+        answered = self._unanswered.popleft()
+        if outcome == Outcome.WRITTEN:
+            self._tickets.finish(answered.part, answered.num_calls, answered.gather_s)
+        else:
+            self._tickets.fail(answered.part, "the destination has ended the transfer")
+
+    def _start_anew(self) -> None:
+        """Connect again and send again what may not have arrived: writing a part twice does no harm."""
+        self._open_socket().close()
+        unanswered, self._unanswered = self._unanswered, deque()
+        self._socket = None
+        if self._is_closed or self._tickets.end_reason is not None:
+            return
+        for waiting in reversed(unanswered):
+            if waiting.part.num_tries < MAX_TRIES:
+                self._tickets.requeue(waiting.part)
+            else:
+                self._tickets.fail(waiting.part, f"aborts of other transfers cut it off {MAX_TRIES} times")
+        self.connect()
+
+    def _open_socket(self) -> PageSocket:
+        assert self._socket is not None
+        return self._socket

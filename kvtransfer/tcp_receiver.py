@@ -1,0 +1,227 @@
+"""Page bytes over TCP, at the destination: from the streams straight into the pages.
+
+1. A stream is accepted; in a thread of its own it proves, within a deadline, that it holds the cluster key.
+2. It waits for a header, as long as it takes. The header says which units come; where they go is for the
+   landing to say, and for nobody else.
+3. The bytes are received into the pages, or drained where the landing lets nobody in; then the answer.
+4. A landing that is closed meanwhile is left within a slice of time; the rest of the part is drained.
+5. A record that is not the one due, or bytes that stop coming, end this stream and no other.
+"""
+
+import contextlib
+import ctypes
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError, WireError
+from baton.kvtransfer.landing import Landings, Writing
+from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
+from baton.kvtransfer.tcp import TcpSettings
+from baton.kvtransfer.tcp_records import (
+    ANSWER_BYTES,
+    HEADER_BYTES,
+    Outcome,
+    PartHeader,
+    decode_header,
+    encode_answer,
+    stream_key,
+)
+from baton.wire import Connection, DroppedPeers, Role
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 4096
+MAX_UNPROVEN: Final = 64  # streams that have not proved themselves yet
+SCRATCH_BYTES: Final = 2**18
+
+# Called after a part was written and answered, before its writer leaves: its bytes are still in the cache.
+OnWritten = Callable[[Writing], None]
+
+
+class TcpReceiver:
+    """Accepts streams of any number of sources for one rank's pages."""
+
+    def __init__(
+        self,
+        landings: Landings,
+        memory: PageMemory,
+        key: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        settings: TcpSettings | None = None,
+        clock: Clock | None = None,
+        dropped: DroppedPeers | None = None,
+        on_written: OnWritten | None = None,
+    ) -> None:
+        self.landings = landings
+        self.memory = memory
+        self.settings = settings or TcpSettings()
+        self.clock = clock or SystemClock()
+        self.dropped = dropped or DroppedPeers()
+        self.on_written = on_written
+        self.is_closed = False
+        self._key = key
+        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, socket.socket | PageSocket] = {}
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        tune(self._listener)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept_all, name="tcp-accept", daemon=True)
+        self._acceptor.start()
+
+    def num_streams(self) -> int:
+        with self._lock:
+            return len(self._threads)
+
+    def close(self) -> None:
+        """End all streams and threads; no page is written any more when it returns."""
+        with self._lock:
+            self.is_closed = True
+            ends = list(self._threads.items())
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        for thread, end in ends:
+            _wake(end)
+            thread.join()
+
+    def _accept_all(self) -> None:
+        while not self.is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self.is_closed:
+                    logger.warning("no stream accepted: %s", error)
+                continue
+            self._start(sock)
+
+    def _start(self, sock: socket.socket) -> None:
+        thread = threading.Thread(target=self._serve, args=(sock,), name="tcp-receive", daemon=True)
+        with self._lock:
+            has_room = len(self._threads) < MAX_STREAMS and not self.is_closed
+            if not has_room or not self._unproven.acquire(blocking=False):
+                self.dropped.add("crowd")
+                sock.close()
+                return
+            self._threads[thread] = sock
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        me = threading.current_thread()
+        end: socket.socket | PageSocket = sock
+        try:
+            try:
+                page_socket, key = self._prove(sock)
+            finally:
+                self._unproven.release()
+            end = page_socket
+            with self._lock:
+                self._threads[me] = page_socket
+            if not self.is_closed:
+                Stream(self, page_socket, key).run()
+        except WireError as error:
+            logger.warning("a data stream was dropped: %s", error)
+        except (BatonError, OSError) as error:
+            logger.info("a data stream ended: %s", error)
+        finally:
+            with self._lock:
+                del self._threads[me]
+                end.close()
+
+    def _prove(self, sock: socket.socket) -> tuple[PageSocket, bytes]:
+        settings = self.settings
+        connection = Connection(sock, self._key, Role.ACCEPTING, dropped=self.dropped, clock=self.clock)
+        connection.handshake(settings.connect_s)
+        bare = connection.detach()
+        page_socket = PageSocket(bare, self.clock, stall_s=settings.stall_s, limit_s=settings.part_s)
+        return page_socket, stream_key(connection.session_key)
+
+
+class Stream:
+    """One authenticated stream, in its thread."""
+
+    def __init__(self, receiver: TcpReceiver, page_socket: PageSocket, key: bytes) -> None:
+        self._receiver = receiver
+        self._socket = page_socket
+        self._key = key
+        self._num_parts = 0
+        self._header = ctypes.create_string_buffer(HEADER_BYTES)
+        self._answer = ctypes.create_string_buffer(ANSWER_BYTES)
+        self._scratch: ctypes.Array[ctypes.c_char] | None = None
+
+    def run(self) -> None:
+        """Until the source closes the stream, which is no error between parts."""
+        while self._socket.wait():
+            try:
+                self._receive_part(self._receive_header())
+            except WireError as error:
+                self._receiver.dropped.add(error.reason)
+                raise
+
+    def _receive_header(self) -> PartHeader:
+        self._socket.receive(Places.of_buffer(self._header), self._is_closed)
+        return decode_header(self._key, self._num_parts, self._header.raw)
+
+    def _receive_part(self, header: PartHeader) -> None:
+        landings = self._receiver.landings
+        writing = landings.begin(header.transfer, header.epoch, header.first, header.stop, header.num_bytes)
+        if writing is None:
+            self._drain(header.num_bytes)
+            self._say(Outcome.REFUSED)
+            return
+        is_whole = False
+        try:
+            num_left = self._fill(writing)
+            is_whole = num_left == 0
+            if is_whole:
+                self._say(Outcome.WRITTEN)
+                if self._receiver.on_written is not None:
+                    self._receiver.on_written(writing)
+        finally:
+            landings.end(writing, is_whole=is_whole)
+        if not is_whole:
+            self._drain(num_left)
+            self._say(Outcome.REFUSED)
+
+    def _fill(self, writing: Writing) -> int:
+        """Receive a part into its pages; how many bytes are still to come when the landing was closed."""
+        run_bytes = writing.landing.plan.run_bytes
+        places = Places.of_runs(self._receiver.memory.address, writing.offsets(), run_bytes)
+        try:
+            self._socket.receive(places, lambda: writing.must_stop)
+        except Stopped as stopped:
+            return stopped.num_left
+        return 0
+
+    def _drain(self, num_bytes: int) -> None:
+        if self._scratch is None:
+            self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
+        while num_bytes:
+            step = min(num_bytes, SCRATCH_BYTES)
+            self._socket.receive(Places.of_buffer(self._scratch, step), self._is_closed)
+            num_bytes -= step
+
+    def _say(self, outcome: Outcome) -> None:
+        self._answer.raw = encode_answer(self._key, self._num_parts, outcome)
+        self._num_parts += 1
+        self._socket.send(Places.of_buffer(self._answer), self._is_closed)
+
+    def _is_closed(self) -> bool:
+        return self._receiver.is_closed
+
+
+def _wake(end: socket.socket | PageSocket) -> None:
+    if isinstance(end, PageSocket):
+        end.wake()
+    else:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)

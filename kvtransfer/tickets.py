@@ -1,0 +1,229 @@
+"""The queue and the books of a transport: which pieces are under way, and what became of them.
+
+The life of a ticket:
+
+1. `push` cuts its piece into parts, at unit boundaries, and queues them; PENDING.
+2. Threads of the transport `take` parts; SENDING from the first one on. A thread that took a part may read
+   its pages until it calls `leave`, on every path.
+3. `finish` for the last part makes it DONE. `fail` of any part makes it FAILED: its queued parts are never
+   taken, parts being worked on see `is_failed` and stop.
+4. `abort` fails a transfer's tickets and waits until no thread is inside its pages.
+5. `break_off` fails everything, now and later: the destination can't be reached any more.
+
+A closed or broken queue hands out no part; `take` then returns None.
+"""
+
+import itertools
+import threading
+from collections import Counter, deque
+from typing import Final
+
+from baton.clock import Clock
+from baton.kvtransfer.transport import OnEnd, Piece, Progress, Spans, TransferStatus
+
+NO_REASON: Final = ""
+
+
+class Ticket:
+    def __init__(self, number: int, piece: Piece, num_parts: int, now_s: float) -> None:
+        self.number = number
+        self.piece = piece
+        self.num_open_parts = num_parts
+        self.status = TransferStatus.PENDING
+        self.reason = NO_REASON
+        self.is_forgotten = False
+        self.num_bytes = 0
+        self.num_messages = 0
+        self.gather_s = 0.0
+        self.pushed_s = self.begun_s = self.ended_s = now_s
+
+    @property
+    def is_failed(self) -> bool:
+        return self.status == TransferStatus.FAILED
+
+    def progress(self) -> Progress:
+        elapsed_s = self.ended_s - self.begun_s
+        gather_s = min(self.gather_s, elapsed_s)  # parts are gathered side by side
+        spans = Spans(self.begun_s - self.pushed_s, gather_s, elapsed_s - gather_s)
+        return Progress(self.status, self.num_bytes, self.num_messages, self.reason, spans)
+
+
+class Part:
+    """Units [first, stop) of a ticket's piece."""
+
+    __slots__ = ("first", "num_bytes", "num_tries", "stop", "ticket")
+
+    def __init__(self, ticket: Ticket, first: int, stop: int) -> None:
+        self.ticket = ticket
+        self.first = first
+        self.stop = stop
+        self.num_bytes = (stop - first) * ticket.piece.transfer.plan.unit_bytes
+        self.num_tries = 0
+
+
+class Tickets:
+    """Safe from any thread. `on_end` is called outside the lock."""
+
+    def __init__(self, part_bytes: int, num_lanes: int, clock: Clock, on_end: OnEnd | None) -> None:
+        """A piece has parts of about part_bytes; one of more than half that size has a part for each lane."""
+        self._part_bytes = part_bytes
+        self._num_lanes = num_lanes
+        self._clock = clock
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._tickets: dict[int, Ticket] = {}
+        self._queue: deque[Part] = deque()
+        self._inside: Counter[bytes] = Counter()  # transfer id -> parts whose pages a thread may touch
+        self._num_pushed = 0
+        self._end_reason: str | None = None  # set once: nothing is taken up any more
+
+    # For the caller of the transport.
+
+    def push(self, piece: Piece) -> int:
+        now_s = self._clock.now_s()
+        with self._changed:
+            number = self._num_pushed
+            self._num_pushed += 1
+            bounds = self._cut(piece)
+            ticket = self._tickets[number] = Ticket(number, piece, len(bounds) - 1, now_s)
+            if self._end_reason is not None:
+                self._end(ticket, TransferStatus.FAILED, self._end_reason)
+            elif len(bounds) == 1:
+                self._end(ticket, TransferStatus.DONE)
+            else:
+                self._queue.extend(Part(ticket, first, stop) for first, stop in itertools.pairwise(bounds))
+                self._changed.notify(len(bounds) - 1)
+        if ticket.status.is_final:
+            self._tell([ticket])
+        return number
+
+    def poll(self, number: int) -> Progress:
+        with self._changed:
+            return self._tickets[number].progress()
+
+    def forget(self, number: int) -> None:
+        with self._changed:
+            ticket = self._tickets[number]
+            ticket.is_forgotten = True
+            if ticket.status.is_final:
+                del self._tickets[number]
+
+    def abort(self, transfer: bytes, reason: str = "aborted") -> None:
+        """Fail a transfer's tickets; returns when no thread is inside its pages."""
+        with self._changed:
+            ended = [
+                ticket
+                for ticket in self._tickets.values()
+                if ticket.piece.transfer.id == transfer and not ticket.status.is_final
+            ]
+            for ticket in ended:
+                self._end(ticket, TransferStatus.FAILED, reason)
+            self._changed.wait_for(lambda: transfer not in self._inside)
+        self._tell(ended)
+
+    # For the transport's threads.
+
+    def take(self, *, wait: bool) -> Part | None:
+        """The next part, which the caller must `leave` and `finish` or `fail`. None: there is none now, or
+        with `wait` there will be none any more.
+        """
+        with self._changed:
+            while True:
+                if self._end_reason is not None:
+                    return None
+                while self._queue:
+                    part = self._queue.popleft()
+                    if not part.ticket.is_failed:
+                        return self._begin(part)
+                if not wait:
+                    return None
+                self._changed.wait()
+
+    def leave(self, part: Part) -> None:
+        """This thread does not touch the part's pages any more."""
+        transfer = part.ticket.piece.transfer.id
+        with self._changed:
+            self._inside[transfer] -= 1
+            if not self._inside[transfer]:
+                del self._inside[transfer]
+                self._changed.notify_all()
+
+    def finish(self, part: Part, num_messages: int, gather_s: float) -> None:
+        """The part's bytes are at the destination."""
+        ticket = part.ticket
+        with self._changed:
+            ticket.num_open_parts -= 1
+            ticket.num_messages += num_messages
+            ticket.num_bytes += part.num_bytes
+            ticket.gather_s += gather_s
+            if ticket.num_open_parts or ticket.status.is_final:
+                return
+            self._end(ticket, TransferStatus.DONE)
+        self._tell([ticket])
+
+    def fail(self, part: Part, reason: str) -> None:
+        with self._changed:
+            if part.ticket.status.is_final:
+                return
+            self._end(part.ticket, TransferStatus.FAILED, reason)
+        self._tell([part.ticket])
+
+    def requeue(self, part: Part) -> None:
+        """Take up a part again that may not have arrived; the caller has left its pages."""
+        with self._changed:
+            if not part.ticket.status.is_final:
+                self._queue.appendleft(part)
+                self._changed.notify()
+
+    def break_off(self, reason: str) -> None:
+        """Fail everything unfinished and everything that will be pushed; threads in `take` return."""
+        with self._changed:
+            if self._end_reason is None:
+                self._end_reason = reason
+            ended = [ticket for ticket in self._tickets.values() if not ticket.status.is_final]
+            for ticket in ended:
+                self._end(ticket, TransferStatus.FAILED, self._end_reason)
+            self._queue.clear()
+            self._changed.notify_all()
+        self._tell(ended)
+
+    @property
+    def end_reason(self) -> str | None:
+        """Why nothing is taken up any more."""
+        return self._end_reason
+
+    # Under the lock.
+
+    def _cut(self, piece: Piece) -> list[int]:
+        """[first, ..., stop): the bounds of the parts; of an empty piece one bound alone."""
+        if not piece.num_bytes:
+            return [piece.first]
+        num_parts = max(1, round(piece.num_bytes / self._part_bytes))
+        if num_parts > 1 or piece.num_bytes > self._part_bytes // 2:
+            num_parts = -(-num_parts // self._num_lanes) * self._num_lanes
+        num_units = piece.stop - piece.first
+        num_parts = min(num_parts, num_units)
+        return [piece.first + num_units * index // num_parts for index in range(num_parts + 1)]
+
+    def _begin(self, part: Part) -> Part:
+        ticket = part.ticket
+        if ticket.status == TransferStatus.PENDING:
+            ticket.status = TransferStatus.SENDING
+            ticket.begun_s = self._clock.now_s()
+        self._inside[ticket.piece.transfer.id] += 1
+        part.num_tries += 1
+        return part
+
+    def _end(self, ticket: Ticket, status: TransferStatus, reason: str = NO_REASON) -> None:
+        ticket.ended_s = self._clock.now_s()
+        if ticket.status == TransferStatus.PENDING:
+            ticket.begun_s = ticket.ended_s
+        ticket.status = status
+        ticket.reason = reason
+        if ticket.is_forgotten:
+            del self._tickets[ticket.number]
+
+    def _tell(self, ended: list[Ticket]) -> None:
+        if self._on_end is not None:
+            for ticket in ended:
+                self._on_end(ticket.number)
