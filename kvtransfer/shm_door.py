@@ -1,0 +1,157 @@
+"""The destination's side of the shm transport: it gives its pool to sources on the same host.
+
+1. A source connects to a unix socket that has an address but no file, and proves that it holds the cluster
+   key. It must be a process of the same user.
+2. It says its incarnation, and gets the pool to write and the table of generations to read.
+3. Its process is watched from then on. The landings hear of its death, and of nothing less: a connection
+   that closes says nothing about what is mapped.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError, WireError
+from baton.kvtransfer.landing import Landings
+from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
+from baton.wire import Connection, DroppedPeers, Role
+
+logger = logging.getLogger(__name__)
+
+INCARNATION_BYTES: Final = 16
+HANDSHAKE_S: Final = 5.0
+MAX_UNPROVEN: Final = 64
+
+
+class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes with the two descriptors: pages, then generations."""
+
+    num_pages: int
+    page_bytes: int
+
+
+class ShmDoor:
+    """`address` is what a source needs, with the cluster key, to open the pool."""
+
+    def __init__(
+        self,
+        pool: SharedPool,
+        landings: Landings,
+        key: bytes,
+        on_death: Callable[[list[bytes]], None],
+        *,
+        clock: Clock | None = None,
+        dropped: DroppedPeers | None = None,
+    ) -> None:
+        """on_death: told, in a thread of the door, which open transfers a dead process has left behind."""
+        self._pool = pool
+        self._landings = landings
+        self._key = key
+        self._on_death = on_death
+        self._clock = clock or SystemClock()
+        self._dropped = dropped or DroppedPeers()
+        self._read_only = pool.generations.file.read_only()
+        self._watch = ProcessWatch()
+        self._lock = threading.Lock()
+        self._incarnations: set[bytes] = set()  # of processes that are watched
+        self._threads: dict[threading.Thread, socket.socket] = {}
+        self._is_closed = False
+        self.address = f"\0baton-kv-{secrets.token_hex(16)}"  # abstract: nothing in any folder
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(128)
+        self._acceptor = threading.Thread(target=self._accept_all, name="shm-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Give the pool to nobody any more. Who has mapped it can still write, and is watched no more."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            threads = list(self._threads.items())
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        for thread, sock in threads:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join()
+        self._watch.close()
+        os.close(self._read_only)
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    logger.warning("no source accepted: %s", error)
+                continue
+            thread = threading.Thread(target=self._serve, args=(sock,), name="shm-door", daemon=True)
+            with self._lock:
+                if len(self._threads) >= MAX_UNPROVEN or self._is_closed:
+                    self._dropped.add("crowd")
+                    sock.close()
+                    continue
+                self._threads[thread] = sock
+                thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            user = peer_user(sock)
+            if user != os.getuid():
+                self._dropped.add("user")
+                raise WireError(f"user {user} may not open a pool of user {os.getuid()}", reason="user")
+            process = peer_process(sock)
+            try:
+                connection = Connection(
+                    sock, self._key, Role.ACCEPTING, dropped=self._dropped, clock=self._clock
+                )
+                process = self._give(connection.handshake(HANDSHAKE_S), process)
+            finally:
+                if process >= 0:
+                    os.close(process)
+        except WireError as error:
+            logger.warning("a source was not given the pool: %s", error)
+        except (BatonError, OSError) as error:
+            logger.info("a source was not given the pool: %s", error)
+        finally:
+            sock.close()
+            with self._lock:
+                del self._threads[threading.current_thread()]
+
+    def _give(self, connection: Connection, process: int) -> int:
+        """Returns the process's descriptor if it is still the caller's to close, else -1."""
+        with contextlib.closing(connection):
+            incarnation = connection.recv(HANDSHAKE_S)
+            if len(incarnation) != INCARNATION_BYTES:
+                raise connection.drop(WireError("an incarnation has 16 bytes", reason="length"))
+            with self._lock:
+                is_new = incarnation not in self._incarnations
+                self._incarnations.add(incarnation)
+            if is_new:  # watched before it can write
+                self._landings.writer_came(incarnation)
+                self._watch.add(process, lambda: self._bury(incarnation))
+                process = -1
+            memory = self._pool.memory
+            offer = PoolOffer(num_pages=memory.num_pages, page_bytes=memory.page_bytes)
+            connection.send(msgspec.msgpack.encode(offer), (self._pool.file.descriptor, self._read_only))
+            with contextlib.suppress(BatonError, TimeoutError):
+                connection.recv(HANDSHAKE_S)  # until the source has what it needs and closes
+        return process
+
+    def _bury(self, incarnation: bytes) -> None:
+        with self._lock:
+            self._incarnations.discard(incarnation)
+        self._on_death(self._landings.writer_died(incarnation))
