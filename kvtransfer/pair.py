@@ -1,0 +1,161 @@
+"""Two ranks that meet to form a process group of torch's, of the two of them alone.
+
+1. The destination has a `MeetingPlace`, a store on the network. For each source rank, and again after each
+   failure, it mints a `Meeting`, whose secret goes to the source over an authenticated link.
+2. Both `join` within a deadline, the destination as rank 0, the source as rank 1, each with a thread of its
+   own. The default group is never touched, and whoever else is alive, dead or new makes no difference.
+3. A group ends by `abort`, here or there. It is not mended: the next meeting has another secret.
+
+Neither the store nor gloo nor NCCL knows who connects. Their sockets listen on the address given, which is
+for a network of trusted hosts only; what is said over them is sealed under the secret (see tcp_records.py),
+so that a stranger can break a pair but not write a page.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final, Literal, Protocol, cast
+
+import msgspec
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from baton.errors import TransferFailed
+
+SECRET_BYTES: Final = 32
+DESTINATION: Final = 0
+SOURCE: Final = 1
+FOREVER: Final = timedelta(days=365)
+_ABORT_TAG: Final = 2**20  # nothing is ever sent under it
+
+
+GroupName = Literal["gloo", "nccl"]
+
+
+class GroupSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"  # of this machine, where the peer reaches it
+    connect_s: float = 10.0  # for both ranks to meet
+    stall_s: float = 5.0  # without an answer
+
+
+class Pending(Protocol):
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+
+class PairGroup(Protocol):
+    """The part of torch's process groups that is used here, gloo's and NCCL's alike."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Pending: ...
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Pending: ...
+
+    def abort(self) -> None: ...
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one source rank meets one destination rank, once. To be kept from everybody else."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    @property
+    def prefix(self) -> str:
+        """Of the pair's keys in the store, which nobody else can guess."""
+        return hmac.digest(self.secret, b"baton pair prefix 1", "sha256").hex()
+
+    @property
+    def record_key(self) -> bytes:
+        """For the seals of the pair's records."""
+        return hmac.digest(self.secret, b"baton pair records 1", "sha256")
+
+
+class MeetingPlace:
+    """The store of one destination process, listening on `host` until `close`."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.host = host
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, 0), family=family)
+        self.port: int = listener.getsockname()[1]
+        self._store: Store | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # torch would listen on every address
+        )
+
+    def mint(self) -> Meeting:
+        return Meeting(host=self.host, port=self.port, secret=secrets.token_bytes(SECRET_BYTES))
+
+    def close(self) -> None:
+        self._store = None
+
+
+def reach(meeting: Meeting, timeout_s: float) -> Store:
+    """The pair's own part of the store. TransferFailed when it can't be reached."""
+    with translated("the meeting place"):
+        store = TCPStore(
+            meeting.host,
+            meeting.port,
+            is_master=False,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+        return PrefixStore(meeting.prefix, store)
+
+
+def join_gloo(store: Store, rank: int, host: str, timeout_s: float) -> PairGroup:
+    """host: an address of this machine, the one to listen on. TransferFailed when the peer does not come."""
+    with translated("gloo"):
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing from torch's stubs
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout_s)
+        return cast(PairGroup, ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, options))
+
+
+def abort_gloo(group: PairGroup, peer: int, scratch: Tensor) -> None:
+    """End every wait on the group, in whatever thread, and its connection: the peer sees that at once.
+
+    gloo has no call for it, but a receive that times out does just that.
+    """
+    with contextlib.suppress(RuntimeError):
+        group.recv([scratch], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
+    """Connects with the first message. TransferFailed when this torch has no NCCL.
+
+    torch ends the process when one of its own deadlines passes; that it never does is for our deadlines and
+    `abort`, which come long before. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps it from doing so for a peer that
+    died on another host: whoever starts the process sets that.
+    """
+    try:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds
+    except ImportError as error:
+        raise TransferFailed("this build of torch has no NCCL") from error
+    with translated("nccl"):
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = FOREVER
+        prefixed = PrefixStore("nccl", store)
+        prefixed.set_timeout(timedelta(seconds=timeout_s))
+        return cast(PairGroup, ProcessGroupNCCL(prefixed, rank, 2, options))
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """torch's errors as ours, at this border."""
+    try:
+        yield
+    except RuntimeError as error:  # all of torch.distributed's derive from it
+        raise TransferFailed(f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,150 @@
+"""A destination rank in a process of its own, which does what it is told, line by line.
+
+The same `Destination` serves in the tests' own process where nothing has to die.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.kvtransfer.group_receiver import GroupReceiver
+from baton.kvtransfer.landing import Landing, Landings
+from baton.kvtransfer.pair import GroupName, GroupSettings, Meeting
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.layout import DTYPE_BYTES, PageLayout
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+WRITER: Final = b"w" * 16
+SETTINGS: Final = GroupSettings(connect_s=10.0, stall_s=1.0)
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A rank of a layout, with a pool of so many pages."""
+
+    layout: PageLayout
+    rank: int
+    num_pages: int
+
+    def pool(self, device: str = "cpu") -> Tensor:
+        cut = self.layout
+        shape = (self.num_pages, cut.num_layers, 2, cut.heads_per_rank, cut.page_size, cut.head_dim)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[cut.dtype]
+        assert dtype.itemsize == DTYPE_BYTES[cut.dtype]
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class Invite(msgspec.Struct, tag=True):
+    source: Rank
+
+
+class Land(msgspec.Struct, tag=True):
+    """A grant of pages 0, 1, 2 ... backwards from the last: [num_pages - 1, ...]."""
+
+    source: Rank
+    id: bytes
+    epoch: int
+    num_units: int
+
+
+class End(msgspec.Struct, tag=True):
+    id: bytes
+
+
+class Save(msgspec.Struct, tag=True):
+    path: str
+
+
+Command = Invite | Land | End | Save
+
+
+class Answer(msgspec.Struct):
+    meeting: Meeting | None = None
+    pages: tuple[int, ...] = ()
+    num_pairs: int = 0
+
+
+class Destination:
+    def __init__(self, name: GroupName, me: Rank, device: str = "cpu") -> None:
+        self.me = me
+        self.pool = me.pool(device)
+        self.landings = Landings(me.num_pages)
+        self.receiver = GroupReceiver(name, self.landings, self.pool, settings=SETTINGS)
+
+    def do(self, command: Command) -> Answer:
+        meeting, pages = None, tuple[int, ...]()
+        if isinstance(command, Invite):
+            source = command.source
+            meeting = self.receiver.invite(
+                plan_transfer(source.layout, self.me.layout, source.rank, self.me.rank)
+            )
+        elif isinstance(command, Land):
+            pages = self._land(command)
+        elif isinstance(command, End):
+            self.landings.close(command.id, lambda: None)
+        else:
+            content = self.pool.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+            Path(command.path).write_bytes(content)
+        return Answer(meeting, pages, self.receiver.num_pairs())
+
+    def _land(self, command: Land) -> tuple[int, ...]:
+        source = command.source
+        plan = plan_transfer(source.layout, self.me.layout, source.rank, self.me.rank)
+        count = plan.destination.num_pages(command.num_units)
+        pages = tuple(range(self.me.num_pages))[::-1][:count]
+        self.landings.add(
+            Landing(
+                id=command.id,
+                epoch=command.epoch,
+                plan=plan,
+                num_units=command.num_units,
+                pages=pages,
+                writer=WRITER,
+            )
+        )
+        return pages
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class RemoteDestination:
+    """A Destination in another process."""
+
+    def __init__(self, name: GroupName, me: Rank, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self.me = me
+        command = [sys.executable, "-m", "tests.unit.kvtransfer.group_peer", name, device]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
+        self._write(msgspec.json.encode(me))
+
+    def do(self, command: Command) -> Answer:
+        self._write(msgspec.json.encode(command))
+        assert self.process.stdout is not None
+        return msgspec.json.decode(self.process.stdout.readline(), type=Answer)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _write(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+
+def main(name: GroupName, device: str) -> None:
+    torch.set_num_threads(1)
+    destination = Destination(name, msgspec.json.decode(sys.stdin.readline(), type=Rank), device)
+    for line in sys.stdin:
+        answer = destination.do(msgspec.json.decode(line, type=Command))
+        sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main("nccl" if sys.argv[1] == "nccl" else "gloo", sys.argv[2])
