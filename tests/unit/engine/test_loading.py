@@ -83,7 +83,7 @@ def test_weights_that_no_memory_of_the_machine_holds_are_refused_before_any_is_m
 def test_a_step_too_large_for_the_device_says_what_to_lower(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def allocate(_: object) -> None:
+    def allocate(*_: object) -> None:
         raise torch.OutOfMemoryError("9 GiB")
 
     monkeypatch.setattr(ModelRunner, "allocate", allocate)
