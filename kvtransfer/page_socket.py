@@ -24,7 +24,6 @@ from baton.kvtransfer.transfer_plan import Offsets
 
 IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h
 SLICE_S: Final = 0.1
-BUFFER_BYTES: Final = 4 * 2**20
 
 MustStop = Callable[[], bool]
 Buffer: TypeAlias = ctypes.Array[ctypes.c_char]
@@ -153,9 +152,11 @@ class PageSocket:
 
 
 def tune(sock: socket.socket) -> None:
-    """What a data stream needs of a TCP socket, before it connects or listens."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+    """What a data stream needs of a TCP socket, before it connects or listens.
+
+    The buffers are the kernel's to size: it knows the path, and larger ones than it takes push the pages out
+    of the CPU's cache between the two copies.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 

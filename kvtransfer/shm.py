@@ -76,6 +76,10 @@ class ShmTransport:
             raise ValueError("every destination page comes with its generation")
         return self._tickets.push(piece)
 
+    @property
+    def is_broken(self) -> bool:
+        return self._tickets.end_reason is not None
+
     def poll(self, ticket: int) -> Progress:
         return self._tickets.poll(ticket)
 
@@ -91,6 +95,7 @@ class ShmTransport:
             self._thread.join()
         if self._pages is not None:
             self._pages.close()
+        self._pages = self._generations = None
 
     def _map(self, sock: socket.socket) -> None:
         connection = Connection(sock, self._key, Role.CONNECTING, dropped=self._dropped, clock=self._clock)

@@ -84,6 +84,10 @@ class TcpTransport:
             raise ValueError(f"the pool has {self.memory.num_pages} pages: {piece.transfer.source_pages}")
         return self.tickets.push(piece)
 
+    @property
+    def is_broken(self) -> bool:
+        return self.tickets.end_reason is not None
+
     def poll(self, ticket: int) -> Progress:
         return self.tickets.poll(ticket)
 

@@ -89,6 +89,10 @@ class Transport(Protocol):
     def push(self, piece: Piece) -> int:
         """Queue a piece and return its ticket. A transport that is broken or closed fails the ticket."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether every piece fails from now on, whichever transfer it is of."""
+
     def poll(self, ticket: int) -> Progress:
         """KeyError for a ticket that was forgotten."""
 

@@ -1,0 +1,292 @@
+"""The two ends of transfers, whole and small: each can live in the test's process or in one of its own.
+
+`Peer` starts this module as a program and calls an end's methods there; whatever crosses is JSON.
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.errors import TransferFailed
+from baton.kvtransfer.landing import Landing, Landings
+from baton.kvtransfer.page_memory import PageMemory, SharedPool
+from baton.kvtransfer.shm import ShmTransport
+from baton.kvtransfer.shm_door import ShmDoor
+from baton.kvtransfer.tcp import TcpSettings, TcpTransport
+from baton.kvtransfer.tcp_receiver import TcpReceiver
+from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus, Transport
+from baton.layout import PageLayout
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+KEY: Final = b"the key of the tests' cluster"
+SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=1.0, part_s=20.0)
+DEADLINE_S: Final = 20.0
+WRITER: Final = b"source incarnati"
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer as both ends know it."""
+
+    id: str
+    source: PageLayout
+    destination: PageLayout
+    num_units: int
+    source_pages: tuple[int, ...]
+    pages: tuple[int, ...]
+    epoch: int = 1
+    generation: int = 1
+    source_rank: int = 0
+    rank: int = 0
+    direct: bool = False
+
+    @property
+    def plan(self) -> TransferPlan:
+        return plan_transfer(self.source, self.destination, self.source_rank, self.rank)
+
+    def outgoing(self) -> OutgoingTransfer:
+        return OutgoingTransfer(
+            id=bytes.fromhex(self.id),
+            epoch=self.epoch,
+            plan=self.plan,
+            source_pages=self.source_pages,
+            destination_pages=self.pages,
+            destination_generations=(self.generation,) * len(self.pages),
+        )
+
+
+class Destination:
+    def __init__(self, page_bytes: int, num_pages: int, key: str = KEY.hex()) -> None:
+        self.pool = SharedPool()
+        self.pages = self.pool.zeros((num_pages, page_bytes), torch.uint8)
+        self.landings = Landings(num_pages)
+        self.receiver = TcpReceiver(self.landings, self.pool.memory, bytes.fromhex(key), settings=SETTINGS)
+        self.orphans: list[str] = []
+        self.safe: list[str] = []
+        self._door = ShmDoor(self.pool, self.landings, bytes.fromhex(key), self._mourn)
+
+    def renew(self, page_bytes: int, num_pages: int) -> None:
+        """Another pool, and nothing of the one before."""
+        self.close()
+        self.__init__(page_bytes, num_pages)  # type: ignore[misc]
+
+    def _mourn(self, transfers: list[bytes]) -> None:
+        self.orphans += [transfer.hex() for transfer in transfers]
+
+    def addresses(self) -> dict[str, Any]:
+        return {"tcp": list(self.receiver.address), "shm": self._door.address}
+
+    def grant(self, grant: dict[str, Any]) -> None:
+        granted = msgspec.convert(grant, Grant)
+        self.pool.generations.grant(granted.pages, [granted.generation] * len(granted.pages))
+        self.landings.add(
+            Landing(
+                id=bytes.fromhex(granted.id),
+                epoch=granted.epoch,
+                plan=granted.plan,
+                num_units=granted.num_units,
+                pages=granted.pages,
+                writer=WRITER,
+                writes_directly=granted.direct,
+            )
+        )
+
+    def end(self, grant: dict[str, Any]) -> None:
+        """As after an abort: its pages are taken back, and listed in `safe` when nobody writes."""
+        ended = msgspec.convert(grant, Grant)
+        self.pool.generations.revoke(ended.pages)
+        self.landings.close(bytes.fromhex(ended.id), lambda: self.safe.append(ended.id))
+
+    def release(self, transfer: str) -> None:
+        self.landings.release(bytes.fromhex(transfer))
+
+    def is_safe(self, transfer: str) -> bool:
+        return transfer in self.safe
+
+    def digest(self) -> str:
+        return digest(self.pages)
+
+    def state(self) -> dict[str, Any]:
+        counters = self.landings.counters
+        return {
+            "stale": counters.num_stale,
+            "broken": counters.num_broken,
+            "open": self.landings.num_open(),
+            "streams": self.receiver.num_streams(),
+            "dropped": dict(self.receiver.dropped.counts()),
+            "orphans": self.orphans,
+        }
+
+    def close(self) -> None:
+        self.receiver.close()
+        self._door.close()
+        self.pool.close()
+
+
+class Source:
+    def __init__(self, page_bytes: int, num_pages: int, key: str = KEY.hex()) -> None:
+        self.pages = source_pages(page_bytes, num_pages)
+        self._key = bytes.fromhex(key)
+        self.transport: Transport
+
+    def open(self, name: str, addresses: dict[str, Any]) -> None:
+        memory = PageMemory.of(self.pages)
+        if name == "tcp":
+            host, port = addresses["tcp"]
+            self.transport = TcpTransport((host, port), self._key, memory, settings=SETTINGS)
+        else:
+            self.transport = ShmTransport(addresses["shm"], self._key, memory, WRITER)
+        try:
+            self.transport.open()
+        except TransferFailed:
+            self.transport.close()
+            raise
+
+    def push(self, grant: dict[str, Any], first: int, stop: int) -> int:
+        return self.transport.push(Piece(msgspec.convert(grant, Grant).outgoing(), first, stop))
+
+    def keep_pushing(self, grant: dict[str, Any], num_units: int) -> None:
+        """Push the whole transfer again and again: whenever this process is stopped, it is writing."""
+        outgoing = msgspec.convert(grant, Grant).outgoing()
+
+        def push() -> None:
+            status = TransferStatus.DONE
+            while status == TransferStatus.DONE:
+                ticket = self.transport.push(Piece(outgoing, 0, num_units))
+                while not (status := self.transport.poll(ticket).status).is_final:
+                    time.sleep(0.0001)
+                self.transport.forget(ticket)
+
+        threading.Thread(target=push, daemon=True).start()
+
+    def status(self, ticket: int) -> int:
+        return int(self.transport.poll(ticket).status)
+
+    def abort(self, transfer: str) -> None:
+        self.transport.abort(bytes.fromhex(transfer))
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class Peer:
+    """One end in a process of its own."""
+
+    def __init__(self, kind: str, **arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.transfer_ends", kind, json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def call(self, name: str, *arguments: object) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode([name, *arguments]) + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            wait_for(lambda: _process_state(self.process.pid) == "T")
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+def source_pages(page_bytes: int, num_pages: int) -> Tensor:
+    """The same in every process."""
+    generator = torch.Generator().manual_seed(num_pages)
+    return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+
+
+def grant_of(
+    source: PageLayout, destination: PageLayout, num_units: int, pool_pages: int, seed: int = 0, **rest: Any
+) -> Grant:
+    """A transfer between scattered pages of two pools."""
+    plan = plan_transfer(source, destination, rest.get("source_rank", 0), rest.get("rank", 0))
+    choose = random.Random(seed)
+    return Grant(
+        id=choose.randbytes(16).hex(),
+        source=source,
+        destination=destination,
+        num_units=num_units,
+        source_pages=tuple(choose.sample(range(pool_pages), plan.source.num_pages(num_units))),
+        pages=tuple(choose.sample(range(pool_pages), plan.destination.num_pages(num_units))),
+        **rest,
+    )
+
+
+def write(grant: Grant, source: Tensor, destination: Tensor, first: int, stop: int) -> None:
+    """What a transfer of units [first, stop) must do, run by run."""
+    runs = grant.plan.runs(first, stop, grant.source_pages, grant.pages)
+    flat, target = source.view(-1), destination.view(-1)
+    for begin, end in zip(runs.source_offset_N.tolist(), runs.destination_offset_N.tolist(), strict=True):
+        target[end : end + runs.run_bytes] = flat[begin : begin + runs.run_bytes]
+
+
+def digest(pages: Tensor) -> str:
+    return hashlib.blake2b(pages.numpy().data, digest_size=16).hexdigest()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> float:
+    """Seconds until the condition held."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            raise TimeoutError(f"not within {timeout_s} s")
+        time.sleep(0.002)
+    return time.monotonic() - started_s
+
+
+def outcome(transport: Transport, ticket: int) -> Progress:
+    wait_for(lambda: transport.poll(ticket).status.is_final)
+    return transport.poll(ticket)
+
+
+def open_files() -> list[str]:
+    """What this process's descriptors are, but for the one that looks."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            continue
+    return sorted(name.split("[")[0] for name in found)
+
+
+def _process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def main() -> None:
+    kind, arguments = sys.argv[1], json.loads(sys.argv[2])
+    end = {"source": Source, "destination": Destination}[kind](**arguments)
+    for line in sys.stdin:
+        name, *values = json.loads(line)
+        sys.stdout.write(json.dumps(getattr(end, name)(*values)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
