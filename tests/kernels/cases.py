@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from baton.kernels.copy_pages import copy_pages_reference, copy_pages_triton
 from baton.kernels.gather_pages import gather_pages_reference, gather_pages_triton
 from baton.kernels.rms_norm import (
     add_rms_norm_reference,
@@ -109,6 +110,18 @@ def pages_outcome(
     )
 
 
+def copied_pages_outcome(
+    page_ids: tuple[int, ...], page_elements: int, dtype: torch.dtype, device: torch.device
+) -> Outcome:
+    """From one layer of a pool into another of a larger one, in the opposite order."""
+    source = torch.arange(5 * 3 * page_elements, device=device).view(5, 3, page_elements).to(dtype)
+    ids = torch.tensor(page_ids, dtype=torch.int64, device=device)
+    kernel, reference = (torch.zeros(7, 2, page_elements, dtype=dtype, device=device) for _ in "kr")
+    copy_pages_triton(source[:, 1], ids, kernel[:, 1], 6 - ids)
+    copy_pages_reference(source[:, 1], ids, reference[:, 1], 6 - ids)
+    return Outcome(kernel, reference, exact=True)
+
+
 def row_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         for shape in ((3, 40), (1, 1), (0, 8), (2, 3, 24), (5, 7, 1), (2, 1100)):
@@ -129,6 +142,7 @@ def page_cases() -> Iterator[Case]:
         for page_ids, page_elements in (((4, 0, 2), 24), ((1,), 1), ((3, 1), 33), ((), 8), ((2,), 4101)):
             name = f"pages-{len(page_ids)}x{page_elements}-{short(dtype)}"
             yield Case(name, partial(pages_outcome, page_ids, page_elements, dtype))
+            yield Case(f"copy_{name}", partial(copied_pages_outcome, page_ids, page_elements, dtype))
 
 
 CASES = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import (
+    copy_pages,
     gather_pages,
     paged_attention,
     prefill_attention,
@@ -137,6 +138,8 @@ def _page_scenarios() -> Iterator[Scenario]:
         yield Scenario(f"gather_pages-{name}", gather_pages, "gather_pages_kernel", gather)
         scatter: Run = partial(scatter_pages.scatter_pages_triton, staging, ids, pool)
         yield Scenario(f"scatter_pages-{name}", scatter_pages, "scatter_pages_kernel", scatter)
+        copy: Run = partial(copy_pages.copy_pages_triton, pool, ids, staging, ids)
+        yield Scenario(f"copy_pages-{name}", copy_pages, "copy_pages_kernel", copy)
 
 
 def type_name(argument: object) -> str:

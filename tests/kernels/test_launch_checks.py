@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from baton.kernels.copy_pages import copy_pages_triton
 from baton.kernels.gather_pages import gather_pages_triton
 from baton.kernels.paged_attention import decode_tile, paged_attention_decode_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
@@ -49,6 +50,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "gather_dtype": (lambda: gather_pages_triton(f(4, 8), i64(2), f(2, 8).half()), "staging must be"),
     "gather_rows": (lambda: gather_pages_triton(f(4, 8), i64(2), f(3, 8)), r"contiguous \[2, ...\]"),
     "gather_strided": (lambda: gather_pages_triton(f(8, 4).t(), i64(2), f(2, 8)), "must be adjacent"),
+    "copy_ids": (lambda: copy_pages_triton(f(4, 8), i32(2), f(4, 8), i64(2)), "page ids must be"),
+    "copy_counts": (lambda: copy_pages_triton(f(4, 8), i64(2), f(4, 8), i64(3)), "2 pages cannot go to 3"),
+    "copy_size": (lambda: copy_pages_triton(f(4, 8), i64(2), f(4, 7), i64(2)), "pages must be alike"),
     "scatter_size": (lambda: scatter_pages_triton(f(2, 7), i64(2), f(4, 8)), "a page is 8 elements"),
     "scatter_ids": (lambda: scatter_pages_triton(f(2, 8), i32(2), f(4, 8)), "page_ids must be"),
     "sample_dtype": (lambda: sample_triton(f(2, 9).half(), sampling), "logits must be float32"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernels.copy_pages import copy_pages
 from baton.kernels.gather_pages import gather_pages, gather_pages_reference
 from baton.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from baton.kernels.rope import rope, rope_reference
@@ -127,3 +128,15 @@ def test_pages_go_to_staging_and_back(
     scatter(staging, ids, pool[:, 2])
     before[ids, 2] = before[ids, 1]
     assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
+@pytest.mark.parametrize("page_ids", [(4, 0, 2), (), (3,)], ids=str)
+def test_pages_go_from_pool_to_pool(dtype: torch.dtype, page_ids: tuple[int, ...]) -> None:
+    source = torch.arange(5 * 3 * 14).view(5, 3, 2, 7).to(dtype)
+    destination, ids = torch.ones(6, 2, 7, dtype=dtype), torch.tensor(page_ids, dtype=torch.int64)
+    expected = destination.clone()
+    for page in page_ids:
+        expected[5 - page] = source[page, 1]
+    copy_pages(source[:, 1], ids, destination, 5 - ids)
+    assert torch.equal(destination, expected)
