@@ -77,6 +77,10 @@ class PagePool:
     def generation(self, page: int) -> int:
         return self._generation[page]
 
+    def is_known(self, page: int) -> bool:
+        """Whether the prefix cache can find its contents, which are settled then: nobody may write them."""
+        return bool(self._known[page])
+
     def deadline_s(self, page: int) -> float | None:
         return self._leases.deadline_s(page)
 

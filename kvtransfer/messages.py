@@ -10,7 +10,7 @@ parallelism there is one part.
 """
 
 from itertools import pairwise
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -63,6 +63,15 @@ class Hello(Message, frozen=True):
     fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # of the model
     layout: PageLayout
     rank: Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)] = 0
+
+
+class Doors(Message, frozen=True):
+    """The second message each way: how the sender's pages are reached. Its address is the link's own."""
+
+    host: Annotated[str, Meta(min_length=1, max_length=64)]  # as in choose.Place
+    device: Literal["cpu", "cuda"]
+    tcp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # 0: no such door
+    shm_address: Annotated[str, Meta(max_length=107)] = ""
 
 
 class Reserve(Message, frozen=True):
@@ -176,6 +185,7 @@ class Released(Message, frozen=True):
 
 AnyMessage: TypeAlias = (
     Hello
+    | Doors
     | Reserve
     | Grant
     | Refuse

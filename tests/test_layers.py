@@ -43,6 +43,7 @@ ONLY_IN: Final = {
     "tqdm": {"cluster", "bench"},
     "transformers": {"bench"},
     "triton": {"kernels"},
+    "xxhash": {"kvtransfer"},
 }
 # Reading any of these can run code that the bytes carry.
 NOWHERE: Final = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}

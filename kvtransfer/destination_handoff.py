@@ -1,0 +1,313 @@
+"""The destination's end of a transfer: it has pages filled by another process, and makes sure of them.
+
+The life of a hand-off, seen from here:
+
+1. `grant` answers a Reserve with pages, or `pull` asks a holder for known pages. The pages have two owners
+   from now on: a lease, which is the request's, and each part's writer, who is outside this process.
+2. Bytes of each part may land. Wrote and Extend keep the lease.
+3. Commit of a part: its writer writes no more. Its landing closes; once nothing can be written, the writer's
+   hold ends and the part's digests are compared.
+4. All parts right: the sequence adopts the pages, Verified is sent. Units that are wrong are asked for once
+   more, under a new hold of their writer; wrong again, the tokens are computed here instead.
+5. An abort, a lost peer or a lease that ran out ends it from any state: one Finished, the lease let go. The
+   pages stay quarantined until every writer has confirmed or is known dead, however long that takes; the
+   source is asked again with every heartbeat, by another Abort.
+
+    state       legal messages
+    ASKING      PullRefused, Wrote, Commit, Extend, Released, Abort (only after `pull`)
+    RECEIVING   Wrote, Commit, Extend, Released, Abort
+    VERIFYING   Extend, Released, Abort
+    CLOSING     all; Commit, Released and PullRefused confirm that a writer has stopped
+    CLOSED      all: they crossed ours and change nothing
+
+Wrote and Commit are illegal for a part that has committed and was not called corrupt since. Messages of
+another epoch are counted in `num_stale` and change nothing; an Abort of epoch 0 is from a source that had
+seen no grant and so never wrote. What is illegal raises ProtocolError and changes nothing: the caller drops
+the link and calls `peer_lost`.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from baton.errors import ProtocolError
+from baton.kvtransfer.handoff import (
+    Action,
+    CloseLanding,
+    Finished,
+    LeaseTimer,
+    OpenLanding,
+    Outcome,
+    Send,
+    Terms,
+    Verify,
+)
+from baton.kvtransfer.ledger import Owner, holds_all, release_held
+from baton.kvtransfer.messages import (
+    DIGEST_BYTES,
+    Abort,
+    AnyMessage,
+    Commit,
+    Corrupt,
+    Extend,
+    Grant,
+    Pull,
+    PullRefused,
+    Refuse,
+    Released,
+    Reserve,
+    Verified,
+    Wrote,
+)
+
+
+class DestinationState(Enum):
+    ASKING = "asking"
+    RECEIVING = "receiving"
+    VERIFYING = "verifying"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+_ENDED = (DestinationState.CLOSING, DestinationState.CLOSED)
+
+
+class _Part:
+    """One pair of ranks: whether it may still write, and what became of its digests."""
+
+    def __init__(self, number: int, transfer: bytes) -> None:
+        self.writer: Owner = ("writer", transfer, number)
+        self.is_committed = False
+        self.is_stopped = True  # its writer holds no page
+        self.digests = b""
+        self.corrupt: tuple[int, ...] | None = None  # units; None: not compared yet
+        self.was_corrupt = False
+
+
+class DestinationHandoff:
+    """One transfer. Calls return what has to be done, in order; one thread makes them."""
+
+    def __init__(self, request: Reserve, epoch: int, terms: Terms) -> None:
+        """request: the peer's, or for a pull one of our own. epoch: higher than of any transfer before."""
+        self.transfer = request.transfer
+        self.epoch = epoch
+        self.state = DestinationState.RECEIVING
+        self.outcome: Outcome | None = None
+        self.num_stale = 0
+        self.pages: list[int] = []
+        self._request = request
+        self._terms = terms
+        self._ledger = terms.ledger
+        self._timer = LeaseTimer(terms.clock, terms.timing, request.deadline_ms / 1000)
+        self._parts = [_Part(number, self.transfer) for number in range(request.num_parts)]
+        self._lease_owner = ("landing", self.transfer)
+        self._adopter: Owner = None
+
+    # What our own side does.
+
+    def grant(self, adopter: Owner, transports: tuple[str, ...] = ()) -> list[Action]:
+        """Give the source pages, if there are free ones: the caller has made room. adopter: who gets them."""
+        if not self._reserve(adopter):
+            return [Send(Refuse(transfer=self.transfer, reason="no free pages")), self._end_at_once()]
+        grant = Grant(
+            transfer=self.transfer,
+            epoch=self.epoch,
+            pages=tuple(self.pages),
+            generations=self.generations(),
+            transports=transports,
+        )
+        return [*self._open_landings(), Send(grant)]
+
+    def pull(
+        self,
+        adopter: Owner,
+        holder: bytes,
+        wanted: Sequence[tuple[int, int]],
+        transports: tuple[str, ...] = (),
+    ) -> list[Action]:
+        """Ask the process `holder` for its pages `wanted`: (page, generation), in order."""
+        if not self._reserve(adopter):
+            return [self._end_at_once()]
+        self.state = DestinationState.ASKING
+        pull = Pull(
+            transfer=self.transfer,
+            epoch=self.epoch,
+            deadline_ms=self._request.deadline_ms,
+            num_units=self._request.num_units,
+            num_parts=self._request.num_parts,
+            holder=holder,
+            wanted_pages=tuple(page for page, _ in wanted),
+            wanted_generations=tuple(generation for _, generation in wanted),
+            pages=tuple(self.pages),
+            generations=self.generations(),
+            transports=transports,
+        )
+        return [*self._open_landings(), Send(pull)]
+
+    def writer_stopped(self, part: int) -> list[Action]:
+        """Nothing of the part can be written any more: the answer to CloseLanding, or its process is dead."""
+        state = self._parts[part]
+        if state.is_stopped:
+            return []
+        actions = [] if state.is_committed else self._fail("the writer died")
+        state.is_stopped = True
+        self._ledger.release(self.pages, state.writer)
+        if self.state not in _ENDED:
+            return [Verify(part, state.digests)]
+        if all(other.is_stopped for other in self._parts):
+            self.state = DestinationState.CLOSED
+        return actions
+
+    def verified(self, part: int, corrupt_units: tuple[int, ...]) -> list[Action]:
+        """The answer to Verify: which units are not what was sent."""
+        if self.state in _ENDED:
+            return []
+        self._parts[part].corrupt = corrupt_units
+        return self._conclude()
+
+    def abort(self, reason: str) -> list[Action]:
+        return self._fail(reason, Outcome.CANCELLED)
+
+    def peer_lost(self) -> list[Action]:
+        return self._fail("peer lost", tells_peer=False)
+
+    def tick(self) -> list[Action]:
+        """To be called at least once a heartbeat."""
+        if self.state is DestinationState.CLOSING:
+            return [self._abort_message("not released yet")] if self._timer.takes_heartbeat() else []
+        if self.state is DestinationState.CLOSED:
+            return []
+        if self._timer.is_over or not self._holds_lease():
+            return self._fail("expired")
+        if self._timer.takes_heartbeat():
+            return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
+        return []
+
+    def generations(self) -> tuple[int, ...]:
+        """Of the pages, in their order."""
+        return tuple(self._ledger.generation(page) for page in self.pages)
+
+    # What the source says.
+
+    def receive(self, message: AnyMessage) -> list[Action]:
+        """message: one that names this transfer."""
+        if isinstance(message, Abort) and message.epoch == 0:
+            return self._fail(f"aborted: {message.reason}", tells_peer=False) + self._confirm_all()
+        if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
+            if message.epoch != self.epoch:
+                self.num_stale += 1
+                return []
+            if self.state in _ENDED:
+                return self._confirmed(message)
+        match message:
+            case Abort():
+                return self._fail(f"aborted: {message.reason}", tells_peer=False)
+            case PullRefused() if self.state is DestinationState.ASKING:
+                return self._fail(f"refused: {message.reason}", tells_peer=False) + self._confirm_all()
+            case Released() if message.part < len(self._parts):
+                return self._fail("the source has let go") + self._confirmed(message)
+            case Extend() | Wrote() | Commit() if self._is_legal(message):
+                if not self._holds_lease():
+                    return self._fail("expired") + self._confirmed(message)
+                return self._go_on(message)
+        raise ProtocolError(f"{type(message).__name__} came to a destination that is {self.state.value}")
+
+    # The rest is how.
+
+    def _reserve(self, adopter: Owner) -> bool:
+        num_pages = self._terms.num_destination_pages(self._request.num_units)
+        if self._ledger.num_free < num_pages:
+            return False
+        self._adopter = adopter
+        self.pages = self._ledger.reserve(num_pages, self._lease_owner, self._timer.deadline_s)
+        return True
+
+    def _open_landings(self) -> list[Action]:
+        for state in self._parts:
+            self._ledger.quarantine(self.pages, state.writer)
+            state.is_stopped = False
+        return [OpenLanding(part) for part in range(len(self._parts))]
+
+    def _end_at_once(self) -> Finished:
+        self.state, self.outcome = DestinationState.CLOSED, Outcome.RECOMPUTE
+        return Finished(self.outcome, "no free pages")
+
+    def _is_legal(self, message: Wrote | Commit | Extend) -> bool:
+        if isinstance(message, Extend):
+            return True
+        if message.part >= len(self._parts) or self._parts[message.part].is_committed:
+            return False
+        if isinstance(message, Wrote):
+            return message.stop <= self._request.num_units
+        return len(message.digests) == self._request.num_units * DIGEST_BYTES
+
+    def _go_on(self, message: Wrote | Commit | Extend) -> list[Action]:
+        self._timer.extend()
+        self._ledger.extend(self._lease_owner, self._timer.deadline_s)
+        if self.state is DestinationState.ASKING:
+            self.state = DestinationState.RECEIVING
+        if not isinstance(message, Commit):
+            return []
+        part = self._parts[message.part]
+        part.is_committed, part.digests = True, message.digests
+        if all(other.is_committed for other in self._parts):
+            self.state = DestinationState.VERIFYING
+        return [CloseLanding(message.part, is_confirmed=True)]
+
+    def _conclude(self) -> list[Action]:
+        """Once the digests of all parts have been compared: adopt, ask again, or give up."""
+        if any(part.corrupt is None for part in self._parts):
+            return []
+        if not self._holds_lease():
+            return self._fail("expired")
+        damaged = [(number, part) for number, part in enumerate(self._parts) if part.corrupt]
+        if not damaged:
+            return self._adopt()
+        if any(part.was_corrupt for _, part in damaged):
+            return self._fail("corrupt twice")
+        self.state = DestinationState.RECEIVING
+        return [action for number, part in damaged for action in self._ask_again(number, part)]
+
+    def _adopt(self) -> list[Action]:
+        self._ledger.adopt(self.pages, self._lease_owner, self._adopter)
+        self.state, self.outcome = DestinationState.CLOSED, Outcome.ADOPTED
+        verified = Verified(transfer=self.transfer, epoch=self.epoch)
+        return [Finished(self.outcome, ""), Send(verified)]
+
+    def _ask_again(self, number: int, part: _Part) -> list[Action]:
+        units, part.corrupt = part.corrupt or (), None
+        part.is_committed, part.is_stopped, part.was_corrupt = False, False, True
+        self._ledger.quarantine(self.pages, part.writer)
+        corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
+        return [OpenLanding(number), Send(corrupt)]
+
+    def _holds_lease(self) -> bool:
+        return holds_all(self._ledger, self.pages, self._lease_owner)
+
+    def _fail(
+        self, reason: str, outcome: Outcome = Outcome.RECOMPUTE, *, tells_peer: bool = True
+    ) -> list[Action]:
+        if self.state in _ENDED:
+            return []
+        self.outcome = outcome
+        release_held(self._ledger, self.pages, self._lease_owner)
+        actions: list[Action] = [self._abort_message(reason)] if tells_peer else []
+        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
+        self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
+        actions.append(Finished(outcome, reason))
+        return actions + [CloseLanding(number, is_confirmed=False) for number in writing]
+
+    def _abort_message(self, reason: str) -> Send:
+        return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))
+
+    def _confirmed(self, message: AnyMessage) -> list[Action]:
+        """What a message says about a writer, after the end."""
+        if isinstance(message, PullRefused):
+            return self._confirm_all()
+        if not isinstance(message, Commit | Released) or message.part >= len(self._parts):
+            return []
+        is_stopped = self._parts[message.part].is_stopped
+        return [] if is_stopped else [CloseLanding(message.part, is_confirmed=True)]
+
+    def _confirm_all(self) -> list[Action]:
+        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
+        return [CloseLanding(number, is_confirmed=True) for number in writing]

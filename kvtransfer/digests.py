@@ -1,0 +1,52 @@
+"""One digest a unit, by which the destination knows that it holds what was sent.
+
+XXH3-64 over the unit's bytes in plan order, so both ends get the same however their pools are cut. It finds
+damage, which a flipped bit or a reused page is; it is no proof against a forger, who is kept out by the
+cluster key. With 64 bits the digests of the longest prompt fit one frame;
+a damaged unit is missed once in 2^64.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from baton.kvtransfer.messages import DIGEST_BYTES
+from baton.kvtransfer.transfer_plan import Offsets
+
+
+def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units: int) -> bytes:
+    """`num_units` digests of DIGEST_BYTES each, read in place.
+
+    pool: all of a rank's pages as bytes. offset_N: where this side's runs begin, unit by unit, every unit of
+    as many runs. ValueError when the runs do not divide into the units or leave the pool.
+    """
+    if num_units < 0 or (len(offset_N) % num_units if num_units else len(offset_N)):
+        raise ValueError(f"{len(offset_N)} runs do not divide into {num_units} units")
+    if len(offset_N) and not 0 <= int(offset_N.min()) <= int(offset_N.max()) <= pool.nbytes - run_bytes:
+        raise ValueError(f"runs of {run_bytes} bytes leave a pool of {pool.nbytes}")
+    if not len(offset_N):
+        return xxhash.xxh3_64_digest(b"") * num_units  # ranks that share no head have nothing to move
+    return b"".join(_digests(pool, offset_N.reshape(num_units, -1), run_bytes))
+
+
+def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:
+    """Which units have another digest. ValueError when the two are not of as many units."""
+    if len(expected) != len(found) or len(expected) % DIGEST_BYTES:
+        raise ValueError(f"digests of {len(expected)} and {len(found)} bytes")
+    differs_U = _words(expected) != _words(found)
+    return tuple(int(unit) for unit in np.flatnonzero(differs_U))
+
+
+def _digests(pool: memoryview, offset_UR: Offsets, run_bytes: int) -> Iterator[bytes]:
+    """Suffixes: U units, R runs of a unit."""
+    for offset_R in offset_UR.tolist():
+        digest = xxhash.xxh3_64()
+        for offset in offset_R:
+            digest.update(pool[offset : offset + run_bytes])
+        yield digest.digest()
+
+
+def _words(digests: bytes) -> NDArray[np.uint64]:
+    return np.frombuffer(digests, dtype=np.uint64)

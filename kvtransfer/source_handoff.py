@@ -1,0 +1,309 @@
+"""The source's end of a transfer: it holds pages and writes them into the destination's.
+
+The life of a hand-off, seen from here:
+
+1. `start` sends Reserve; nothing is computed for the destination before its Grant. `accept_pull` begins at 2
+   instead, with pages that exist: a lease pins them if they are still the ones that were asked for.
+2. `offer` adds pages as the prompt is computed; a lease holds them. Each becomes a Push to every part. Pages
+   under a push have a second owner, the reader, who lets go when the transport does and not by time.
+3. When all units of a part are written, Commit tells their digests, and that nothing is under way any more.
+4. Verified: the destination has adopted them, ours are let go. Corrupt: those units are written once more.
+5. An abort, a refusal, a lost peer or a lease that ran out ends it from any state: one Finished, the lease
+   let go, and when no push runs any more, Released for every part.
+
+    state       legal messages
+    RESERVING   Grant, Refuse, Abort
+    STREAMING   Extend, Abort; Corrupt of a part that has committed
+    COMMITTING  Verified, Corrupt, Extend, Abort
+    STOPPING    all: they crossed ours and change nothing
+    CLOSED      all: an Abort asks for Released again, in case it was lost
+
+Each part may be Corrupt once. Messages of another epoch are counted in `num_stale` and change nothing. What
+is illegal raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from enum import Enum
+from itertools import pairwise
+
+from baton.errors import ProtocolError
+from baton.kvtransfer.handoff import (
+    Action,
+    Finished,
+    Granted,
+    LeaseTimer,
+    Outcome,
+    Push,
+    Send,
+    StopPushes,
+    Terms,
+)
+from baton.kvtransfer.ledger import holds_all, release_held
+from baton.kvtransfer.messages import (
+    DIGEST_BYTES,
+    Abort,
+    AnyMessage,
+    Commit,
+    Corrupt,
+    Extend,
+    Grant,
+    Pull,
+    PullRefused,
+    Refuse,
+    Released,
+    Reserve,
+    Verified,
+    Wrote,
+)
+from baton.kvtransfer.pull import pull_complaint
+
+
+class SourceState(Enum):
+    RESERVING = "reserving"
+    STREAMING = "streaming"
+    COMMITTING = "committing"
+    STOPPING = "stopping"
+    CLOSED = "closed"
+
+
+_ENDED = (SourceState.STOPPING, SourceState.CLOSED)
+
+
+class _Part:
+    """One pair of ranks: what is still to be written, and what is being written."""
+
+    def __init__(self, num_units: int) -> None:
+        self.num_missing = num_units
+        self.digests = bytearray(num_units * DIGEST_BYTES)
+        self.in_flight: set[tuple[int, int]] = set()
+        self.is_committed = False
+        self.was_corrupt = False
+
+
+class SourceHandoff:
+    """One transfer. Calls return what has to be done, in order; one thread makes them."""
+
+    def __init__(self, request: Reserve | Pull, terms: Terms) -> None:
+        """request: ours to send, or the peer's to answer."""
+        self.transfer = request.transfer
+        self.epoch = 0
+        self.state = SourceState.RESERVING
+        self.outcome: Outcome | None = None
+        self.num_stale = 0
+        self.pages: list[int] = []
+        self._request = request
+        self._terms = terms
+        self._ledger = terms.ledger
+        self._units_per_page = terms.source_units_per_page
+        self._timer = LeaseTimer(terms.clock, terms.timing, request.deadline_ms / 1000)
+        self._parts = [_Part(request.num_units) for _ in range(request.num_parts)]
+        self._num_offered = self._num_pushed = 0  # units; [pushed, offered) wait for the grant
+        self._num_readers: Counter[int] = Counter()  # page -> pushes that read it
+        self._lease_owner = ("source", self.transfer)
+        self._reader = ("reader", self.transfer)
+
+    # What our own side does.
+
+    def start(self) -> list[Action]:
+        assert isinstance(self._request, Reserve)
+        return [Send(self._request)]
+
+    def accept_pull(self, incarnation: bytes) -> list[Action]:
+        """Pin the wanted pages and push them all, or refuse. incarnation: of this process."""
+        pull = self._request
+        assert isinstance(pull, Pull)
+        self.epoch = pull.epoch
+        complaint = pull_complaint(pull, incarnation, self._terms)
+        if complaint is not None:
+            self.state, self.outcome = SourceState.CLOSED, Outcome.FAILED
+            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=complaint)
+            return [Send(refused), Finished(self.outcome, complaint)]
+        self.state = SourceState.STREAMING
+        return [Granted(pull), *self.offer(pull.wanted_pages, pull.num_units)]
+
+    def offer(self, pages: Sequence[int], num_units: int) -> list[Action]:
+        """Add the next pages, and say how many units of the transfer are computed by now."""
+        if self.state in _ENDED:
+            return []
+        stop = min(num_units, (len(self.pages) + len(pages)) * self._units_per_page)
+        if not self._num_offered <= num_units == stop <= self._request.num_units:
+            raise ValueError(
+                f"{num_units} units offered after {self._num_offered}, in {len(pages)} more pages"
+            )
+        if not self._holds_lease():
+            return self._fail("expired")
+        if pages:
+            self._ledger.lease(pages, self._lease_owner, self._timer.deadline_s)
+            self.pages += pages
+        self._num_offered = num_units
+        return self._push_offered()
+
+    def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
+        """A push has ended well; `digests` are of its units, as they were when they were read."""
+        self._end_push(part, first, stop)
+        if self.state in _ENDED:
+            return []
+        state = self._parts[part]
+        state.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
+        if len(state.digests) != self._request.num_units * DIGEST_BYTES:
+            raise ValueError(f"{len(digests)} bytes of digests for units [{first}, {stop})")
+        state.num_missing -= stop - first
+        wrote = Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop)
+        return [Send(wrote), *self._commit(part)]
+
+    def push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
+        """A push has failed for good, on every transport there is."""
+        self._end_push(part, first, stop)
+        return self._fail(f"transport: {reason}")
+
+    def pushes_stopped(self) -> list[Action]:
+        """The answer to StopPushes: no byte is read or written any more, whatever became of each push."""
+        if self.state is not SourceState.STOPPING:
+            return []
+        for part in self._parts:
+            part.in_flight.clear()
+        release_held(self._ledger, sorted(self._num_readers), self._reader)
+        self._num_readers.clear()
+        self.state = SourceState.CLOSED
+        return self._released() if self.epoch else []
+
+    def abort(self, reason: str) -> list[Action]:
+        return self._fail(reason, Outcome.CANCELLED)
+
+    def peer_lost(self) -> list[Action]:
+        return self._fail("peer lost", tells_peer=False)
+
+    def tick(self) -> list[Action]:
+        """To be called at least once a heartbeat."""
+        if self.state in _ENDED:
+            return []
+        if self._timer.is_over or not self._holds_lease():
+            return self._fail("expired")
+        if self.epoch and self._timer.takes_heartbeat():
+            return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
+        return []
+
+    # What the destination says.
+
+    def receive(self, message: AnyMessage) -> list[Action]:
+        """message: one that names this transfer."""
+        if self.state in _ENDED:
+            is_asked = isinstance(message, Abort) and self.state is SourceState.CLOSED
+            return self._released() if is_asked else []
+        match message, self.state:
+            case Grant(), SourceState.RESERVING:
+                return self._granted(message)
+            case Refuse(), SourceState.RESERVING:
+                return self._fail(f"refused: {message.reason}", tells_peer=False)
+            case Abort(), _ if message.epoch == self.epoch:
+                return self._fail(f"aborted: {message.reason}", tells_peer=False)
+            case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
+                self.num_stale += 1
+                return []
+            case Verified(), SourceState.COMMITTING:
+                return self._handed_over()
+            case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
+                return self._write_again(message)
+            case Extend(), SourceState.STREAMING | SourceState.COMMITTING:
+                return self._extend() if self._holds_lease() else self._fail("expired")
+        raise ProtocolError(f"{type(message).__name__} came to a source that is {self.state.value}")
+
+    # The rest is how.
+
+    def _granted(self, grant: Grant) -> list[Action]:
+        num_pages = self._terms.num_destination_pages(self._request.num_units)
+        if len(grant.pages) != num_pages:
+            raise ProtocolError(f"{len(grant.pages)} pages are granted, {num_pages} are needed")
+        self.epoch = grant.epoch
+        if not self._holds_lease():
+            return self._fail("expired")
+        self.state = SourceState.STREAMING
+        self._extend()
+        return [Granted(grant), *self._push_offered()]
+
+    def _push_offered(self) -> list[Action]:
+        if self.state is SourceState.RESERVING or self._num_pushed == self._num_offered:
+            return []
+        first, self._num_pushed = self._num_pushed, self._num_offered
+        return [self._push(part, first, self._num_offered) for part in range(len(self._parts))]
+
+    def _push(self, part: int, first: int, stop: int) -> Push:
+        self._parts[part].in_flight.add((first, stop))
+        pages = self._pages_of(first, stop)
+        self._ledger.share([page for page in pages if not self._num_readers[page]], self._reader)
+        self._num_readers.update(pages)
+        return Push(part, first, stop)
+
+    def _end_push(self, part: int, first: int, stop: int) -> None:
+        if self.state is SourceState.CLOSED:
+            return
+        self._parts[part].in_flight.remove((first, stop))
+        for page in self._pages_of(first, stop):
+            self._num_readers[page] -= 1
+            if not self._num_readers[page]:
+                del self._num_readers[page]
+                self._ledger.release([page], self._reader)
+
+    def _pages_of(self, first: int, stop: int) -> list[int]:
+        return self.pages[first // self._units_per_page : -(-stop // self._units_per_page)]
+
+    def _commit(self, part: int) -> list[Action]:
+        state = self._parts[part]
+        if state.num_missing or state.in_flight:
+            return []
+        state.is_committed = True
+        if all(other.is_committed for other in self._parts):
+            self.state = SourceState.COMMITTING
+        digests = bytes(state.digests)
+        return [Send(Commit(transfer=self.transfer, epoch=self.epoch, part=part, digests=digests))]
+
+    def _write_again(self, corrupt: Corrupt) -> list[Action]:
+        units = corrupt.units
+        part = self._parts[corrupt.part] if corrupt.part < len(self._parts) else None
+        if part is None or not part.is_committed or part.was_corrupt or units[-1] >= self._request.num_units:
+            raise ProtocolError(f"part {corrupt.part} is called corrupt out of turn, in {len(units)} units")
+        if not self._holds_lease():
+            return self._fail("expired")
+        self.state = SourceState.STREAMING
+        part.is_committed, part.was_corrupt, part.num_missing = False, True, len(units)
+        gaps = [index for index, (a, b) in enumerate(pairwise(units), 1) if b != a + 1]
+        bounds = pairwise([0, *gaps, len(units)])
+        pieces = [(units[start], units[stop - 1] + 1) for start, stop in bounds]
+        self._extend()
+        return [self._push(corrupt.part, first, stop) for first, stop in pieces]
+
+    def _handed_over(self) -> list[Action]:
+        self.state, self.outcome = SourceState.CLOSED, Outcome.HANDED_OVER
+        release_held(self._ledger, self.pages, self._lease_owner)
+        return [Finished(self.outcome, "")]
+
+    def _extend(self) -> list[Action]:
+        self._timer.extend()
+        if self.pages:
+            self._ledger.extend(self._lease_owner, self._timer.deadline_s)
+        return []
+
+    def _released(self) -> list[Action]:
+        if not self.epoch:
+            return [Send(Abort(transfer=self.transfer, epoch=0, reason="nothing was granted"))]
+        numbers = range(len(self._parts))
+        return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
+
+    def _holds_lease(self) -> bool:
+        return holds_all(self._ledger, self.pages, self._lease_owner)
+
+    def _fail(
+        self, reason: str, outcome: Outcome = Outcome.FAILED, *, tells_peer: bool = True
+    ) -> list[Action]:
+        if self.state in _ENDED:
+            return []
+        self.outcome = outcome
+        release_held(self._ledger, self.pages, self._lease_owner)
+        abort = Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
+        actions: list[Action] = [Send(abort)] if tells_peer else []
+        actions.append(Finished(outcome, reason))
+        self.state = SourceState.STOPPING
+        if any(part.in_flight for part in self._parts):
+            return [*actions, StopPushes()]
+        return [*actions, *self.pushes_stopped()]

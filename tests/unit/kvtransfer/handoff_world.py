@@ -1,0 +1,178 @@
+"""Two hosts, the links between them and everything that can go wrong, one step at a time.
+
+Whoever drives calls steps by name with a `pick` that chooses. After any steps `settle` lets all that is under
+way end, and checks that every page of both ledgers is free. What may not happen raises AssertionError where
+it happens: a read of something else than was written, a write into a page without the writer's hold, a
+second end of a transfer.
+"""
+
+from typing import Final
+
+from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
+from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
+from tests.unit.kvtransfer.simulated_network import SimulatedNetwork
+
+UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
+MAX_UNITS: Final = 6
+DEADLINE_MS: Final = 60_000
+
+
+class HandoffWorld(SimulatedNetwork):
+    """Steps are named `step_...`; those of links, bytes and deaths are inherited."""
+
+    # Work of the source.
+
+    def step_request(self) -> None:
+        """A prompt arrives: pages are taken, the destination is asked for as many."""
+        host, num_units = self.source, 1 + self.pick(MAX_UNITS)
+        if not host.make_room(host.num_pages_for(num_units)):
+            return
+        transfer = self._number().to_bytes(16, "big")
+        sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
+        host.sequences[transfer.hex()] = sequence
+        request = Reserve(
+            transfer=transfer, num_units=num_units, deadline_ms=DEADLINE_MS, num_parts=self.num_parts
+        )
+        self._expect(transfer, request, sequence.contents)
+        handoff = SourceHandoff(request, host.terms(self.clock, self.units_per_page))
+        host.sources[transfer] = handoff
+        self.peers[host, transfer] = self.destination
+        self._do(host, transfer, handoff.start())
+
+    def step_compute(self) -> None:
+        """A prompt gets further; after its last unit the sequence lets its pages go, known or not."""
+        host = self.source
+        transfers = [transfer for transfer in host.sources if transfer.hex() in host.sequences]
+        transfer = self._any(transfers)
+        if not isinstance(transfer, bytes):
+            return
+        sequence, handoff = host.sequences[transfer.hex()], host.sources[transfer]
+        num_units = self.requests[transfer].num_units
+        before = host.num_pages_for(sequence.num_computed)
+        sequence.num_computed += 1 + self.pick(num_units - sequence.num_computed)
+        after = host.num_pages_for(sequence.num_computed)
+        self._do(host, transfer, handoff.offer(sequence.pages[before:after], sequence.num_computed))
+        if sequence.num_computed == num_units:
+            self._let_go(host, transfer.hex())
+
+    def _new_sequence(self, host: Host, name: str, num_units: int) -> Sequence:
+        pages = host.pool.allocate(host.num_pages_for(num_units), name)
+        contents = {
+            (unit, part): self._number() for unit in range(num_units) for part in range(self.num_parts)
+        }
+        for (unit, part), value in contents.items():
+            host.write(pages, unit, part, value)
+        return Sequence(name, pages, contents)
+
+    def _let_go(self, host: Host, key: str) -> None:
+        sequence = host.sequences.pop(key)
+        host.check_reads(sequence)
+        if self.pick(2) and not any(host.pool.is_known(page) for page in sequence.pages):
+            for page in sequence.pages:
+                host.pool.mark_known(page)
+            pages = tuple((page, host.pool.generation(page)) for page in sequence.pages)
+            num_units = len(sequence.contents) // self.num_parts
+            if host.name == "source":
+                self.hints.append(Hint(host.incarnation, pages, sequence.contents, num_units))
+        host.pool.release(sequence.pages, sequence.name)
+
+    # Work of both.
+
+    def step_local(self) -> None:
+        """Somebody else takes, writes, reads and frees pages: whom a page freed too early would hurt."""
+        host = (self.source, self.destination)[self.pick(2)]
+        local = [key for key, sequence in host.sequences.items() if not sequence.name.startswith("prompt")]
+        if local and self.pick(2):
+            self._let_go(host, local[self.pick(len(local))])
+            return
+        num_units = 1 + self.pick(MAX_UNITS)
+        if host.make_room(host.num_pages_for(num_units)):
+            name = f"local-{self._number()}"
+            host.sequences[name] = self._new_sequence(host, name, num_units)
+
+    def step_tick(self) -> None:
+        """Time passes; each host looks at its leases, in any order, or is stalled and does not."""
+        self.clock.advance((1, 4, 12, 31)[self.pick(4)])
+        for host in (self.source, self.destination):
+            if self.pick(4):
+                self._tick(host, is_ledger_first=bool(self.pick(2)))
+
+    def _tick(self, host: Host, *, is_ledger_first: bool) -> None:
+        if is_ledger_first:
+            host.pool.expire(self.clock.now_s())
+        for handoff in host.handoffs():
+            self._do(host, handoff.transfer, handoff.tick())
+        host.pool.expire(self.clock.now_s())
+
+    def step_abort(self) -> None:
+        host = (self.source, self.destination)[self.pick(2)]
+        handoff = self._any(host.handoffs())
+        if isinstance(handoff, SourceHandoff | DestinationHandoff):
+            self._do(host, handoff.transfer, handoff.abort("cancelled"))
+
+    def step_pull(self) -> None:
+        """The destination wants what the source once knew; the hint may be old."""
+        host = self.destination
+        hint = self._any(self.hints)
+        if not isinstance(hint, Hint) or not host.make_room(host.num_pages_for(hint.num_units)):
+            return
+        transfer = self._number().to_bytes(16, "big")
+        request = Reserve(
+            transfer=transfer, num_units=hint.num_units, deadline_ms=DEADLINE_MS, num_parts=self.num_parts
+        )
+        self._expect(transfer, request, hint.contents)
+        handoff = self._new_destination(request)
+        self._do(host, transfer, handoff.pull(f"puller-{transfer.hex()}", hint.incarnation, hint.pages))
+
+    def _expect(self, transfer: bytes, request: Reserve, contents: dict[tuple[int, int], int]) -> None:
+        self.is_direct[transfer] = bool(self.pick(2))
+        self.expected[transfer] = contents
+        self.requests[transfer] = request
+
+    # The end.
+
+    def settle(self) -> None:
+        """Whatever is under way comes to its end, by itself or by time; then nothing may be held."""
+        chosen, self.pick, self.may_flip = self.pick, lambda n: n - 1, False
+        for _ in range(4):
+            self._quiet_down()
+            self.step_join()
+            self._quiet_down()
+            self.clock.advance(20.0)
+            for host in (self.source, self.destination):
+                self._tick(host, is_ledger_first=False)
+        self.pick = chosen
+        self._check_ends()
+        for host in (self.source, self.destination):
+            for sequence in host.sequences.values():
+                host.check_reads(sequence)
+                host.pool.release(sequence.pages, sequence.name)
+            host.pool.check_integrity()
+            host.make_room(host.pool.num_pages)
+            assert host.pool.num_free == host.pool.num_pages, f"{host.name} leaks pages"
+
+    def _quiet_down(self) -> None:
+        """Everything happens that needs no time."""
+        while True:
+            before = self._backlog()
+            for step in (self.step_write, self.step_arrive, self.step_verify, self.step_fence):
+                step()
+            for host in (self.source, self.destination):
+                self._deliver_to(host)
+            if not any(before) and not any(self._backlog()):
+                return
+
+    def _backlog(self) -> tuple[int, ...]:
+        hosts = (self.source, self.destination)
+        waiting = [len(host.inbox) + host.has_lost_peer + len(host.verifications) for host in hosts]
+        return len(self.jobs), len(self.flights), len(self.fences), *waiting
+
+    def _check_ends(self) -> None:
+        for host in (self.source, self.destination):
+            for source in host.sources.values():
+                assert source.state is SourceState.CLOSED and source.outcome, source.state
+            for destination in host.destinations.values():
+                assert destination.state is DestinationState.CLOSED and destination.outcome, destination.state
+            assert set(host.finished) == set(host.sources) | set(host.destinations)

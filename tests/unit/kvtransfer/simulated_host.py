@@ -1,0 +1,104 @@
+"""A process of the simulation: a real ledger, memory whose contents are numbers, and its hand-offs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.clock import ManualClock
+from baton.engine.pages import PagePool
+from baton.kvtransfer.destination_handoff import DestinationHandoff
+from baton.kvtransfer.handoff import Terms, Timing
+from baton.kvtransfer.source_handoff import SourceHandoff
+
+Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
+Place: TypeAlias = tuple[int, int]  # page, slot in it
+TIMING = Timing(lease_s=30.0, heartbeat_s=5.0)
+NUM_PAGES = 10
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Somebody who owns pages, wrote them or adopted them, and reads them until it lets go."""
+
+    name: str
+    pages: list[int]
+    contents: dict[tuple[int, int], int]  # (unit, part) -> what it must find
+    num_computed: int = 0  # units that may be offered
+
+
+@dataclass(eq=False)
+class Landing:
+    """Whether bytes of one part may be written, and how many writers are inside."""
+
+    epoch: int
+    is_open: bool = True
+    num_inside: int = 0
+
+
+class Host:
+    """Dies as a whole: a new Host takes its place, with nothing of the old one's."""
+
+    def __init__(self, name: str, incarnation: int, units_per_page: int, num_parts: int) -> None:
+        self.name = name
+        self.incarnation = incarnation.to_bytes(16, "big")
+        self.pool = PagePool(NUM_PAGES, units_per_page)
+        self.units_per_page = units_per_page
+        self.num_parts = num_parts
+        self.memory: dict[tuple[int, int, int], int] = {}  # (page, slot, part) -> contents
+        self.sequences: dict[str, Sequence] = {}
+        self.sources: dict[bytes, SourceHandoff] = {}
+        self.destinations: dict[bytes, DestinationHandoff] = {}
+        self.landings: dict[tuple[bytes, int], Landing] = {}
+        self.inbox: list[bytes] = []
+        self.has_lost_peer = False  # and has not been told yet
+        self.verifications: list[tuple[bytes, int, bytes]] = []
+        self.finished: dict[bytes, str] = {}
+        self.num_epochs = 0
+        self.is_dead = False
+
+    def next_epoch(self) -> int:
+        self.num_epochs += 1
+        return self.num_epochs
+
+    def handoffs(self) -> list[SourceHandoff | DestinationHandoff]:
+        return [*self.sources.values(), *self.destinations.values()]
+
+    def place(self, pages: list[int] | tuple[int, ...], unit: int) -> Place:
+        return pages[unit // self.units_per_page], unit % self.units_per_page
+
+    def read(self, pages: list[int] | tuple[int, ...], unit: int, part: int) -> int:
+        return self.memory.get((*self.place(pages, unit), part), 0)
+
+    def write(self, pages: list[int] | tuple[int, ...], unit: int, part: int, contents: int) -> None:
+        self.memory[(*self.place(pages, unit), part)] = contents
+
+    def check_reads(self, sequence: Sequence) -> None:
+        for (unit, part), expected in sequence.contents.items():
+            found = self.read(sequence.pages, unit, part)
+            page, _ = self.place(sequence.pages, unit)
+            assert sequence.name in self.pool.owners(page), f"{sequence.name} does not own page {page}"
+            assert found == expected, f"{sequence.name} reads {found} in page {page}, {expected} was written"
+
+    def num_pages_for(self, num_units: int) -> int:
+        return -(-num_units // self.units_per_page)
+
+    def make_room(self, num_pages: int) -> bool:
+        while self.pool.num_free < num_pages:
+            page = self.pool.oldest_cached()
+            if page is None:
+                return False
+            self.pool.forget(page)
+        return True
+
+    def terms(self, clock: ManualClock, units_per_page: tuple[int, int]) -> Terms:
+        return Terms(self.pool, clock, TIMING, *units_per_page)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a prefix index remembers of pages that were known once."""
+
+    incarnation: bytes
+    pages: tuple[tuple[int, int], ...]  # (page, generation)
+    contents: dict[tuple[int, int], int] = field(hash=False)
+    num_units: int

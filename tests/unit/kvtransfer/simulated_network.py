@@ -1,0 +1,284 @@
+"""What two hosts of the simulation say and do to each other: links that break, bytes in flight, deaths.
+
+What may not happen raises AssertionError where it happens: a write into a page without the writer's hold,
+a second end of a transfer, an adopted page that does not hold what was sent.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from baton.clock import ManualClock
+from baton.kvtransfer.destination_handoff import DestinationHandoff
+from baton.kvtransfer.handoff import (
+    Action,
+    CloseLanding,
+    Finished,
+    Granted,
+    OpenLanding,
+    Outcome,
+    Push,
+    Send,
+    StopPushes,
+    Verify,
+    answer_to_unknown,
+)
+from baton.kvtransfer.messages import AnyMessage, Doors, Grant, Hello, Pull, Reserve, decode, encode
+from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from tests.unit.kvtransfer.simulated_host import Hint, Host, Landing, Pick, Sequence
+from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
+
+UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
+MAX_UNITS: Final = 6
+DEADLINE_MS: Final = 60_000
+
+
+class SimulatedNetwork:
+    """`pick` chooses wherever chance does."""
+
+    def __init__(self, pick: Pick) -> None:
+        self.pick = pick
+        self.clock = ManualClock()
+        self.units_per_page = UNITS_PER_PAGE[pick(len(UNITS_PER_PAGE))]
+        self.num_parts = 1 + pick(2)
+        self.num_made = 0
+        self.outcomes: dict[Outcome, int] = {}
+        self.is_direct: dict[bytes, bool] = {}
+        self.expected: dict[bytes, dict[tuple[int, int], int]] = {}  # transfer -> what must arrive
+        self.requests: dict[bytes, Reserve | Pull] = {}
+        self.grants: dict[tuple[Host, bytes], tuple[Grant | Pull, Host]] = {}
+        self.hints: list[Hint] = []
+        self.peers: dict[tuple[Host, bytes], Host] = {}  # with whom an end began its transfer
+        self.jobs: list[PushJob] = []
+        self.flights: list[Flight] = []
+        self.stopping: list[tuple[Host, bytes]] = []  # transfers whose pushes must end
+        self.fences: list[tuple[Host, Host]] = []  # (survivor, dead peer) not known for certain yet
+        self.is_linked = True
+        self.may_flip = True
+        self.source = self._new_host("source")
+        self.destination = self._new_host("destination")
+
+    def _new_host(self, name: str) -> Host:
+        side = 0 if name == "source" else 1
+        return Host(name, self._number(), self.units_per_page[side], self.num_parts)
+
+    def _number(self) -> int:
+        self.num_made += 1
+        return self.num_made
+
+    def _any(self, things: Iterable[object]) -> object | None:
+        listed = list(things)
+        return listed[self.pick(len(listed))] if listed else None
+
+    # The links.
+
+    def step_deliver(self) -> None:
+        self._deliver_to((self.source, self.destination)[self.pick(2)])
+
+    def _deliver_to(self, host: Host) -> None:
+        if host.has_lost_peer:
+            host.has_lost_peer = False
+            for handoff in host.handoffs():
+                self._do(host, handoff.transfer, handoff.peer_lost())
+        elif host.inbox:
+            self._receive(host, decode(host.inbox.pop(0)))
+
+    def _receive(self, host: Host, message: AnyMessage) -> None:
+        assert not isinstance(message, Hello | Doors)
+        transfer = message.transfer
+        if isinstance(message, Reserve):
+            handoff = self._new_destination(message)
+            host.make_room(host.num_pages_for(message.num_units))
+            self._do(host, transfer, handoff.grant(f"decode-{transfer.hex()}"))
+        elif isinstance(message, Pull):
+            source = SourceHandoff(message, host.terms(self.clock, self.units_per_page))
+            host.sources[transfer] = source
+            self.peers[host, transfer] = self.destination
+            self._do(host, transfer, source.accept_pull(host.incarnation))
+        else:
+            known: SourceHandoff | DestinationHandoff | None = host.sources.get(transfer)
+            known = known or host.destinations.get(transfer)
+            answer = answer_to_unknown(message)
+            if known is None and answer is not None:
+                self._send(host, answer)
+            elif known is not None and self.peers[host, transfer] is self._peer(host):
+                self._do(host, transfer, known.receive(message))
+
+    def step_cut(self) -> None:
+        """The link breaks; what it held is lost. Each host hears of it in its own time."""
+        if self.is_linked:
+            self.is_linked = False
+            for host in (self.source, self.destination):
+                host.inbox.clear()
+                host.has_lost_peer = True
+
+    def step_join(self) -> None:
+        if not self.is_linked and not self.source.has_lost_peer and not self.destination.has_lost_peer:
+            self.is_linked = True
+
+    def _peer(self, host: Host) -> Host:
+        return self.destination if host is self.source else self.source
+
+    # Death.
+
+    def step_crash(self) -> None:
+        """A process dies, with its writers; the other one hears first that the link is gone."""
+        dead = (self.source, self.destination)[self.pick(2)]
+        survivor = self._peer(dead)
+        self.step_cut()
+        dead.is_dead = True
+        self.jobs = [job for job in self.jobs if job.source is not dead]
+        self.stopping = [(host, transfer) for host, transfer in self.stopping if host is not dead]
+        self.flights = [flight for flight in self.flights if flight.job.destination is not dead]
+        for job in self.jobs:
+            job.has_failed |= job.destination is dead and not job.is_direct
+        self.fences = [(host, peer) for host, peer in self.fences if host is not dead]
+        self.fences.append((survivor, dead))
+        if dead is self.source:
+            self.source = self._new_host("source")
+        else:
+            self.destination = self._new_host("destination")
+
+    def step_fence(self) -> None:
+        """A dead process is known to be dead: its writers can't write any more."""
+        if not self.fences:
+            return
+        survivor, dead = self.fences.pop(self.pick(len(self.fences)))
+        for transfer in list(survivor.destinations):
+            if self.peers[survivor, transfer] is dead and self.is_direct[transfer]:
+                for part in range(self.num_parts):
+                    self._writer_stopped(survivor, transfer, part)
+
+    def _writer_stopped(self, host: Host, transfer: bytes, part: int) -> None:
+        self._do(host, transfer, host.destinations[transfer].writer_stopped(part))
+
+    def _new_destination(self, request: Reserve) -> DestinationHandoff:
+        host = self.destination
+        terms = host.terms(self.clock, self.units_per_page)
+        handoff = DestinationHandoff(request, host.next_epoch(), terms)
+        host.destinations[request.transfer] = handoff
+        self.peers[host, request.transfer] = self.source
+        return handoff
+
+    # Bytes.
+
+    def step_write(self) -> None:
+        job = self._any(self.jobs)
+        if not isinstance(job, PushJob):
+            return
+        if job.has_failed or (job.must_stop and job.carried is None):
+            self._end_job(job)
+        elif job.is_direct:
+            if job.next_unit < job.stop:
+                job.step_directly()
+        elif job.next_unit < job.stop:
+            self.flights.append(Flight(job, job.next_unit, job.read_next()))
+            job.next_unit += 1
+        if job.is_written:
+            self._end_job(job)
+
+    def _end_job(self, job: PushJob) -> None:
+        if job not in self.jobs:
+            return
+        self.jobs.remove(job)
+        handoff = job.source.sources[job.transfer]
+        if job.is_written:
+            actions = handoff.pushed(job.part, job.first, job.stop, bytes(job.digests))
+        elif handoff.state is SourceState.STOPPING:
+            actions = []  # `pushes_stopped` tells of all at once
+        else:
+            actions = handoff.push_failed(job.part, job.first, job.stop, "refused")
+        self._do(job.source, job.transfer, actions)
+        self._end_stops()
+
+    def _end_stops(self) -> None:
+        for host, transfer in list(self.stopping):
+            if not any(job.source is host and job.transfer == transfer for job in self.jobs):
+                self.stopping.remove((host, transfer))
+                self._do(host, transfer, host.sources[transfer].pushes_stopped())
+
+    def step_arrive(self) -> None:
+        flight = self._any(self.flights)
+        if not isinstance(flight, Flight):
+            return
+        if self.may_flip and not self.pick(12):
+            flight.contents ^= FLIPPED
+        if flight.arrive():
+            self.flights.remove(flight)
+            self._leave(flight)
+
+    def _leave(self, flight: Flight) -> None:
+        landing, job = flight.landing, flight.job
+        if landing is not None and not landing.is_open and not landing.num_inside:
+            self._writer_stopped(job.destination, job.transfer, job.part)
+
+    def step_verify(self) -> None:
+        host = self.destination
+        if not host.verifications:
+            return
+        transfer, part, digests = host.verifications.pop(self.pick(len(host.verifications)))
+        handoff = host.destinations[transfer]
+        found = [host.read(handoff.pages, unit, part) for unit in range(len(digests) // 8)]
+        corrupt = [
+            unit for unit, value in enumerate(found) if value.to_bytes(8, "big") != digests[unit * 8 :][:8]
+        ]
+        self._do(host, transfer, handoff.verified(part, tuple(corrupt)))
+
+    # What the machines ask for.
+
+    def _do(self, host: Host, transfer: bytes, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message):
+                    self._send(host, message)
+                case Granted(grant):
+                    self.grants[host, transfer] = grant, self._peer(host)
+                case Push():
+                    self._push(host, transfer, action)
+                case StopPushes():
+                    for job in self.jobs:
+                        job.must_stop |= job.source is host and job.transfer == transfer
+                    self.stopping.append((host, transfer))
+                    self._end_stops()
+                case OpenLanding(part):
+                    host.landings[transfer, part] = Landing(host.destinations[transfer].epoch)
+                case CloseLanding(part, is_confirmed):
+                    landing = host.landings[transfer, part]
+                    landing.is_open = False
+                    if is_confirmed if self.is_direct[transfer] else not landing.num_inside:
+                        self._writer_stopped(host, transfer, part)
+                case Verify(part, digests):
+                    host.verifications.append((transfer, part, digests))
+                case Finished(outcome, _):
+                    self._finish(host, transfer, outcome)
+
+    def _send(self, host: Host, message: AnyMessage) -> None:
+        if self.is_linked:
+            self._peer(host).inbox.append(encode(message))
+
+    def _push(self, host: Host, transfer: bytes, push: Push) -> None:
+        grant, destination = self.grants[host, transfer]
+        handoff = host.sources[transfer]
+        job = PushJob(
+            host,
+            destination,
+            transfer,
+            handoff.epoch,
+            *push,
+            list(handoff.pages),
+            grant.pages,
+            grant.generations,
+            self.is_direct[transfer],
+        )
+        job.has_failed = destination.is_dead and not job.is_direct
+        self.jobs.append(job)
+
+    def _finish(self, host: Host, transfer: bytes, outcome: Outcome) -> None:
+        assert transfer not in host.finished, f"ended as {host.finished[transfer]} and {outcome}"
+        host.finished[transfer] = outcome
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        if outcome is Outcome.ADOPTED:
+            handoff = host.destinations[transfer]
+            (adopter,) = host.pool.owners(handoff.pages[0])
+            sequence = Sequence(str(adopter), handoff.pages, self.expected[transfer])
+            host.check_reads(sequence)
+            host.sequences[sequence.name] = sequence

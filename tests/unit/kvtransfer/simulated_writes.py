@@ -1,0 +1,97 @@
+"""How bytes travel in the simulation: by a receiver at the destination, or by the source's own hand.
+
+A push moves one unit a step. Through a receiver, a unit is read, travels alone and in any order, is let into
+the landing or drained there, and is written in a step of its own. A direct writer looks at the page's
+generation in one step and writes in the next, so it may look, sleep and write late: only the ledger can
+keep its page from being reused in between.
+"""
+
+from dataclasses import dataclass, field
+
+from tests.unit.kvtransfer.simulated_host import Host, Landing
+
+FLIPPED = 1 << 62
+
+
+@dataclass(eq=False)
+class PushJob:
+    source: Host
+    destination: Host  # the one whose memory is mapped or connected, even when it is dead
+    transfer: bytes
+    epoch: int
+    part: int
+    first: int
+    stop: int
+    source_pages: list[int]
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    is_direct: bool
+    next_unit: int = 0
+    carried: int | None = None  # read and checked, not written yet
+    digests: bytearray = field(default_factory=bytearray)
+    num_written: int = 0
+    must_stop: bool = False
+    has_failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.next_unit = self.first
+
+    @property
+    def is_written(self) -> bool:
+        return self.num_written == self.stop - self.first
+
+    def read_next(self) -> int:
+        page, _ = self.source.place(self.source_pages, self.next_unit)
+        assert ("reader", self.transfer) in self.source.pool.owners(page), f"page {page} is read unheld"
+        contents = self.source.read(self.source_pages, self.next_unit, self.part)
+        self.digests += contents.to_bytes(8, "big")
+        return contents
+
+    def step_directly(self) -> None:
+        """Look, or write what was looked at."""
+        page, _ = self.destination.place(self.pages, self.next_unit)
+        if self.carried is None:
+            index = self.next_unit // self.destination.units_per_page
+            if self.destination.pool.generation(page) != self.generations[index]:
+                self.has_failed = True
+                return
+            self.carried = self.read_next()
+            return
+        write(self.destination, self.transfer, self.part, self.pages, self.next_unit, self.carried)
+        self.carried = None
+        self.next_unit += 1
+        self.num_written += 1
+
+
+@dataclass(eq=False)
+class Flight:
+    """One unit on its way to a receiver, or inside it."""
+
+    job: PushJob
+    unit: int
+    contents: int
+    landing: Landing | None = None  # once it is being written
+
+    def arrive(self) -> bool:
+        """Whether it is over: written now, or drained."""
+        job, host = self.job, self.job.destination
+        if self.landing is None:
+            landing = host.landings.get((job.transfer, job.part))
+            if landing is None or not landing.is_open or landing.epoch != job.epoch:
+                job.has_failed = True
+                return True
+            landing.num_inside += 1
+            self.landing = landing
+            return False
+        write(host, job.transfer, job.part, job.pages, self.unit, self.contents)
+        self.landing.num_inside -= 1
+        job.num_written += 1
+        return True
+
+
+def write(host: Host, transfer: bytes, part: int, pages: tuple[int, ...], unit: int, contents: int) -> None:
+    page, _ = host.place(pages, unit)
+    if not host.is_dead:
+        owners = host.pool.owners(page)
+        assert ("writer", transfer, part) in owners, f"page {page} is {owners}'s while a writer is in it"
+    host.write(pages, unit, part, contents)
