@@ -8,8 +8,9 @@ import threading
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from baton.bench.kv_limits import CONTIGUOUS, HOST, TIMEOUT_S, gloo_pair, receive_by_gloo
+from baton.bench.kv_limits import CONTIGUOUS, HOST, TIMEOUT_S, receive_by_gloo
 from baton.kernels.huge_pages import huge_zeros
+from baton.kvtransfer.pair import join_gloo
 
 
 def receive_by_sockets(port: int, num_streams: int, share: int) -> None:
@@ -24,7 +25,7 @@ def receive_by_sockets(port: int, num_streams: int, share: int) -> None:
 
 
 def _receive(sock: socket.socket, share: int) -> None:
-    buffer = memoryview(huge_zeros((share,), torch.uint8).fill_(1).numpy())
+    buffer = memoryview(huge_zeros((share,), torch.uint8).fill_(1).numpy().data)
     sock.settimeout(None)
     with sock:
         while True:
@@ -38,7 +39,7 @@ def _receive(sock: socket.socket, share: int) -> None:
 
 
 def receive_by_group(port: int, kind: str, page_bytes: int, num_pool_pages: int, num_pages: int) -> None:
-    group = gloo_pair(TCPStore(HOST, port, is_master=False), 1)
+    group = join_gloo(TCPStore(HOST, port, is_master=False), 1, HOST, TIMEOUT_S)
     if kind == CONTIGUOUS:
         messages = [torch.zeros(num_pages * page_bytes, dtype=torch.uint8)]
     else:

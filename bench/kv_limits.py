@@ -15,15 +15,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from baton.kernels.huge_pages import huge_zeros
+from baton.kvtransfer.pair import PairGroup, join_gloo
 
 TIMEOUT_S: Final = 60.0
 HOST: Final = "127.0.0.1"
@@ -141,7 +141,7 @@ class Gloo:
         self._peer = Peer(
             "gloo", store.port, kind, moves.page_bytes, moves.num_pool_pages, len(moves.source_pages)
         )
-        self._group = gloo_pair(store, 0)
+        self._group = join_gloo(store, 0, HOST, TIMEOUT_S)
         if kind == CONTIGUOUS:
             self._messages = [torch.ones(moves.num_bytes, dtype=torch.uint8)]
         else:
@@ -170,11 +170,7 @@ class Gloo:
         self._peer.close()
 
 
-def gloo_pair(store: TCPStore, rank: int) -> ProcessGroupGloo:
-    return ProcessGroupGloo(store, rank, 2, timedelta(seconds=TIMEOUT_S))
-
-
-def receive_by_gloo(group: ProcessGroupGloo, messages: list[Tensor]) -> None:
+def receive_by_gloo(group: PairGroup, messages: list[Tensor]) -> None:
     """The other end of Gloo: rounds until it says that it has had enough."""
     word = torch.zeros(1, dtype=torch.uint8)
     while True:

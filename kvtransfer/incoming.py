@@ -1,0 +1,115 @@
+"""A transfer that arrives at this rank: does what its DestinationHandoff asks for.
+
+What may be written is in the landings, under the transfer's id; for sources that write straight into shared
+memory it is in the pool's table of generations too. Digests are compared in a thread of the endpoint, once
+nothing can be written any more.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+
+from baton.errors import ProtocolError
+from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
+from baton.kvtransfer.digests import differing_units, digest_units
+from baton.kvtransfer.handoff import Action, CloseLanding, Finished, OpenLanding, Send, Verify
+from baton.kvtransfer.landing import Landing
+from baton.kvtransfer.link import Link, Post
+from baton.kvtransfer.messages import AnyMessage
+from baton.kvtransfer.pool_doors import PoolDoors
+from baton.kvtransfer.transfer_plan import TransferPlan
+from baton.kvtransfer.transport import offsets_of
+
+
+class Incoming:
+    """All calls are made by the endpoint's thread. One part: its source and this rank are the only pair."""
+
+    def __init__(
+        self,
+        handoff: DestinationHandoff,
+        plan: TransferPlan,
+        num_units: int,
+        link: Link,
+        doors: PoolDoors,
+        hashing: Executor,
+        post: Post,
+        on_finished: Callable[["Incoming", Finished], None],
+    ) -> None:
+        self.handoff = handoff
+        self.link = link
+        self._plan = plan
+        self._num_units = num_units
+        self._landings = doors.landings
+        self._memory = doors.memory
+        self._generations = doors.generations  # of a shared pool: sources on this host write into it directly
+        self._hashing = hashing
+        self._post = post
+        self._on_finished = on_finished
+        self._num_landings = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.handoff.state is DestinationState.CLOSED
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message):
+                    self.link.send(message)
+                case OpenLanding():
+                    self._open_landing()
+                case CloseLanding(_, is_confirmed):
+                    self._close_landing(is_confirmed=is_confirmed)
+                case Verify(_, digests):
+                    self._hashing.submit(self._verify, digests)
+                case Finished():
+                    self._on_finished(self, action)
+
+    def receive(self, message: AnyMessage) -> None:
+        try:
+            actions = self.handoff.receive(message)
+        except ProtocolError as error:
+            self.link.drop(error)
+            actions = self.handoff.peer_lost()
+        self.perform(actions)
+
+    def _open_landing(self) -> None:
+        landing = Landing(
+            id=self.handoff.transfer,
+            epoch=self.handoff.epoch,
+            plan=self._plan,
+            num_units=self._num_units,
+            pages=tuple(self.handoff.pages),
+            writer=self.link.hello.incarnation,
+            writes_directly=self._may_write_directly,
+        )
+        if self._num_landings:
+            self._landings.reopen(landing)
+        else:
+            self._landings.add(landing)
+        self._num_landings += 1
+        if landing.writes_directly and self._generations is not None:
+            self._generations.grant(self.handoff.pages, self.handoff.generations())
+
+    @property
+    def _may_write_directly(self) -> bool:
+        return self._generations is not None and self._landings.is_present(self.link.hello.incarnation)
+
+    def _close_landing(self, *, is_confirmed: bool) -> None:
+        transfer = self.handoff.transfer
+        if self._generations is not None:
+            self._generations.revoke(self.handoff.pages)
+        if is_confirmed:
+            self._landings.release(transfer)
+        stopped = partial(self._post, self._writer_stopped)
+        self._landings.close(transfer, on_safe=stopped)
+
+    def _writer_stopped(self) -> None:
+        self.perform(self.handoff.writer_stopped(0))
+
+    def _verify(self, expected: bytes) -> None:
+        """In a thread of its own."""
+        offset_N = offsets_of(self._plan.destination, 0, self._num_units, self.handoff.pages)
+        found = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, self._num_units)
+        corrupt_units = differing_units(expected, found)
+        self._post(lambda: self.perform(self.handoff.verified(0, corrupt_units)))

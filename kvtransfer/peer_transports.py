@@ -1,0 +1,171 @@
+"""The transports from this rank to one peer: the best that opens carries all pieces, until it breaks.
+
+1. `when_settled` opens a transport, in a thread: connecting may take seconds. `push` takes a piece and the
+   call to make when it has ended.
+2. A piece that fails is pushed again, over the next transport if this one is broken, else over the same one
+   and then the next: a piece has as many tries as there are transports.
+3. With no transport left, or no try, the piece has failed for good.
+
+All calls are made by the endpoint's thread, `post` brings the others' news there.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+from baton.errors import TransferFailed
+from baton.kvtransfer.choose import TransportCounters, TransportName
+from baton.kvtransfer.link import Call, Post
+from baton.kvtransfer.transport import OnEnd, Piece, Progress, TransferStatus, Transport
+
+Made: TypeAlias = Callable[[TransportName, OnEnd], Transport]
+Ended: TypeAlias = Callable[[Progress], None]
+
+
+class _Delivery:
+    def __init__(self, piece: Piece, on_end: Ended, num_tries: int) -> None:
+        self.piece = piece
+        self.on_end = on_end
+        self.num_tries = num_tries
+        self.is_cancelled = False
+
+
+class PeerTransports:
+    def __init__(
+        self, names: Sequence[TransportName], make: Made, post: Post, counters: TransportCounters
+    ) -> None:
+        """names: best first, as of choose.order."""
+        self._names = list(names)
+        self._num_names = len(names)
+        self._make = make
+        self._post = post
+        self._counters = counters
+        self._transport: Transport | None = None
+        self._opening: threading.Thread | None = None
+        self._waiting: list[_Delivery] = []  # for a transport to open
+        self._unsettled: list[Call] = []  # as well
+        self._under_way: dict[int, _Delivery] = {}  # by ticket of the present transport
+        self._is_closed = False
+
+    @property
+    def name(self) -> str | None:
+        """Of the transport that is open now."""
+        return self._transport.name if self._transport is not None else None
+
+    def when_settled(self, call: Call) -> None:
+        """Make the call once a transport is open, or none is left: a peer may want to see us come first."""
+        if self._transport is not None or not self._names:
+            call()
+            return
+        self._unsettled.append(call)
+        self._open_next()
+
+    def push(self, piece: Piece, on_end: Ended) -> None:
+        """on_end: called later, never from within, with the outcome."""
+        self._deliver(_Delivery(piece, on_end, 0))
+
+    def abort(self, transfer: bytes) -> None:
+        """On return nobody here reads or writes for the transfer; its pieces' `on_end` are not called."""
+        for delivery in (*self._waiting, *self._under_way.values()):
+            delivery.is_cancelled |= delivery.piece.transfer.id == transfer
+        if self._transport is not None:
+            self._transport.abort(transfer)
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._opening is not None:
+            self._opening.join()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _deliver(self, delivery: _Delivery) -> None:
+        if delivery.is_cancelled:
+            return
+        if self._transport is None:
+            self._waiting.append(delivery)
+            self._open_next()
+            return
+        delivery.num_tries += 1
+        ticket = self._transport.push(delivery.piece)
+        self._under_way[ticket] = delivery
+
+    def _open_next(self) -> None:
+        if self._opening is not None:
+            return
+        if not self._names or self._is_closed:
+            self._counters.recomputed()
+            self._settle()
+            waiting, self._waiting = self._waiting, []
+            for delivery in waiting:
+                failed = Progress(TransferStatus.FAILED, reason="no transport is left")
+                self._post(partial(self._tell, delivery, failed))
+            return
+        name = self._names[0]
+        generation = len(self._names)  # tells the tickets of one transport from those of the next
+        transport = self._make(name, lambda ticket: self._post(partial(self._ended, generation, ticket)))
+        self._opening = threading.Thread(target=self._open, args=(name, transport), daemon=True)
+        self._opening.start()
+
+    def _open(self, name: TransportName, transport: Transport) -> None:
+        try:
+            transport.open()
+        except TransferFailed:
+            transport.close()
+            self._post(partial(self._opened, name, None))
+        else:
+            self._post(partial(self._opened, name, transport))
+
+    def _opened(self, name: TransportName, transport: Transport | None) -> None:
+        if self._opening is not None:
+            self._opening.join()
+            self._opening = None
+        if transport is None:
+            self._counters.failed(name)
+            self._names.pop(0)
+            self._open_next()
+            return
+        if self._is_closed:
+            transport.close()
+            return
+        self._counters.opened(name, self._num_names - len(self._names))
+        self._transport = transport
+        self._settle()
+        waiting, self._waiting = self._waiting, []
+        for delivery in waiting:
+            self._deliver(delivery)
+
+    def _ended(self, generation: int, ticket: int) -> None:
+        if self._transport is None or generation != len(self._names):
+            return  # of a transport that was given up: its pieces have been taken over
+        delivery = self._under_way.pop(ticket)
+        progress = self._transport.poll(ticket)
+        self._transport.forget(ticket)
+        if progress.status is TransferStatus.DONE or delivery.is_cancelled:
+            self._tell(delivery, progress)
+            return
+        if self._transport.is_broken:
+            self._give_up_transport()
+        if delivery.num_tries >= self._num_names:
+            self._tell(delivery, progress)
+        else:
+            self._deliver(delivery)
+
+    def _give_up_transport(self) -> None:
+        assert self._transport is not None
+        self._counters.failed(self._names.pop(0))
+        self._transport.close()
+        self._transport = None
+        self._waiting += self._under_way.values()
+        self._under_way = {}
+        if self._waiting:
+            self._open_next()
+
+    def _settle(self) -> None:
+        calls, self._unsettled = self._unsettled, []
+        for call in calls:
+            call()
+
+    def _tell(self, delivery: _Delivery, progress: Progress) -> None:
+        if not delivery.is_cancelled:
+            delivery.on_end(progress)

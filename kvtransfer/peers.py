@@ -1,0 +1,136 @@
+"""Whom an endpoint talks to: links that it dialled and links that it answered, and the transports of each."""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from baton.clock import Clock
+from baton.errors import BatonError, TransferFailed
+from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
+from baton.kvtransfer.link import Link, Post, answer, dial
+from baton.kvtransfer.messages import AnyMessage, Doors, Hello
+from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.peer_transports import PeerTransports
+from baton.kvtransfer.shm import ShmTransport
+from baton.kvtransfer.tcp import TcpTransport
+from baton.kvtransfer.transport import OnEnd, Transport
+from baton.wire import DroppedPeers
+
+logger = logging.getLogger(__name__)
+
+MAX_LINKS: Final = 1024
+
+
+class Peers:
+    """Listens at `address`. Links join and leave in the endpoint's thread; `post` brings the news there."""
+
+    def __init__(
+        self,
+        listen: tuple[str, int],
+        key: bytes,
+        hello: Hello,
+        doors: Doors,
+        memory: PageMemory,
+        transport: str,
+        post: Post,
+        on_message: Callable[[Link, AnyMessage], None],
+        on_lost: Callable[[Link], None],
+        *,
+        clock: Clock,
+        dropped: DroppedPeers,
+    ) -> None:
+        """transport: a name of choose.py that is tried first, or "auto"."""
+        self.counters = TransportCounters()
+        self._key = key
+        self._hello = hello
+        self._doors = doors
+        self._memory = memory
+        self._transport = transport
+        self._post = post
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._clock = clock
+        self._dropped = dropped
+        self._links: dict[Link, PeerTransports] = {}
+        self._is_closed = False
+        self._listener = socket.create_server(listen, backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    def dial(self, address: tuple[str, int]) -> Link:
+        link = dial(address, self._key, self._hello, self._doors, self._clock, self._dropped)
+        self._add(link)
+        return link
+
+    def transports(self, link: Link) -> PeerTransports | None:
+        """None: the link is lost."""
+        return self._links.get(link)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        for link, transports in self._links.items():
+            link.close()
+            transports.close()
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    logger.warning("no peer accepted: %s", error)
+                continue
+            if len(self._links) >= MAX_LINKS:
+                self._dropped.add("crowd")
+                sock.close()
+                continue
+            threading.Thread(target=self._answer, args=(sock,), name="kv-answer", daemon=True).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        try:
+            link = answer(sock, self._key, self._hello, self._doors, self._clock, self._dropped)
+        except (BatonError, TimeoutError, OSError) as error:
+            logger.warning("a peer was not let in: %s", error)
+            return
+        self._post(lambda: self._add(link))
+
+    def _add(self, link: Link) -> None:
+        if self._is_closed:
+            link.close()
+            return
+        self._links[link] = PeerTransports(
+            self._order(link), lambda name, on_end: self._make(link, name, on_end), self._post, self.counters
+        )
+        link.start(self._post, self._on_message, lambda: self._remove(link))
+
+    def _remove(self, link: Link) -> None:
+        """Whoever has transfers over it hears first: their pieces end before the transports do."""
+        link.is_lost = True
+        self._on_lost(link)
+        transports = self._links.pop(link, None)
+        if transports is not None:
+            transports.close()
+
+    def _order(self, link: Link) -> Sequence[TransportName]:
+        here = Place(host=self._doors.host, device=self._doors.device)
+        there = Place(host=link.doors.host, device=link.doors.device)
+        doors = {"shm": link.doors.shm_address, "tcp": link.doors.tcp_port}
+        return order(here, there, [name for name, door in doors.items() if door], self._transport)
+
+    def _make(self, link: Link, name: TransportName, on_end: OnEnd) -> Transport:
+        key, memory, clock, dropped = self._key, self._memory, self._clock, self._dropped
+        if name == "shm":
+            door, incarnation = link.doors.shm_address, self._hello.incarnation
+            return ShmTransport(door, key, memory, incarnation, clock=clock, on_end=on_end, dropped=dropped)
+        if name == "tcp":
+            address = (link.host, link.doors.tcp_port)
+            return TcpTransport(address, key, memory, clock=clock, on_end=on_end, dropped=dropped)
+        raise TransferFailed(f"{name} serves no pool on a CPU")
