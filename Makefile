@@ -1,6 +1,7 @@
 # make test    set up on first use, then run every test
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
+# make fuzz    a million damaged frames, a hundred thousand interleavings of hand-offs
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
 # make clean   forget the environment and every cache
@@ -14,7 +15,7 @@ CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis test bench parity check format clean
+.PHONY: all setup redis test bench parity fuzz check format clean
 
 all: check test
 
@@ -43,6 +44,9 @@ bench: setup
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m "slow or not slow"
+
+fuzz: setup
+	$(BIN)/python -m pytest tests/unit/kvtransfer -k "damaged_frames or interleavings" -m "slow or not slow"
 
 check: setup
 	$(BIN)/ruff check .

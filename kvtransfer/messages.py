@@ -22,7 +22,8 @@ from baton.wire import MAX_BODY_BYTES
 PROTOCOL: Final = 1
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
 MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
-MAX_PARTS: Final = 4_096
+MAX_PARTS: Final = 256
+MAX_DIGESTS: Final = 1 << 22  # of one transfer, all parts: 32 MiB
 DIGEST_BYTES: Final = 8  # of one unit, see digests.py
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
 
@@ -226,6 +227,8 @@ def decode(body: bytes) -> AnyMessage:
 def _complaint(message: AnyMessage) -> str | None:
     """What the bounds of single fields can't say."""
     match message:
+        case Reserve() | Pull() if message.num_units * message.num_parts > MAX_DIGESTS:
+            return f"{message.num_units} units in {message.num_parts} parts, {MAX_DIGESTS} are most together"
         case Hello() if _is_beyond(message.layout):
             return f"a layout beyond all models: {message.layout}"
         case Grant() | Pull() if len(message.pages) != len(message.generations):

@@ -75,7 +75,7 @@ class _Part:
 
     def __init__(self, num_units: int) -> None:
         self.num_missing = num_units
-        self.digests = bytearray(num_units * DIGEST_BYTES)
+        self.digests = bytearray()  # none until the first push: a peer's mere question takes no memory
         self.in_flight: set[tuple[int, int]] = set()
         self.is_committed = False
         self.was_corrupt = False
@@ -145,9 +145,10 @@ class SourceHandoff:
         if self.state in _ENDED:
             return []
         state = self._parts[part]
-        state.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
-        if len(state.digests) != self._request.num_units * DIGEST_BYTES:
+        if len(digests) != (stop - first) * DIGEST_BYTES:
             raise ValueError(f"{len(digests)} bytes of digests for units [{first}, {stop})")
+        state.digests = state.digests or bytearray(self._request.num_units * DIGEST_BYTES)
+        state.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
         state.num_missing -= stop - first
         wrote = Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop)
         return [Send(wrote), *self._commit(part)]

@@ -93,15 +93,15 @@ class HandoffWorld(SimulatedNetwork):
             host.sequences[name] = self._new_sequence(host, name, num_units)
 
     def step_tick(self) -> None:
-        """Time passes; each host looks at its leases, in any order, or is stalled and does not."""
+        """Time passes; each host looks at its leases, or is stalled and does not."""
         self.clock.advance((1, 4, 12, 31)[self.pick(4)])
         for host in (self.source, self.destination):
-            if self.pick(4):
-                self._tick(host, is_ledger_first=bool(self.pick(2)))
+            if not self.pick(3):
+                host.pool.expire(self.clock.now_s())  # the hand-offs hear of it later
+            elif self.pick(4):
+                self._tick(host)
 
-    def _tick(self, host: Host, *, is_ledger_first: bool) -> None:
-        if is_ledger_first:
-            host.pool.expire(self.clock.now_s())
+    def _tick(self, host: Host) -> None:
         for handoff in host.handoffs():
             self._do(host, handoff.transfer, handoff.tick())
         host.pool.expire(self.clock.now_s())
@@ -142,7 +142,7 @@ class HandoffWorld(SimulatedNetwork):
             self._quiet_down()
             self.clock.advance(20.0)
             for host in (self.source, self.destination):
-                self._tick(host, is_ledger_first=False)
+                self._tick(host)
         self.pick = chosen
         self._check_ends()
         for host in (self.source, self.destination):

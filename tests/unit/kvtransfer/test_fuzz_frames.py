@@ -1,0 +1,177 @@
+"""Damaged streams against everything that reads what a peer says: frames, messages, hand-offs, ledger.
+
+A peer may send whatever it likes: it is dropped and counted, nothing else is raised, no page stays held by
+its transfers, and memory has a bound.
+"""
+
+import gc
+import random
+import tracemalloc
+from collections import Counter
+
+import psutil
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.pages import PagePool
+from baton.errors import WireError
+from baton.frames import FrameReader, encode_frame
+from baton.kvtransfer import messages as m
+from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
+from baton.kvtransfer.handoff import Action, CloseLanding, Push, StopPushes, Terms, Timing, Verify
+from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from baton.wire import DroppedPeers
+from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
+
+NUM_PAGES = 64
+NUM_KNOWN = 16
+INCARNATION = bytes(16)
+KINDS = {"length", "version", "malformed", "protocol"}
+
+
+class Receiver:
+    """A process that serves one peer at a time: both ends of transfers, and a source of its own for each."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(NUM_PAGES, 16)
+        self.clock = ManualClock()
+        self.dropped = DroppedPeers()
+        self.messages: Counter[str] = Counter()
+        known = self.pool.allocate(NUM_KNOWN, "cache")
+        for page in known:
+            self.pool.mark_known(page)
+        self.pool.release(known, "cache")
+        self._terms = Terms(self.pool, self.clock, Timing(), 1, 1)
+        self._num_epochs = 0
+        self._sources: dict[bytes, SourceHandoff] = {}
+        self._destinations: dict[bytes, DestinationHandoff] = {}
+
+    def serve(self, stream: bytes) -> bool:
+        """Whether the peer was dropped. It hangs up at the end of its stream."""
+        reader = FrameReader()
+        self._start_own()
+        try:
+            for body in reader.feed(stream):
+                message = m.decode(body)
+                self.messages[type(message).__name__] += 1
+                self._receive(message)
+            is_dropped = False
+        except WireError as error:
+            self.dropped.add(error.reason)
+            is_dropped = True
+        self._end_all()
+        return is_dropped
+
+    def _start_own(self) -> None:
+        request = m.Reserve(transfer=bytes(16), num_units=2, deadline_ms=1000)
+        self._sources[request.transfer] = source = SourceHandoff(request, self._terms)
+        source.start()
+        pages = self.pool.allocate(2, "own")
+        self._do(source, source.offer(pages, 2))
+        self.pool.release(pages, "own")
+
+    def _receive(self, message: m.AnyMessage) -> None:
+        if isinstance(message, m.Hello | m.Doors):
+            return
+        transfer = message.transfer
+        is_known = transfer in self._destinations or transfer in self._sources
+        if isinstance(message, m.Reserve | m.Pull) and is_known:
+            raise WireError("a transfer that exists already", reason="protocol")
+        if isinstance(message, m.Reserve):
+            self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
+            handoff = DestinationHandoff(message, self._num_epochs, self._terms)
+            self._destinations[transfer] = handoff
+            self._do(handoff, handoff.grant("adopter"))
+        elif isinstance(message, m.Pull):
+            self._sources[transfer] = source = SourceHandoff(message, self._terms)
+            self._do(source, source.accept_pull(INCARNATION))
+        elif is_known:
+            known = self._sources.get(transfer) or self._destinations[transfer]
+            self._do(known, known.receive(message))
+
+    def _do(self, handoff: SourceHandoff | DestinationHandoff, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(handoff, SourceHandoff):
+                match action:
+                    case Push(part, first, stop):
+                        self._do(handoff, handoff.pushed(part, first, stop, bytes(8 * (stop - first))))
+                    case StopPushes():
+                        self._do(handoff, handoff.pushes_stopped())
+            else:
+                match action:
+                    case CloseLanding(part, _):
+                        self._do(handoff, handoff.writer_stopped(part))
+                    case Verify(part, digests):
+                        corrupt = () if not any(digests) else (0,)
+                        self._do(handoff, handoff.verified(part, corrupt))
+
+    def _end_all(self) -> None:
+        for source in self._sources.values():
+            self._do(source, source.peer_lost())
+            assert source.state is SourceState.CLOSED
+        for destination in self._destinations.values():
+            self._do(destination, destination.peer_lost())
+            assert destination.state is DestinationState.CLOSED
+            self.pool.release([p for p in destination.pages if "adopter" in self.pool.owners(p)], "adopter")
+        self._sources.clear()
+        self._destinations.clear()
+        assert self.pool.num_available == NUM_PAGES, "pages are held after the peer is gone"
+
+
+def fuzz(seed: int, num_frames: int) -> tuple[Receiver, int]:
+    """Returns the receiver and how many peers it has dropped."""
+    rng, receiver, num_dropped = random.Random(seed), Receiver(), 0
+    while num_frames > 0:
+        frames = mutated(rng, valid_frames(rng))
+        num_frames -= len(frames)
+        num_dropped += receiver.serve(b"".join(frames))
+    return receiver, num_dropped
+
+
+def check(receiver: Receiver, num_dropped: int) -> None:
+    counts = receiver.dropped.counts()
+    assert sum(counts.values()) == num_dropped > 0
+    assert set(counts) == KINDS
+    # Not by refusing all: every kind of message has got through to its machine.
+    assert len(receiver.messages) == len(m.AnyMessage.__args__) - 1, receiver.messages
+    receiver.pool.check_integrity()
+
+
+def test_twenty_thousand_damaged_frames_crash_and_leak_nothing() -> None:
+    check(*fuzz(1, 20_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_million_damaged_frames_crash_and_leak_nothing() -> None:
+    process = psutil.Process()
+    fuzz(2, 50_000)
+    gc.collect()
+    before = process.memory_info().rss
+    check(*fuzz(3, 1_000_000))
+    gc.collect()
+    assert process.memory_info().rss - before < 32 << 20
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
+def test_announcing_much_takes_no_memory(bomb: bytes) -> None:
+    stream = encode_frame(bomb)
+    with pytest.raises(WireError):
+        m.decode(bomb)
+    tracemalloc.start()
+    try:
+        for body in FrameReader().feed(stream):
+            with pytest.raises(WireError):
+                m.decode(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (1 << 16) + 4 * len(stream) + (1 << 20 if b"pages" in bomb else 0)
+
+
+def test_valid_messages_survive_the_wire() -> None:
+    rng = random.Random(4)
+    for _ in range(2_000):
+        message = valid_message(rng)
+        (body,) = FrameReader().feed(encode_frame(m.encode(message)))
+        assert m.decode(body) == message
