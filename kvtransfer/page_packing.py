@@ -84,7 +84,7 @@ class DevicePages:
         self.pool = pool
         self.num_pages = len(pool)
         self.stream = torch.cuda.Stream(pool.device)
-        self._pool_bytes = pool.view(-1).view(torch.uint8)
+        self.content = pool.view(-1).view(torch.uint8)
         self._written: deque[torch.cuda.Event] = deque()
 
     def staging(self, num_bytes: int) -> Tensor:
@@ -98,13 +98,13 @@ class DevicePages:
         with torch.cuda.stream(self.stream):
             self.wait_for_writers()
             rows = self.rows(plan, offset_N)
-            gather_pages(self._pool_bytes.view(-1, row_bytes), rows, staging.view(-1, row_bytes))
+            gather_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes))
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         row_bytes = plan.row_bytes
         with torch.cuda.stream(self.stream):
             rows = self.rows(plan, offset_N)
-            scatter_pages(staging.view(-1, row_bytes), rows, self._pool_bytes.view(-1, row_bytes))
+            scatter_pages(staging.view(-1, row_bytes), rows, self.content.view(-1, row_bytes))
 
     def finish(self, timeout_s: float = math.inf) -> None:
         with torch.cuda.stream(self.stream):

@@ -21,7 +21,7 @@ import msgspec
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
 from baton.kvtransfer.landing import Landings
-from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.page_memory import PageGenerations, SharedPool
 from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
 from baton.wire import Connection, DroppedPeers, Role
 
@@ -39,12 +39,17 @@ class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     page_bytes: int
 
 
-class ShmDoor:
+# What a source gets to reach the pages with: a message, and descriptors of the caller's.
+Offer = Callable[[], tuple[bytes, tuple[int, ...]]]
+
+
+class PoolDoor:
     """`address` is what a source needs, with the cluster key, to open the pool."""
 
     def __init__(
         self,
-        pool: SharedPool,
+        offer: Offer,
+        generations: PageGenerations,
         landings: Landings,
         key: bytes,
         on_death: Callable[[list[bytes]], None],
@@ -53,13 +58,13 @@ class ShmDoor:
         dropped: DroppedPeers | None = None,
     ) -> None:
         """on_death: told, in a thread of the door, which open transfers a dead process has left behind."""
-        self._pool = pool
+        self._offer = offer
         self._landings = landings
         self._key = key
         self._on_death = on_death
         self._clock = clock or SystemClock()
         self._dropped = dropped or DroppedPeers()
-        self._read_only = pool.generations.file.read_only()
+        self._read_only = generations.file.read_only()
         self._watch = ProcessWatch()
         self._lock = threading.Lock()
         self._incarnations: set[bytes] = set()  # of processes that are watched
@@ -144,9 +149,8 @@ class ShmDoor:
                 self._landings.writer_came(incarnation)
                 self._watch.add(process, lambda: self._bury(incarnation))
                 process = -1
-            memory = self._pool.memory
-            offer = PoolOffer(num_pages=memory.num_pages, page_bytes=memory.page_bytes)
-            connection.send(msgspec.msgpack.encode(offer), (self._pool.file.descriptor, self._read_only))
+            message, descriptors = self._offer()
+            connection.send(message, (*descriptors, self._read_only))
             with contextlib.suppress(BatonError, TimeoutError):
                 connection.recv(HANDSHAKE_S)  # until the source has what it needs and closes
         return process
@@ -155,3 +159,29 @@ class ShmDoor:
         with self._lock:
             self._incarnations.discard(incarnation)
         self._on_death(self._landings.writer_died(incarnation))
+
+
+class ShmDoor(PoolDoor):
+    """The door of a pool in shared memory."""
+
+    def __init__(
+        self,
+        pool: SharedPool,
+        landings: Landings,
+        key: bytes,
+        on_death: Callable[[list[bytes]], None],
+        *,
+        clock: Clock | None = None,
+        dropped: DroppedPeers | None = None,
+    ) -> None:
+        memory = pool.memory
+        message = msgspec.msgpack.encode(PoolOffer(num_pages=memory.num_pages, page_bytes=memory.page_bytes))
+        super().__init__(
+            lambda: (message, (pool.file.descriptor,)),
+            pool.generations,
+            landings,
+            key,
+            on_death,
+            clock=clock,
+            dropped=dropped,
+        )
