@@ -106,15 +106,31 @@ class PageSocket:
         """Fill all of it; raises as `send`."""
         self._move(_libc.recvmsg, socket.MSG_WAITALL, places, must_stop)
 
-    def wait(self) -> bool:
-        """Wait, without a limit, until there are bytes to receive; False when the peer has closed."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.poll()
+    def send_record(self, record: bytes) -> None:
+        """Send a few bytes; raises as `send`."""
         try:
-            return bool(self._socket.recv(1, socket.MSG_PEEK))
+            num_sent = self._socket.send(record)
+        except BlockingIOError:
+            num_sent = 0
         except OSError as error:
             raise PeerGone(f"the stream broke: {error}") from error
+        if num_sent < len(record):
+            rest = ctypes.create_string_buffer(record[num_sent:], len(record) - num_sent)
+            self.send(Places.of_buffer(rest), _never)
+
+    def receive_record(self, num_bytes: int) -> bytes:
+        """As many bytes, which have `stall_s` to come; raises as `receive`."""
+        return self._rest_of(self._first_of(num_bytes), num_bytes)
+
+    def next_record(self, num_bytes: int) -> bytes | None:
+        """As many bytes, which may be long in coming; None when the stream ends before them."""
+        begun = self._first_of(num_bytes)
+        if begun is None:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.poll()
+            begun = self._first_of(num_bytes)
+        return self._rest_of(begun, num_bytes) if begun != b"" else None
 
     def wake(self) -> None:
         """Have every call on this socket, now and later, find its peer gone."""
@@ -125,6 +141,25 @@ class PageSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _first_of(self, num_bytes: int) -> bytes | None:
+        """What comes within a slice of time: None for nothing, no byte at the stream's end."""
+        try:
+            return self._socket.recv(num_bytes)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise PeerGone(f"the stream broke: {error}") from error
+
+    def _rest_of(self, begun: bytes | None, num_bytes: int) -> bytes:
+        if begun == b"":
+            raise PeerGone("the peer has closed the stream")
+        record = begun or b""
+        if len(record) < num_bytes:
+            rest = ctypes.create_string_buffer(num_bytes - len(record))
+            self.receive(Places.of_buffer(rest), _never)
+            record += rest.raw
+        return record
 
     def _move(self, call: Callable[..., int], flags: int, places: Places, must_stop: MustStop) -> None:
         rows = places.rows
@@ -149,6 +184,10 @@ class PageSocket:
                 raise TransferFailed(f"the peer took or sent no byte for {self._stall_s} s")
             if num_left and now_s - started_s > self._limit_s:
                 raise TransferFailed(f"{places.num_bytes} bytes did not pass within {self._limit_s} s")
+
+
+def _never() -> bool:
+    return False
 
 
 def tune(sock: socket.socket) -> None:

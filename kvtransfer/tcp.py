@@ -34,8 +34,8 @@ from baton.kvtransfer.tickets import Part, Tickets
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, offsets_of
 from baton.wire import Connection, DroppedPeers, Role
 
-PART_BYTES: Final = 4 * 2**20
-NUM_UNANSWERED: Final = 4
+PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
+NUM_UNANSWERED: Final = 2
 MAX_TRIES: Final = 3
 
 
@@ -43,7 +43,7 @@ class TcpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_streams: int = 2
     connect_s: float = 5.0  # for a connection and its handshake
     stall_s: float = 5.0  # without a byte
-    part_s: float = 60.0  # for a part of a piece, about 4 MiB
+    part_s: float = 60.0  # for a part of a piece, 32 MiB at most
 
 
 class TcpTransport:
@@ -147,7 +147,6 @@ class _Stream:
         self._num_sent = self._num_answered = 0
         self._unanswered: deque[_Unanswered] = deque()
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
-        self._answer = ctypes.create_string_buffer(ANSWER_BYTES)
 
     def connect(self) -> None:
         self._socket, self._key = self._transport.dial()
@@ -207,8 +206,8 @@ class _Stream:
         self._unanswered.append(_Unanswered(part, stream.num_calls - calls_before, gather_s))
 
     def _read_answer(self) -> None:
-        self._open_socket().receive(Places.of_buffer(self._answer), lambda: self._is_closed)
-        outcome = decode_answer(self._key, self._num_answered, self._answer.raw)
+        record = self._open_socket().receive_record(ANSWER_BYTES)
+        outcome = decode_answer(self._key, self._num_answered, record)
         self._num_answered += 1
         answered = self._unanswered.popleft()
         if outcome == Outcome.WRITTEN:

@@ -23,7 +23,6 @@ from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
 from baton.kvtransfer.tcp import TcpSettings
 from baton.kvtransfer.tcp_records import (
-    ANSWER_BYTES,
     HEADER_BYTES,
     Outcome,
     PartHeader,
@@ -154,22 +153,16 @@ class Stream:
         self._socket = page_socket
         self._key = key
         self._num_parts = 0
-        self._header = ctypes.create_string_buffer(HEADER_BYTES)
-        self._answer = ctypes.create_string_buffer(ANSWER_BYTES)
         self._scratch: ctypes.Array[ctypes.c_char] | None = None
 
     def run(self) -> None:
         """Until the source closes the stream, which is no error between parts."""
-        while self._socket.wait():
+        while (record := self._socket.next_record(HEADER_BYTES)) is not None:
             try:
-                self._receive_part(self._receive_header())
+                self._receive_part(decode_header(self._key, self._num_parts, record))
             except WireError as error:
                 self._receiver.dropped.add(error.reason)
                 raise
-
-    def _receive_header(self) -> PartHeader:
-        self._socket.receive(Places.of_buffer(self._header), self._is_closed)
-        return decode_header(self._key, self._num_parts, self._header.raw)
 
     def _receive_part(self, header: PartHeader) -> None:
         landings = self._receiver.landings
@@ -211,9 +204,8 @@ class Stream:
             num_bytes -= step
 
     def _say(self, outcome: Outcome) -> None:
-        self._answer.raw = encode_answer(self._key, self._num_parts, outcome)
+        self._socket.send_record(encode_answer(self._key, self._num_parts, outcome))
         self._num_parts += 1
-        self._socket.send(Places.of_buffer(self._answer), self._is_closed)
 
     def _is_closed(self) -> bool:
         return self._receiver.is_closed

@@ -21,6 +21,7 @@ from typing import Final
 from baton.clock import Clock
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, Spans, TransferStatus
 
+SPLIT_BYTES: Final = 8 * 2**20  # below, a second thread costs more than it brings
 NO_REASON: Final = ""
 
 
@@ -65,7 +66,7 @@ class Tickets:
     """Safe from any thread. `on_end` is called outside the lock."""
 
     def __init__(self, part_bytes: int, num_lanes: int, clock: Clock, on_end: OnEnd | None) -> None:
-        """A piece has parts of about part_bytes; one of more than half that size has a part for each lane."""
+        """Parts are of part_bytes at most, if a unit is; a piece of SPLIT_BYTES has a part for each lane."""
         self._part_bytes = part_bytes
         self._num_lanes = num_lanes
         self._clock = clock
@@ -198,8 +199,8 @@ class Tickets:
         """[first, ..., stop): the bounds of the parts; of an empty piece one bound alone."""
         if not piece.num_bytes:
             return [piece.first]
-        num_parts = max(1, round(piece.num_bytes / self._part_bytes))
-        if num_parts > 1 or piece.num_bytes > self._part_bytes // 2:
+        num_parts = -(-piece.num_bytes // self._part_bytes)
+        if piece.num_bytes >= SPLIT_BYTES:
             num_parts = -(-num_parts // self._num_lanes) * self._num_lanes
         num_units = piece.stop - piece.first
         num_parts = min(num_parts, num_units)
