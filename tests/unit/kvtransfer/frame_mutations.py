@@ -131,7 +131,7 @@ def _swap_type(rng: random.Random, frames: list[bytes], index: int) -> list[byte
     """One field has a value of another type, or beyond its bounds; or a field is missing, or too many."""
     try:
         fields: dict[str, Any] = msgspec.msgpack.decode(frames[index][5:], type=dict[str, Any])
-    except (msgspec.DecodeError, ValueError):  # damaged before
+    except (msgspec.DecodeError, ValueError, RecursionError):  # damaged before
         return _flip_bits(rng, frames, index)
     if not fields:
         return frames

@@ -1,0 +1,43 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.kvtransfer.compatibility import check
+from baton.kvtransfer.messages import Hello
+from baton.layout import PageLayout
+
+LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+
+
+def hello(**changes: Any) -> Hello:
+    fields = {"protocol": 1, "incarnation": b"a" * 16, "fingerprint": "abc", "layout": LAYOUT, "rank": 1}
+    return Hello(**{**fields, **changes})
+
+
+def relaid(**changes: Any) -> Hello:
+    return hello(incarnation=b"b" * 16, layout=msgspec.structs.replace(LAYOUT, **changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tp_size": 8}, {"page_size": 64}, {"tp_size": 4, "page_size": 1}])
+def test_other_cuts_of_the_same_pages_are_compatible(changes: dict[str, int]) -> None:
+    assert check(hello(), relaid(**changes)) is None
+    assert check(relaid(**changes), hello()) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (hello(protocol=2), "version 1 of the transfer protocol, the peer 2"),
+        (hello(fingerprint="xyz"), "the model abc, the peer xyz"),
+        (relaid(num_layers=5), "num_layers 4 and num_layers 5"),
+        (relaid(num_kv_heads=16), "num_kv_heads 8 and num_kv_heads 16"),
+        (relaid(head_dim=128), "head_dim 64 and head_dim 128"),
+        (relaid(dtype="float16"), "dtype bfloat16 and dtype float16"),
+        (hello(incarnation=b"b" * 16, rank=2), "no rank 2 in a layout of tp_size 2"),
+        (hello(), "this process itself"),
+    ],
+)
+def test_what_differs_is_named(theirs: Hello, reason: str) -> None:
+    found = check(hello(), theirs)
+    assert found is not None and reason in found

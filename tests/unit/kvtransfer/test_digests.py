@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kvtransfer.digests import differing_units, digest_units
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.layout import PageLayout
+
+NUM_PAGES = 8
+
+
+def layout(tp_size: int, page_size: int) -> PageLayout:
+    return PageLayout(
+        tp_size=tp_size, page_size=page_size, num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32"
+    )
+
+
+def pool_of(layout: PageLayout) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    rng = np.random.default_rng(layout.page_size)
+    return rng.integers(0, 256, NUM_PAGES * layout.page_bytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("destination_tp", [1, 2])
+@pytest.mark.parametrize(("source_page", "destination_page"), [(4, 4), (2, 4), (8, 4)])
+def test_both_ends_agree_however_their_pools_are_cut(
+    source_tp: int, destination_tp: int, source_page: int, destination_page: int
+) -> None:
+    source, destination = layout(source_tp, source_page), layout(destination_tp, destination_page)
+    plan = plan_transfer(source, destination, 0, 0)
+    sent, received = pool_of(source), np.zeros(NUM_PAGES * destination.page_bytes, dtype=np.uint8)
+    num_units = 4
+    runs = plan.runs(0, num_units, [3, 1, 4, 0], [2, 0, 5, 6])
+    for source_offset, offset in zip(runs.source_offset_N, runs.destination_offset_N, strict=True):
+        received[offset : offset + runs.run_bytes] = sent[source_offset : source_offset + runs.run_bytes]
+    expected = digest_units(sent.data, runs.source_offset_N, runs.run_bytes, num_units)
+    found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
+    assert expected == found
+    assert differing_units(expected, found) == ()
+    damaged = int(runs.destination_offset_N[-1])
+    received[damaged] ^= 1
+    found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
+    assert differing_units(expected, found) == (num_units - 1,)
+
+
+@given(bit=st.integers(0, 64 * 8 - 1))
+def test_every_flipped_bit_is_found(bit: int) -> None:
+    sent = np.arange(64, dtype=np.uint8)
+    received = sent.copy()
+    received[bit // 8] ^= 1 << bit % 8
+    offsets = np.array([0, 16, 32, 48], dtype=np.int64)
+    expected, found = (digest_units(pool.data, offsets, 16, 2) for pool in (sent, received))
+    assert differing_units(expected, found) == (bit // 8 // 32,)
+
+
+def test_digest_is_xxh3_of_the_unit_in_plan_order() -> None:
+    pool = memoryview(bytes(range(100)))
+    offsets = np.array([50, 10], dtype=np.int64)
+    expected = xxhash.xxh3_64_digest(bytes([*range(50, 55), *range(10, 15)]))
+    assert digest_units(pool, offsets, 5, 1) == expected
+
+
+def test_ranks_that_share_nothing_have_digests_of_nothing() -> None:
+    nothing = np.array([], dtype=np.int64)
+    assert len(digest_units(memoryview(b""), nothing, 0, 3)) == 24
+    assert digest_units(memoryview(b""), nothing, 0, 0) == b""
+
+
+@pytest.mark.parametrize(
+    ("offsets", "num_units"), [([0, 5, 10], 2), ([0], 0), ([96], 1), ([-1], 1), ([0], -1)]
+)
+def test_runs_that_do_not_fit_are_refused(offsets: list[int], num_units: int) -> None:
+    with pytest.raises(ValueError, match="runs"):
+        digest_units(memoryview(bytes(100)), np.array(offsets, dtype=np.int64), 5, num_units)
+
+
+def test_digests_of_other_lengths_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="digests of 8 and 16 bytes"):
+        differing_units(bytes(8), bytes(16))
