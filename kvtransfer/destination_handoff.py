@@ -41,9 +41,9 @@ from baton.kvtransfer.handoff import (
     Terms,
     Verify,
 )
-from baton.kvtransfer.ledger import Owner, holds_all, release_held
+from baton.kvtransfer.landing_part import LandingPart
+from baton.kvtransfer.ledger import Owner, holds_lease, release_lease
 from baton.kvtransfer.messages import (
-    DIGEST_BYTES,
     Abort,
     AnyMessage,
     Commit,
@@ -71,18 +71,6 @@ class DestinationState(Enum):
 _ENDED = (DestinationState.CLOSING, DestinationState.CLOSED)
 
 
-class _Part:
-    """One pair of ranks: whether it may still write, and what became of its digests."""
-
-    def __init__(self, number: int, transfer: bytes) -> None:
-        self.writer: Owner = ("writer", transfer, number)
-        self.is_committed = False
-        self.is_stopped = True  # its writer holds no page
-        self.digests = b""
-        self.corrupt: tuple[int, ...] | None = None  # units; None: not compared yet
-        self.was_corrupt = False
-
-
 class DestinationHandoff:
     """One transfer. Calls return what has to be done, in order; one thread makes them."""
 
@@ -98,7 +86,7 @@ class DestinationHandoff:
         self._terms = terms
         self._ledger = terms.ledger
         self._timer = LeaseTimer(terms.clock, terms.timing, request.deadline_ms / 1000)
-        self._parts = [_Part(number, self.transfer) for number in range(request.num_parts)]
+        self._parts = [LandingPart(number, self.transfer) for number in range(request.num_parts)]
         self._lease_owner = ("landing", self.transfer)
         self._adopter: Owner = None
 
@@ -234,11 +222,8 @@ class DestinationHandoff:
     def _is_legal(self, message: Wrote | Commit | Extend) -> bool:
         if isinstance(message, Extend):
             return True
-        if message.part >= len(self._parts) or self._parts[message.part].is_committed:
-            return False
-        if isinstance(message, Wrote):
-            return message.stop <= self._request.num_units
-        return len(message.digests) == self._request.num_units * DIGEST_BYTES
+        part = self._parts[message.part] if message.part < len(self._parts) else None
+        return part is not None and part.may_say(message, self._request.num_units)
 
     def _go_on(self, message: Wrote | Commit | Extend) -> list[Action]:
         self._timer.extend()
@@ -247,8 +232,7 @@ class DestinationHandoff:
             self.state = DestinationState.RECEIVING
         if not isinstance(message, Commit):
             return []
-        part = self._parts[message.part]
-        part.is_committed, part.digests = True, message.digests
+        self._parts[message.part].commit(message.digests)
         if all(other.is_committed for other in self._parts):
             self.state = DestinationState.VERIFYING
         return [CloseLanding(message.part, is_confirmed=True)]
@@ -273,15 +257,14 @@ class DestinationHandoff:
         verified = Verified(transfer=self.transfer, epoch=self.epoch)
         return [Finished(self.outcome, ""), Send(verified)]
 
-    def _ask_again(self, number: int, part: _Part) -> list[Action]:
-        units, part.corrupt = part.corrupt or (), None
-        part.is_committed, part.is_stopped, part.was_corrupt = False, False, True
+    def _ask_again(self, number: int, part: LandingPart) -> list[Action]:
+        units = part.open_again()
         self._ledger.quarantine(self.pages, part.writer)
         corrupt = Corrupt(transfer=self.transfer, epoch=self.epoch, part=number, units=units)
         return [OpenLanding(number), Send(corrupt)]
 
     def _holds_lease(self) -> bool:
-        return holds_all(self._ledger, self.pages, self._lease_owner)
+        return holds_lease(self._ledger, self.pages, self._lease_owner)
 
     def _fail(
         self, reason: str, outcome: Outcome = Outcome.RECOMPUTE, *, tells_peer: bool = True
@@ -289,7 +272,7 @@ class DestinationHandoff:
         if self.state in _ENDED:
             return []
         self.outcome = outcome
-        release_held(self._ledger, self.pages, self._lease_owner)
+        release_lease(self._ledger, self.pages, self._lease_owner)
         actions: list[Action] = [self._abort_message(reason)] if tells_peer else []
         writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
         self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED

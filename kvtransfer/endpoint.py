@@ -32,7 +32,7 @@ from baton.kvtransfer.handoff import Finished, Outcome, Terms
 from baton.kvtransfer.incoming import Incoming
 from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.link import Call, Link
-from baton.kvtransfer.messages import AnyMessage, Pull, Refuse, Reserve
+from baton.kvtransfer.messages import AnyMessage, Grant, Pull, Refuse, Released, Reserve
 from baton.kvtransfer.outgoing import Outgoing
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.peers import Peers
@@ -227,6 +227,8 @@ class KvEndpoint:
                 end = self._outgoing.get(transfer) or self._incoming.get(transfer)
                 if end is not None and end.link is link:
                     end.receive(message)
+                elif isinstance(message, Grant):  # for a transfer that ended before it came
+                    link.send(Released(transfer=transfer, epoch=message.epoch))
 
     def _reserve(self, link: Link, request: Reserve) -> None:
         if request.transfer in self._incoming or request.num_parts != 1:

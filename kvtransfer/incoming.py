@@ -81,19 +81,15 @@ class Incoming:
             num_units=self._num_units,
             pages=tuple(self.handoff.pages),
             writer=self.link.hello.incarnation,
-            writes_directly=self._may_write_directly,
+            may_write_directly=self._generations is not None,
         )
         if self._num_landings:
             self._landings.reopen(landing)
         else:
             self._landings.add(landing)
         self._num_landings += 1
-        if landing.writes_directly and self._generations is not None:
+        if self._generations is not None:
             self._generations.grant(self.handoff.pages, self.handoff.generations())
-
-    @property
-    def _may_write_directly(self) -> bool:
-        return self._generations is not None and self._landings.is_present(self.link.hello.incarnation)
 
     def _close_landing(self, *, is_confirmed: bool) -> None:
         transfer = self.handoff.transfer

@@ -4,8 +4,9 @@ The life of a landing:
 
 1. `add`: the transfer was granted, with its epoch. Whoever grants holds its pages for it in the ledger.
 2. `begin` lets a writer of this process (a receiver's thread) in, for one piece; `end` says that it left.
-   Writers of other processes (shm) come and go unseen: such a landing counts them in from `add` on, until
-   `release` (the source has confirmed that it writes no more) or `writer_died`. Never until some time.
+   Writers of other processes (shm) come and go unseen: from the moment that a landing's source has mapped
+   the pool it counts as inside, until `release` (it has confirmed that it writes no more) or `writer_died`.
+   Never until some time.
 3. `close`, for whatever reason: nobody is let in any more, those inside leave at their next look.
 4. When the last writer has left, every callback given to `close` is called, once, in the thread that saw
    it. Only then may the pages be read for good, or reused. What comes later for this transfer is stale.
@@ -38,7 +39,7 @@ class Landing(msgspec.Struct, frozen=True, kw_only=True):
     num_units: int
     pages: tuple[int, ...]  # of the destination, in the order of the units
     writer: bytes
-    writes_directly: bool = False  # from its own process, past `begin` and `end`
+    may_write_directly: bool = False  # from its own process, past `begin` and `end`, if it maps the pool
 
 
 class LandingCounters:
@@ -54,10 +55,10 @@ class LandingCounters:
 
 
 class _State:
-    def __init__(self, landing: Landing) -> None:
+    def __init__(self, landing: Landing, *, is_writer_present: bool) -> None:
         self.landing = landing
         self.num_inside = 0
-        self.has_outside_writer = landing.writes_directly
+        self.has_outside_writer = landing.may_write_directly and is_writer_present
         self.is_closed = False
         self.on_safe: list[OnSafe] = []
 
@@ -101,7 +102,7 @@ class Landings:
     # Grants.
 
     def add(self, landing: Landing) -> None:
-        """TransferFailed when a landing of this id was there before, or its direct writer is not present.
+        """TransferFailed when a landing of this id was there before.
 
         ValueError when its pages do not hold its units: that is the caller's mistake.
         """
@@ -111,9 +112,14 @@ class Landings:
         with self._lock:
             if landing.id in self._states or landing.id in self._ended:
                 raise TransferFailed(f"transfer {landing.id.hex()} exists already")
-            if landing.writes_directly and landing.writer not in self._present_writers:
-                raise TransferFailed(f"writer {landing.writer.hex()} has not opened the pool, or is dead")
-            self._states[landing.id] = _State(landing)
+            is_present = landing.writer in self._present_writers
+            self._states[landing.id] = _State(landing, is_writer_present=is_present)
+
+    def reopen(self, landing: Landing) -> None:
+        """Let the same transfer in once more, after its end here: some of its units came damaged."""
+        with self._lock:
+            self._ended.pop(landing.id, None)
+        self.add(landing)
 
     def close(self, transfer: bytes, on_safe: OnSafe) -> None:
         """Let nobody in any more; `on_safe` is called when nobody writes, at once if that is so already."""
@@ -169,9 +175,13 @@ class Landings:
     # Writers of other processes.
 
     def writer_came(self, writer: bytes) -> None:
-        """A process has mapped the pool; its death will be told by `writer_died`."""
+        """A process is about to be given the pool; its death will be told by `writer_died`."""
         with self._lock:
             self._present_writers.add(writer)
+            for state in self._states.values():
+                landing = state.landing
+                if landing.writer == writer and landing.may_write_directly and not state.is_closed:
+                    state.has_outside_writer = True
 
     def release(self, transfer: bytes) -> None:
         """The source has said that it will not write directly any more."""

@@ -24,7 +24,6 @@ from baton.errors import ConfigError
 REVOKED: Final = 0  # no page that was ever handed out has generation 0
 _WORD_BYTES: Final = 4
 _SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-_MADV_POPULATE_WRITE: Final = 23  # of linux/mman.h, since 5.14
 
 
 class PageMemory:
@@ -47,6 +46,10 @@ class PageMemory:
     @property
     def num_bytes(self) -> int:
         return self.num_pages * self.page_bytes
+
+    def view(self) -> memoryview:
+        """All pages as bytes, good for as long as this lives."""
+        return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
 
     def has(self, pages: Sequence[int]) -> bool:
         """Whether all these pages are within the pool; empty lists are."""
@@ -146,13 +149,6 @@ class PeerPages:
         self._mapped: mmap.mmap | None = map_shared(descriptor, num_pages * page_bytes)
         self.memory = PageMemory(_address(self._mapped), num_pages, page_bytes, self._mapped)
 
-    def populate(self, page: int, num_pages: int) -> None:
-        """Have these pages' addresses ready: a first write takes four times as long as any later one."""
-        memory = self.memory
-        start = (memory.address + page * memory.page_bytes) & ~(mmap.PAGESIZE - 1)
-        stop = memory.address + (page + num_pages) * memory.page_bytes
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_POPULATE_WRITE)
-
     def close(self) -> None:
         """Unmap. Nobody may be writing; `memory` means nothing afterwards."""
         if self._mapped is not None:
@@ -176,6 +172,3 @@ def map_shared(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ | mma
 
 def _address(mapped: mmap.mmap) -> int:
     return int(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)  # the view ends here, so close() can
-
-
-_libc: Final = ctypes.CDLL(None, use_errno=True)

@@ -22,10 +22,8 @@ Each part may be Corrupt once. Messages of another epoch are counted in `num_sta
 is illegal raises ProtocolError and changes nothing: the caller drops the link and calls `peer_lost`.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
-from itertools import pairwise
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.handoff import (
@@ -39,9 +37,8 @@ from baton.kvtransfer.handoff import (
     StopPushes,
     Terms,
 )
-from baton.kvtransfer.ledger import holds_all, release_held
+from baton.kvtransfer.ledger import holds_lease, release_lease
 from baton.kvtransfer.messages import (
-    DIGEST_BYTES,
     Abort,
     AnyMessage,
     Commit,
@@ -56,7 +53,9 @@ from baton.kvtransfer.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.page_readers import PageReaders
 from baton.kvtransfer.pull import pull_complaint
+from baton.kvtransfer.source_part import SourcePart
 
 
 class SourceState(Enum):
@@ -68,17 +67,6 @@ class SourceState(Enum):
 
 
 _ENDED = (SourceState.STOPPING, SourceState.CLOSED)
-
-
-class _Part:
-    """One pair of ranks: what is still to be written, and what is being written."""
-
-    def __init__(self, num_units: int) -> None:
-        self.num_missing = num_units
-        self.digests = bytearray()  # none until the first push: a peer's mere question takes no memory
-        self.in_flight: set[tuple[int, int]] = set()
-        self.is_committed = False
-        self.was_corrupt = False
 
 
 class SourceHandoff:
@@ -97,22 +85,24 @@ class SourceHandoff:
         self._ledger = terms.ledger
         self._units_per_page = terms.source_units_per_page
         self._timer = LeaseTimer(terms.clock, terms.timing, request.deadline_ms / 1000)
-        self._parts = [_Part(request.num_units) for _ in range(request.num_parts)]
+        self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
         self._num_offered = self._num_pushed = 0  # units; [pushed, offered) wait for the grant
-        self._num_readers: Counter[int] = Counter()  # page -> pushes that read it
         self._lease_owner = ("source", self.transfer)
-        self._reader = ("reader", self.transfer)
+        self._readers = PageReaders(terms.ledger, ("reader", self.transfer))
 
     # What our own side does.
 
     def start(self) -> list[Action]:
+        """Ask for pages, unless it was aborted before it began."""
         assert isinstance(self._request, Reserve)
-        return [Send(self._request)]
+        return [] if self.state in _ENDED else [Send(self._request)]
 
     def accept_pull(self, incarnation: bytes) -> list[Action]:
         """Pin the wanted pages and push them all, or refuse. incarnation: of this process."""
         pull = self._request
         assert isinstance(pull, Pull)
+        if self.state in _ENDED:
+            return []
         self.epoch = pull.epoch
         complaint = pull_complaint(pull, incarnation, self._terms)
         if complaint is not None:
@@ -144,12 +134,7 @@ class SourceHandoff:
         self._end_push(part, first, stop)
         if self.state in _ENDED:
             return []
-        state = self._parts[part]
-        if len(digests) != (stop - first) * DIGEST_BYTES:
-            raise ValueError(f"{len(digests)} bytes of digests for units [{first}, {stop})")
-        state.digests = state.digests or bytearray(self._request.num_units * DIGEST_BYTES)
-        state.digests[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
-        state.num_missing -= stop - first
+        self._parts[part].wrote(first, stop, digests)
         wrote = Wrote(transfer=self.transfer, epoch=self.epoch, part=part, first=first, stop=stop)
         return [Send(wrote), *self._commit(part)]
 
@@ -164,8 +149,7 @@ class SourceHandoff:
             return []
         for part in self._parts:
             part.in_flight.clear()
-        release_held(self._ledger, sorted(self._num_readers), self._reader)
-        self._num_readers.clear()
+        self._readers.leave_all()
         self.state = SourceState.CLOSED
         return self._released() if self.epoch else []
 
@@ -231,52 +215,40 @@ class SourceHandoff:
 
     def _push(self, part: int, first: int, stop: int) -> Push:
         self._parts[part].in_flight.add((first, stop))
-        pages = self._pages_of(first, stop)
-        self._ledger.share([page for page in pages if not self._num_readers[page]], self._reader)
-        self._num_readers.update(pages)
+        self._readers.enter(self._pages_of(first, stop))
         return Push(part, first, stop)
 
     def _end_push(self, part: int, first: int, stop: int) -> None:
         if self.state is SourceState.CLOSED:
             return
         self._parts[part].in_flight.remove((first, stop))
-        for page in self._pages_of(first, stop):
-            self._num_readers[page] -= 1
-            if not self._num_readers[page]:
-                del self._num_readers[page]
-                self._ledger.release([page], self._reader)
+        self._readers.leave(self._pages_of(first, stop))
 
     def _pages_of(self, first: int, stop: int) -> list[int]:
         return self.pages[first // self._units_per_page : -(-stop // self._units_per_page)]
 
     def _commit(self, part: int) -> list[Action]:
         state = self._parts[part]
-        if state.num_missing or state.in_flight:
+        if not state.is_written:
             return []
         state.is_committed = True
         if all(other.is_committed for other in self._parts):
             self.state = SourceState.COMMITTING
-        digests = bytes(state.digests)
-        return [Send(Commit(transfer=self.transfer, epoch=self.epoch, part=part, digests=digests))]
+        return [Send(Commit(transfer=self.transfer, epoch=self.epoch, part=part, digests=state.digests))]
 
     def _write_again(self, corrupt: Corrupt) -> list[Action]:
-        units = corrupt.units
         part = self._parts[corrupt.part] if corrupt.part < len(self._parts) else None
-        if part is None or not part.is_committed or part.was_corrupt or units[-1] >= self._request.num_units:
-            raise ProtocolError(f"part {corrupt.part} is called corrupt out of turn, in {len(units)} units")
+        if part is None or not part.can_be_corrupt(corrupt.units):
+            raise ProtocolError(f"part {corrupt.part} is called corrupt out of turn")
         if not self._holds_lease():
             return self._fail("expired")
         self.state = SourceState.STREAMING
-        part.is_committed, part.was_corrupt, part.num_missing = False, True, len(units)
-        gaps = [index for index, (a, b) in enumerate(pairwise(units), 1) if b != a + 1]
-        bounds = pairwise([0, *gaps, len(units)])
-        pieces = [(units[start], units[stop - 1] + 1) for start, stop in bounds]
         self._extend()
-        return [self._push(corrupt.part, first, stop) for first, stop in pieces]
+        return [self._push(corrupt.part, first, stop) for first, stop in part.open_again(corrupt.units)]
 
     def _handed_over(self) -> list[Action]:
         self.state, self.outcome = SourceState.CLOSED, Outcome.HANDED_OVER
-        release_held(self._ledger, self.pages, self._lease_owner)
+        release_lease(self._ledger, self.pages, self._lease_owner)
         return [Finished(self.outcome, "")]
 
     def _extend(self) -> list[Action]:
@@ -292,7 +264,7 @@ class SourceHandoff:
         return [Send(Released(transfer=self.transfer, epoch=self.epoch, part=part)) for part in numbers]
 
     def _holds_lease(self) -> bool:
-        return holds_all(self._ledger, self.pages, self._lease_owner)
+        return holds_lease(self._ledger, self.pages, self._lease_owner)
 
     def _fail(
         self, reason: str, outcome: Outcome = Outcome.FAILED, *, tells_peer: bool = True
@@ -300,7 +272,7 @@ class SourceHandoff:
         if self.state in _ENDED:
             return []
         self.outcome = outcome
-        release_held(self._ledger, self.pages, self._lease_owner)
+        release_lease(self._ledger, self.pages, self._lease_owner)
         abort = Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
         actions: list[Action] = [Send(abort)] if tells_peer else []
         actions.append(Finished(outcome, reason))

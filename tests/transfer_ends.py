@@ -100,7 +100,7 @@ class Destination:
                 num_units=granted.num_units,
                 pages=granted.pages,
                 writer=WRITER,
-                writes_directly=granted.direct,
+                may_write_directly=granted.direct,
             )
         )
 

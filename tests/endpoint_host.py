@@ -1,0 +1,298 @@
+"""A whole endpoint with its ledger and its loop, in the test's process or in one of its own.
+
+`HostProcess` starts this module as a program and calls a host's methods there; whatever crosses is JSON.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Self
+
+import torch
+
+from baton.engine.pages import PagePool, PageState
+from baton.errors import TransferFailed
+from baton.kvtransfer.endpoint import Ended, KvEndpoint
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.handoff import Timing
+from baton.kvtransfer.ledger import Owner
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import AnyMessage, Commit, Reserve
+from baton.kvtransfer.page_memory import SharedPool
+from baton.layout import PageLayout
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+KEY: Final = b"the key of the tests' cluster"
+NUM_PAGES: Final = 64
+DEADLINE_S: Final = 20.0
+
+
+def layout(page_size: int = 16, head_dim: int = 32) -> PageLayout:
+    return PageLayout(
+        tp_size=1, page_size=page_size, num_layers=2, num_kv_heads=2, head_dim=head_dim, dtype="bfloat16"
+    )
+
+
+class FaultyEndpoint(KvEndpoint):
+    """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
+
+    Before it makes sure of the next `num_flips` commits, one bit of what has arrived is flipped.
+    """
+
+    abort_at = ""
+    num_flips = 0
+
+    def _received(self, link: Link, message: AnyMessage) -> None:
+        transfer = getattr(message, "transfer", b"")
+        if isinstance(message, Commit) and self.num_flips:
+            self.num_flips -= 1
+            incoming = self._incoming[transfer]
+            memory = incoming._memory
+            memory.view()[incoming.handoff.pages[-1] * memory.page_bytes + 5] ^= 0x10
+        self.come_to(f"before {type(message).__name__}", transfer)
+        super()._received(link, message)
+        self.come_to(f"after {type(message).__name__}", transfer)
+
+    def come_to(self, point: str, transfer: bytes) -> None:
+        if point == self.abort_at:
+            self.abort(transfer, f"the test aborts {point}")
+
+
+class Host:
+    """Its loop is the only thread that touches endpoint and ledger; methods make calls there."""
+
+    def __init__(
+        self,
+        page_size: int = 16,
+        num_pages: int = NUM_PAGES,
+        *,
+        head_dim: int = 32,
+        is_shared: bool = True,
+        transport: str = "auto",
+        fingerprint: str = "model",
+        key: str = KEY.hex(),
+    ) -> None:
+        shape = (num_pages, 2, 2, 2, page_size, head_dim)
+        self._shared = SharedPool() if is_shared else None
+        zeros = torch.zeros if self._shared is None else self._shared.zeros
+        self.pool = zeros(shape, dtype=torch.bfloat16)
+        self.ledger = PagePool(num_pages, page_size)
+        settings = EndpointSettings(
+            key=bytes.fromhex(key),
+            fingerprint=fingerprint,
+            layout=layout(page_size, head_dim),
+            transport=transport,
+            timing=Timing(lease_s=3.0, heartbeat_s=0.5),
+        )
+        self.endpoint = FaultyEndpoint(settings, self.pool, self.ledger, self._admit, shared=self._shared)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._ended: dict[bytes, Ended] = {}
+        self._digests: dict[bytes, str] = {}
+        self._links: dict[tuple[str, int], Link] = {}
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def address(self) -> tuple[str, int]:
+        return self.endpoint.address
+
+    def fill(self, seed: int) -> None:
+        """Random contents; a host's pages are only told apart by them."""
+
+        def fill() -> None:
+            generator = torch.Generator().manual_seed(seed)
+            self.pool.copy_(torch.randn(self.pool.shape, generator=generator))
+
+        self._call(fill)
+
+    def abort_at(self, point: str) -> None:
+        self._call(lambda: setattr(self.endpoint, "abort_at", point))
+
+    def flip_bits(self, num_flips: int) -> None:
+        self._call(lambda: setattr(self.endpoint, "num_flips", num_flips))
+
+    def known_pages(self, num_pages: int) -> tuple[list[tuple[int, int]], str]:
+        """Pages that others may pull: (page, generation) each, and the digest of their tokens."""
+
+        def know() -> tuple[list[tuple[int, int]], str]:
+            pages = self.ledger.allocate(num_pages, "prefix")
+            for page in pages:
+                self.ledger.mark_known(page)
+            wanted = [(page, self.ledger.generation(page)) for page in pages]
+            self.ledger.release(pages, "prefix")
+            return wanted, self._digest(pages)
+
+        known: tuple[list[tuple[int, int]], str] = self._call(know)
+        return known
+
+    def pull(self, address: Sequence[Any], wanted: Sequence[tuple[int, int]], num_units: int) -> str:
+        """The outcome here, of pages pulled from the host at `address`."""
+
+        def start() -> bytes:
+            link = self._link((address[0], address[1]))
+            return self.endpoint.pull(link, [(p, g) for p, g in wanted], num_units, "sequence", deadline_s=10)
+
+        transfer = self._call(start)
+        return self.outcome(transfer.hex())
+
+    def send(
+        self, address: Sequence[Any], num_units: int, *, abort_at: str = "", delay_s: float = 0.0
+    ) -> str:
+        """Move pages of our own in two offers; the outcome here. Their contents' digest is `sent`."""
+        transfer = self._call(lambda: self._start((address[0], address[1]), num_units, abort_at))
+        if abort_at == "later":
+            time.sleep(delay_s)
+            self._call(lambda: self.endpoint.abort(transfer, "the test aborts later"))
+        return self.outcome(transfer.hex())
+
+    def send_forever(self, address: Sequence[Any], num_units: int) -> None:
+        while True:
+            self.send(address, num_units)
+
+    def _start(self, address: tuple[str, int], num_units: int, abort_at: str) -> bytes:
+        endpoint, ledger = self.endpoint, self.ledger
+        endpoint.abort_at = abort_at
+        transfer = endpoint.start(self._link(address), num_units, deadline_s=10)
+        units_per_page = endpoint._outgoing[transfer].handoff._units_per_page
+        pages = ledger.allocate(-(-num_units // units_per_page), ("prompt", transfer))
+        self.sent = self._digest(pages)
+        endpoint.come_to("start", transfer)
+        half = len(pages) // 2
+        endpoint.offer(transfer, pages[:half], half * units_per_page)
+        endpoint.come_to("half", transfer)
+        endpoint.offer(transfer, pages[half:], num_units)
+        endpoint.come_to("all", transfer)
+        ledger.release(pages, ("prompt", transfer))
+        return transfer
+
+    def _link(self, address: tuple[str, int]) -> Link:
+        if address not in self._links or self._links[address].is_lost:
+            self._links[address] = self.endpoint.link(address)
+        return self._links[address]
+
+    def outcome(self, transfer: str) -> str:
+        """Waits for the end of a transfer on this side."""
+        key, deadline_s = bytes.fromhex(transfer), time.monotonic() + DEADLINE_S
+        while key not in self._ended:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"transfer {transfer} has not ended")
+            time.sleep(0.0005)
+        return self._ended[key].outcome.value
+
+    def ended(self) -> list[tuple[str, str, str]]:
+        """(outcome, reason, digest of what was adopted) of every transfer so far."""
+        return [
+            (end.outcome.value, end.reason, self._digests.get(end.transfer, ""))
+            for end in self._call(lambda: list(self._ended.values()))
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state, transfers that hold any, and peers that were dropped."""
+
+        def count() -> dict[str, int]:
+            self.ledger.check_integrity()
+            counts = {state.name: self.ledger.count(state) for state in PageState}
+            return counts | {"open": self.endpoint.num_open, **self.endpoint.dropped.counts()}
+
+        counted: dict[str, int] = self._call(count)
+        return counted
+
+    def transports(self) -> dict[str, int]:
+        return dict(self.endpoint.counters.num_opened)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join()
+        self.endpoint.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    def _admit(self, request: Reserve, num_pages: int) -> Owner | None:
+        return "sequence" if self.ledger.num_free >= num_pages else None
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self.endpoint.wait(0.001)
+            for end in self.endpoint.poll():
+                self._keep(end)
+            self.ledger.expire(time.monotonic())
+            try:
+                while True:
+                    self._calls.get_nowait()()
+            except Empty:
+                continue
+
+    def _keep(self, end: Ended) -> None:
+        if end.outcome.value == "adopted":
+            self._digests[end.transfer] = self._digest(end.pages)
+            self.ledger.release(end.pages, "sequence")
+        self._ended[end.transfer] = end
+
+    def _digest(self, pages: Sequence[int]) -> str:
+        """Of the tokens in their order, however they are cut into pages."""
+        chosen = self.pool[list(pages)].permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8)
+        return hashlib.blake2b(chosen.numpy().data, digest_size=16).hexdigest()
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return future.result(DEADLINE_S)
+
+
+class HostProcess:
+    """A host in a process of its own."""
+
+    def __init__(self, **arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.endpoint_host", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Raises TransferFailed with what the host raised."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise TransferFailed(answer["error"])
+        return answer["result"]
+
+
+def main() -> None:
+    host = Host(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"result": getattr(host, name)(*arguments)}
+        except Exception as error:
+            answer = {"error": repr(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
