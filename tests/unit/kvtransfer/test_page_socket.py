@@ -1,0 +1,138 @@
+import ctypes
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import SystemClock
+from baton.errors import PeerGone, TransferFailed
+from baton.kvtransfer.page_socket import IOV_MAX, PageSocket, Places, Stopped, _advance
+
+Pair = tuple[PageSocket, PageSocket]
+
+
+def never() -> bool:
+    return False
+
+
+def wrap(sock: socket.socket, stall_s: float = 5.0, limit_s: float = 30.0) -> PageSocket:
+    return PageSocket(sock, SystemClock(), stall_s=stall_s, limit_s=limit_s)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    left, right = socket.socketpair()
+    ends = wrap(left, stall_s=0.3), wrap(right, stall_s=0.3)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def scattered(buffer: "np.ndarray[tuple[int], np.dtype[np.uint8]]", run_bytes: int, seed: int) -> Places:
+    """All of the buffer, as runs in a random order."""
+    offset_N = np.random.default_rng(seed).permutation(len(buffer) // run_bytes).astype(np.int64) * run_bytes
+    return Places.of_runs(buffer.ctypes.data, offset_N, run_bytes)
+
+
+@pytest.mark.parametrize(("num_runs", "run_bytes"), [(1, 1), (3, 7), (IOV_MAX, 8), (5 * IOV_MAX + 3, 500)])
+def test_scattered_bytes_arrive_in_order(pair: Pair, num_runs: int, run_bytes: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, num_runs * run_bytes, dtype=np.uint8)
+    destination = np.zeros_like(source)
+    sender = threading.Thread(target=pair[0].send, args=(scattered(source, run_bytes, 2), never))
+    sender.start()
+    pair[1].receive(scattered(destination, run_bytes, 2), never)
+    sender.join()
+    assert (source == destination).all()
+    assert pair[0].num_calls >= -(-num_runs // IOV_MAX)
+
+
+def test_a_head_goes_before_the_runs(pair: Pair) -> None:
+    body = np.arange(6, dtype=np.uint8)
+    head = ctypes.create_string_buffer(b"head", 4)
+    places = Places.of_runs(body.ctypes.data, np.array([4, 0], dtype=np.int64), 2, head)
+    pair[0].send(places, never)
+    assert pair[1].receive_record(8) == b"head\4\5\0\1"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    steps=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+)
+def test_what_is_left_after_each_step_is_what_an_oracle_has(lengths: list[int], steps: list[int]) -> None:
+    """Addresses are far apart, so every byte has one of its own."""
+    rows = np.array([[1000 * row, length] for row, length in enumerate(lengths)], dtype=np.int64)
+    left = [1000 * row + byte for row, length in enumerate(lengths) for byte in range(length)]
+    index = 0
+    for step in steps:
+        moved = min(step, len(left) - 1)
+        if not moved:
+            break
+        index, left = _advance(rows, index, moved), left[moved:]
+        assert [start + byte for start, length in rows[index:].tolist() for byte in range(length)] == left
+
+
+def test_silence_has_a_limit_in_both_directions(pair: Pair) -> None:
+    buffer = np.zeros(2**24, dtype=np.uint8)
+    with pytest.raises(TransferFailed, match="no byte"):
+        pair[0].receive(Places.of_runs(buffer.ctypes.data, np.zeros(1, dtype=np.int64), 8), never)
+    with pytest.raises(TransferFailed, match="no byte"):
+        pair[0].send(Places.of_runs(buffer.ctypes.data, np.zeros(1, dtype=np.int64), len(buffer)), never)
+    with pytest.raises(TransferFailed, match="no byte"):
+        pair[0].receive_record(4)
+
+
+def test_a_trickle_has_a_limit() -> None:
+    left, right = socket.socketpair()
+    slow = threading.Event()
+
+    def trickle() -> None:
+        while not slow.wait(0.05):
+            left.send(b"x")
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    end = wrap(right, limit_s=0.5)
+    buffer = np.zeros(2**20, dtype=np.uint8)
+    with pytest.raises(TransferFailed, match=r"within 0\.5 s"):
+        end.receive(Places.of_runs(buffer.ctypes.data, np.zeros(1, dtype=np.int64), len(buffer)), never)
+    slow.set()
+    sender.join()
+    left.close()
+    end.close()
+
+
+def test_who_must_stop_is_told_how_much_was_left(pair: Pair) -> None:
+    buffer = np.zeros(100, dtype=np.uint8)
+    pair[0].send_record(b"x" * 30)
+    with pytest.raises(Stopped) as stopped:
+        pair[1].receive(scattered(buffer, 10, 0), lambda: True)
+    assert stopped.value.num_left == 70 and int((buffer == ord("x")).sum()) == 30
+
+
+def test_a_record_may_come_in_parts_and_the_end_is_told_from_a_cut(pair: Pair) -> None:
+    later = threading.Timer(0.15, pair[0].send_record, (b"ord",))
+    pair[0].send_record(b"rec")
+    later.start()
+    assert pair[1].next_record(6) == b"record"
+    later.join()
+    pair[0].send_record(b"re")
+    pair[0].close()
+    with pytest.raises(PeerGone):
+        pair[1].next_record(6)
+    assert pair[1].next_record(6) is None
+
+
+def test_waking_ends_a_wait(pair: Pair) -> None:
+    waker = threading.Timer(0.25, pair[1].wake)  # after the first slice of time
+    waker.start()
+    assert pair[1].next_record(6) is None
+    waker.join()
+    buffer = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(PeerGone):
+        pair[1].send(Places.of_runs(buffer.ctypes.data, np.zeros(1, dtype=np.int64), 8), never)
+    with pytest.raises(PeerGone):
+        pair[1].send_record(b"x")
