@@ -37,12 +37,12 @@ class PageLedger(Protocol):
     def release(self, pages: Sequence[int], owner: Owner) -> None: ...
 
 
-def release_held(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> None:
-    """Release those of the pages that the owner still has: time may have taken a lease back before."""
-    held = [page for page in pages if owner in ledger.owners(page)]
-    if held:
-        ledger.release(held, owner)
+def holds_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> bool:
+    """Whether time has not ended the lease: that ends it for all its pages at once, so one page tells."""
+    return not pages or owner in ledger.owners(pages[0])
 
 
-def holds_all(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> bool:
-    return all(owner in ledger.owners(page) for page in pages)
+def release_lease(ledger: PageLedger, pages: Sequence[int], owner: Owner) -> None:
+    """End the owner's lease on all its pages, if time has not done so before."""
+    if holds_lease(ledger, pages, owner):
+        ledger.release(pages, owner)

@@ -187,3 +187,14 @@ def test_integrity_check_finds_a_page_freed_behind_its_owner() -> None:
     pool._free.append(pages[0])
     with pytest.raises(IntegrityError, match="list disagrees"):
         pool.check_integrity()
+
+
+def test_known_page_is_settled_until_it_is_forgotten() -> None:
+    pool = PagePool(2, 4)
+    (page,) = pool.allocate(1, "a")
+    assert not pool.is_known(page)
+    pool.mark_known(page)
+    pool.release([page], "a")
+    assert pool.is_known(page)
+    pool.forget(page)
+    assert not pool.is_known(page)
