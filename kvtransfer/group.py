@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError
+from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
 from baton.kvtransfer.pair import SOURCE, GroupName, GroupSettings, Meeting
 from baton.kvtransfer.pair_channel import NUM_SLOTS, PART_BYTES, PairChannel, join_pair
@@ -41,18 +42,22 @@ class GroupTransport:
     def __init__(
         self,
         name: GroupName,
-        meeting: Meeting,
-        pool: Tensor,
+        meet: Callable[[], Meeting],
+        pool: Tensor | PageMemory,
         plan: TransferPlan,
         *,
         settings: GroupSettings | None = None,
         clock: Clock | None = None,
         on_end: OnEnd | None = None,
     ) -> None:
-        """pool: the source's, contiguous [num_pages, ...]. plan: of all transfers between the two ranks."""
+        """meet: called by `open`; the destination expects this rank then (see group_door.py).
+
+        pool: the source's, contiguous [num_pages, ...]. plan: of all transfers between the two ranks.
+        """
         self.name: str = name
         self._group_name: Final = name
-        self._meeting = meeting
+        self._meet = meet
+        self._key = b""  # of the records
         self._packing = packing_of(pool)
         self._plan = plan
         self._settings = settings or GroupSettings()
@@ -65,8 +70,10 @@ class GroupTransport:
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
     def open(self) -> None:
+        meeting = self._meet()
+        self._key = meeting.record_key
         self._channel = join_pair(
-            self._group_name, self._meeting, SOURCE, self._packing, self._plan, self._settings
+            self._group_name, meeting, SOURCE, self._packing, self._plan, self._settings
         )
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
@@ -127,7 +134,7 @@ class GroupTransport:
             gather_s = self._pack(channel.payload(slot, part.num_bytes), part)
             transfer = part.ticket.piece.transfer
             header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
-            record = encode_header(self._meeting.record_key, num_sent, header)
+            record = encode_header(self._key, num_sent, header)
             channel.send(slot, record, part.num_bytes)
             self._sent.put(_Sent(slot, part, gather_s))
             num_sent += 1
@@ -147,7 +154,7 @@ class GroupTransport:
         num_answered = 0
         while (sent := self._sent.get()) is not None:
             record = channel.receive_answer(sent.slot, self._settings.stall_s)
-            outcome = decode_answer(self._meeting.record_key, num_answered, record)
+            outcome = decode_answer(self._key, num_answered, record)
             num_answered += 1
             self._free.put(sent.slot)
             if outcome == Outcome.WRITTEN:

@@ -1,6 +1,6 @@
 """Page bytes through torch.distributed, at the destination.
 
-1. `invite` mints a meeting for one source rank and starts the pair's thread, which joins within a deadline.
+1. `invite` makes a meeting for one source rank and starts the pair's thread, which joins within a deadline.
 2. The thread waits for a message, as long as it takes. Its bytes arrive in staging memory, so a source that
    stops in the middle has written no page.
 3. The record says which units they are; where they go is for the landing to say, and for nobody else. They
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.landing import Landings
+from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
 from baton.kvtransfer.pair import DESTINATION, GroupName, GroupSettings, Meeting, MeetingPlace
 from baton.kvtransfer.pair_channel import NUM_SLOTS, PairChannel, join_pair, payload_bytes
@@ -36,7 +37,7 @@ class GroupReceiver:
         self,
         name: GroupName,
         landings: Landings,
-        pool: Tensor,
+        pool: Tensor | PageMemory,
         *,
         settings: GroupSettings | None = None,
         dropped: DroppedPeers | None = None,
@@ -54,9 +55,9 @@ class GroupReceiver:
         self._pairs: set[_Pair] = set()
         self._is_closed = False
 
-    def invite(self, plan: TransferPlan) -> Meeting:
-        """A meeting for one source rank to open a transport with. TransferFailed when there are too many."""
-        pair = _Pair(self, plan, self._place.mint())
+    def invite(self, plan: TransferPlan, secret: bytes) -> Meeting:
+        """Expect one source rank that knows the secret. TransferFailed when there are too many."""
+        pair = _Pair(self, plan, self._place.meeting(secret))
         with self._lock:
             if self._is_closed or len(self._pairs) >= MAX_PAIRS:
                 raise TransferFailed(f"{self.name}: no more than {MAX_PAIRS} pairs at once")

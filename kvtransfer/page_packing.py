@@ -18,6 +18,7 @@ from baton.kernels.copy_runs import copy_runs
 from baton.kernels.gather_pages import gather_pages
 from baton.kernels.huge_pages import huge_zeros
 from baton.kernels.scatter_pages import scatter_pages
+from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
 
 FIRST_LOOK_S: Final = 2e-5  # how long a wait for the GPU sleeps at first; each time twice as long, up to
@@ -46,17 +47,19 @@ class PagePacking(Protocol):
         """
 
 
-def packing_of(pool: Tensor) -> PagePacking:
+def packing_of(pool: Tensor | PageMemory) -> PagePacking:
     """pool: contiguous [num_pages, ...]."""
+    if isinstance(pool, PageMemory):
+        return HostPages(pool)
     if not pool.is_contiguous() or pool.dim() < 2:
         raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
-    return DevicePages(pool) if pool.is_cuda else HostPages(pool)
+    return DevicePages(pool) if pool.is_cuda else HostPages(PageMemory.of(pool))
 
 
 class HostPages:
-    def __init__(self, pool: Tensor) -> None:
-        self.pool = pool
-        self.num_pages = len(pool)
+    def __init__(self, memory: PageMemory) -> None:
+        self._memory = memory
+        self.num_pages = memory.num_pages
 
     def staging(self, num_bytes: int) -> Tensor:
         return huge_zeros((num_bytes,), torch.uint8)
@@ -67,11 +70,11 @@ class HostPages:
     def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         # It is sent at once: in the cache it need not come from memory again.
-        copy_runs(self.pool, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
+        copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
-        copy_runs(staging, self.pool, packed_N, offset_N, plan.run_bytes)
+        copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
 
     def finish(self, timeout_s: float = math.inf) -> None:
         """Nothing is left to do."""

@@ -1,7 +1,7 @@
 """Two ranks that meet to form a process group of torch's, of the two of them alone.
 
 1. The destination has a `MeetingPlace`, a store on the network. For each source rank, and again after each
-   failure, it mints a `Meeting`, whose secret goes to the source over an authenticated link.
+   failure, there is a new `Meeting`, with a secret that the two alone know (see group_door.py).
 2. Both `join` within a deadline, the destination as rank 0, the source as rank 1, each with a thread of its
    own. The default group is never touched, and whoever else is alive, dead or new makes no difference.
 3. A group ends by `abort`, here or there. It is not mended: the next meeting has another secret.
@@ -13,7 +13,6 @@ so that a stranger can break a pair but not write a page.
 
 import contextlib
 import hmac
-import secrets
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,7 +24,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 from baton.errors import TransferFailed
 
-SECRET_BYTES: Final = 32
 DESTINATION: Final = 0
 SOURCE: Final = 1
 FOREVER: Final = timedelta(days=365)
@@ -90,8 +88,8 @@ class MeetingPlace:
             master_listen_fd=listener.detach(),  # torch would listen on every address
         )
 
-    def mint(self) -> Meeting:
-        return Meeting(host=self.host, port=self.port, secret=secrets.token_bytes(SECRET_BYTES))
+    def meeting(self, secret: bytes) -> Meeting:
+        return Meeting(host=self.host, port=self.port, secret=secret)
 
     def close(self) -> None:
         self._store = None

@@ -3,6 +3,7 @@
 The same `Destination` serves in the tests' own process where nothing has to die.
 """
 
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,8 @@ class Destination:
         if isinstance(command, Invite):
             source = command.source
             meeting = self.receiver.invite(
-                plan_transfer(source.layout, self.me.layout, source.rank, self.me.rank)
+                plan_transfer(source.layout, self.me.layout, source.rank, self.me.rank),
+                secrets.token_bytes(32),
             )
         elif isinstance(command, Land):
             pages = self._land(command)

@@ -70,7 +70,7 @@ class Source:
     def connect(self) -> GroupTransport:
         meeting = self.destination.do(Invite(self.me)).meeting
         assert meeting is not None
-        transport = GroupTransport("gloo", meeting, self.pool, self.plan, settings=SETTINGS)
+        transport = GroupTransport("gloo", lambda: meeting, self.pool, self.plan, settings=SETTINGS)
         transport.open()
         return transport
 
@@ -275,7 +275,7 @@ def test_nobody_at_the_meeting_place_is_a_failure_in_time() -> None:
     plan = plan_transfer(LARGE.layout, LARGE.layout, 0, 0)
     meeting = Meeting(host="127.0.0.1", port=1, secret=b"x" * 32)
     settings = GroupSettings(connect_s=1.0)
-    transport = GroupTransport("gloo", meeting, LARGE.pool(), plan, settings=settings)
+    transport = GroupTransport("gloo", lambda: meeting, LARGE.pool(), plan, settings=settings)
     begun_s = time.monotonic()
     with pytest.raises(TransferFailed):
         transport.open()
@@ -293,7 +293,7 @@ def test_a_stranger_who_does_not_know_the_secret_never_meets_the_destination(
     guessed = Meeting(host=meeting.host, port=meeting.port, secret=b"x" * 32)
     plan = plan_transfer(LARGE.layout, LARGE.layout, 0, 0)
     settings = GroupSettings(connect_s=1.0)
-    transport = GroupTransport("gloo", guessed, LARGE.pool(), plan, settings=settings)
+    transport = GroupTransport("gloo", lambda: guessed, LARGE.pool(), plan, settings=settings)
     with pytest.raises(TransferFailed, match="gloo"):
         transport.open()
     transport.close()
@@ -312,7 +312,7 @@ def test_nccl_is_refused_for_pages_of_a_cpu(closing: Callable[..., None]) -> Non
     meeting = destination.do(Invite(LARGE)).meeting
     assert meeting is not None
     plan = plan_transfer(LARGE.layout, LARGE.layout, 0, 0)
-    transport = GroupTransport("nccl", meeting, LARGE.pool(), plan)
+    transport = GroupTransport("nccl", lambda: meeting, LARGE.pool(), plan)
     with pytest.raises(TransferFailed, match="nccl moves a GPU's pages"):
         transport.open()
     transport.close()

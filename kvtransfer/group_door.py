@@ -1,0 +1,154 @@
+"""Where a source asks a destination for a meeting, and proves that it may have one.
+
+1. The source connects over TCP; both prove that they hold the cluster key.
+2. It says which rank it is and how its pages are cut. The two must agree on what moves between them.
+3. The destination makes a meeting for it and says where. The meeting's secret is never sent: both ends
+   derive it from the key that their connection alone has.
+"""
+
+import contextlib
+import hmac
+import logging
+import socket
+import threading
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError, ConfigError, TransferFailed, WireError
+from baton.kvtransfer.group_receiver import GroupReceiver
+from baton.kvtransfer.pair import GroupName, Meeting
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.layout import PageLayout
+from baton.wire import Connection, DroppedPeers, Role
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOCKING: Final = 64
+
+
+class Knock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A source rank. `unit_bytes` is what it expects to move for each unit."""
+
+    name: GroupName
+    layout: PageLayout
+    rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
+    unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The port of the meeting place, or why there is none."""
+
+    port: Annotated[int, Meta(ge=0, le=2**16 - 1)] = 0
+    refusal: Annotated[str, Meta(max_length=512)] = ""
+
+
+def ask_for_meeting(
+    address: tuple[str, int],
+    key: bytes,
+    knock: Knock,
+    timeout_s: float,
+    *,
+    clock: Clock | None = None,
+    dropped: DroppedPeers | None = None,
+) -> Meeting:
+    """TransferFailed when the destination can't be reached, or refuses."""
+    host, port = address
+    try:
+        with socket.create_connection(address, timeout_s) as sock:
+            connection = Connection(sock, key, Role.CONNECTING, dropped=dropped, clock=clock)
+            connection.handshake(timeout_s)
+            connection.send(msgspec.msgpack.encode(knock))
+            welcome = msgspec.msgpack.decode(connection.recv(timeout_s), type=Welcome)
+            secret = _secret(connection)
+    except (OSError, BatonError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise TransferFailed(f"{knock.name} {host}:{port}: {error}") from error
+    if welcome.refusal:
+        raise TransferFailed(f"{knock.name} {host}:{port}: {welcome.refusal}")
+    return Meeting(host=host, port=welcome.port, secret=secret)
+
+
+class GroupDoor:
+    """Listens at `address` for the sources of one destination rank."""
+
+    def __init__(
+        self,
+        receiver: GroupReceiver,
+        layout: PageLayout,
+        rank: int,
+        key: bytes,
+        *,
+        clock: Clock | None = None,
+        dropped: DroppedPeers | None = None,
+    ) -> None:
+        self._receiver = receiver
+        self._layout = layout
+        self._rank = rank
+        self._key = key
+        self._clock = clock or SystemClock()
+        self._dropped = dropped or DroppedPeers()
+        self._knocking = threading.BoundedSemaphore(MAX_KNOCKING)
+        self._is_closed = False
+        host = receiver.settings.host
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept_all, name="group-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """No source gets a meeting any more; the pairs that there are stay."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    logger.warning("no source accepted: %s", error)
+                continue
+            if not self._knocking.acquire(blocking=False):
+                self._dropped.add("crowd")
+                sock.close()
+                continue
+            threading.Thread(target=self._answer, args=(sock,), name="group-door", daemon=True).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        timeout_s = self._receiver.settings.connect_s
+        try:
+            with sock:
+                connection = Connection(
+                    sock, self._key, Role.ACCEPTING, dropped=self._dropped, clock=self._clock
+                )
+                connection.handshake(timeout_s)
+                try:
+                    knock = msgspec.msgpack.decode(connection.recv(timeout_s), type=Knock)
+                except (msgspec.ValidationError, msgspec.DecodeError, ConfigError) as error:
+                    raise connection.drop(WireError(str(error), reason="knock")) from error
+                connection.send(msgspec.msgpack.encode(self._welcome(knock, _secret(connection))))
+        except (BatonError, TimeoutError, OSError) as error:
+            logger.warning("a source got no meeting: %s", error)
+        finally:
+            self._knocking.release()
+
+    def _welcome(self, knock: Knock, secret: bytes) -> Welcome:
+        try:
+            plan = plan_transfer(knock.layout, self._layout, knock.rank, self._rank)
+            if knock.name != self._receiver.name:
+                raise TransferFailed(f"this is a door of {self._receiver.name}")
+            if plan.unit_bytes != knock.unit_bytes:
+                raise TransferFailed(f"a unit has {plan.unit_bytes} bytes here, {knock.unit_bytes} there")
+            return Welcome(port=self._receiver.invite(plan, secret).port)
+        except (ValueError, TransferFailed) as error:
+            return Welcome(refusal=str(error)[:512])
+
+
+def _secret(connection: Connection) -> bytes:
+    return hmac.digest(connection.session_key, b"baton pair secret 1", "sha256")

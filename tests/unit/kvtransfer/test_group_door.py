@@ -1,0 +1,92 @@
+"""Who gets a meeting, and who does not."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from baton.errors import TransferFailed
+from baton.kvtransfer.group import GroupTransport
+from baton.kvtransfer.group_door import GroupDoor, Knock, ask_for_meeting
+from baton.kvtransfer.group_receiver import GroupReceiver
+from baton.kvtransfer.landing import Landing, Landings
+from baton.kvtransfer.pair import GroupSettings
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.kvtransfer.transport import OutgoingTransfer, Piece
+from baton.layout import PageLayout
+from baton.wire import DroppedPeers
+from tests.unit.kvtransfer.test_group import wait
+
+KEY = b"the cluster's key"
+SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
+KNOCK = Knock(name="gloo", layout=LAYOUT, rank=0, unit_bytes=PLAN.unit_bytes)
+OTHER_MODEL = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
+
+
+class House:
+    def __init__(self) -> None:
+        self.pool = torch.zeros(6, PLAN.unit_bytes, dtype=torch.uint8)
+        self.landings = Landings(6)
+        self.dropped = DroppedPeers()
+        self.receiver = GroupReceiver("gloo", self.landings, self.pool, settings=SETTINGS)
+        self.door = GroupDoor(self.receiver, LAYOUT, 0, KEY, dropped=self.dropped)
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    made = House()
+    yield made
+    made.door.close()
+    made.receiver.close()
+
+
+def test_a_source_that_holds_the_key_moves_pages(house: House) -> None:
+    meet = partial(ask_for_meeting, house.door.address, KEY, KNOCK, SETTINGS.connect_s)
+    pool = torch.randint(0, 256, house.pool.shape, dtype=torch.uint8)
+    transport = GroupTransport("gloo", meet, pool, PLAN, settings=SETTINGS)
+    transport.open()
+    house.landings.add(Landing(id=b"t" * 16, epoch=3, plan=PLAN, num_units=2, pages=(5, 1), writer=b"w" * 16))
+    transfer = OutgoingTransfer(
+        id=b"t" * 16,
+        epoch=3,
+        plan=PLAN,
+        source_pages=(0, 4),
+        destination_pages=(5, 1),
+        destination_generations=(1, 1),
+    )
+    assert wait(transport, transport.push(Piece(transfer, 0, 2))).reason == ""
+    assert torch.equal(house.pool[5], pool[0]) and torch.equal(house.pool[1], pool[4])
+    assert not transport.is_broken
+    transport.close()
+    assert transport.is_broken
+
+
+@pytest.mark.parametrize("key", [b"another cluster's key", b"short"])
+def test_another_key_gets_no_meeting(house: House, key: bytes) -> None:
+    with pytest.raises(TransferFailed, match="gloo 127.0.0.1"):
+        ask_for_meeting(house.door.address, key, KNOCK, SETTINGS.connect_s)
+    assert house.receiver.num_pairs() == 0
+
+
+@pytest.mark.parametrize(
+    ("knock", "reason"),
+    [
+        (Knock(name="nccl", layout=LAYOUT, rank=0, unit_bytes=PLAN.unit_bytes), "a door of gloo"),
+        (Knock(name="gloo", layout=LAYOUT, rank=1, unit_bytes=PLAN.unit_bytes), "no rank 1"),
+        (Knock(name="gloo", layout=OTHER_MODEL, rank=0, unit_bytes=PLAN.unit_bytes), "num_layers"),
+        (Knock(name="gloo", layout=LAYOUT, rank=0, unit_bytes=1), "1 there"),
+    ],
+)
+def test_a_source_that_does_not_fit_is_told_why(house: House, knock: Knock, reason: str) -> None:
+    with pytest.raises(TransferFailed, match=reason):
+        ask_for_meeting(house.door.address, KEY, knock, SETTINGS.connect_s)
+    assert house.receiver.num_pairs() == 0
+
+
+def test_nobody_at_the_door_is_a_failure(house: House) -> None:
+    house.door.close()
+    with pytest.raises(TransferFailed):
+        ask_for_meeting(house.door.address, KEY, KNOCK, SETTINGS.connect_s)
