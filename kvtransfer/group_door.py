@@ -20,6 +20,7 @@ from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, TransferFailed, WireError
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.pair import GroupName, Meeting
+from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 from baton.wire import Connection, DroppedPeers, Role
@@ -30,12 +31,15 @@ MAX_KNOCKING: Final = 64
 
 
 class Knock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A source rank. `unit_bytes` is what it expects to move for each unit."""
+    """A source rank. `payload_bytes` is the most that its messages have.
+
+    gloo ends a process that is sent more than it has made room for, so the two agree on it first.
+    """
 
     name: GroupName
     layout: PageLayout
     rank: Annotated[int, Meta(ge=0, le=2**16 - 1)]
-    unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    payload_bytes: Annotated[int, Meta(ge=1, le=2**40)]
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,8 +147,10 @@ class GroupDoor:
             plan = plan_transfer(knock.layout, self._layout, knock.rank, self._rank)
             if knock.name != self._receiver.name:
                 raise TransferFailed(f"this is a door of {self._receiver.name}")
-            if plan.unit_bytes != knock.unit_bytes:
-                raise TransferFailed(f"a unit has {plan.unit_bytes} bytes here, {knock.unit_bytes} there")
+            if payload_bytes(plan) != knock.payload_bytes:
+                raise TransferFailed(
+                    f"messages of {payload_bytes(plan)} bytes here, of {knock.payload_bytes} there"
+                )
             return Welcome(port=self._receiver.invite(plan, secret).port)
         except (ValueError, TransferFailed) as error:
             return Welcome(refusal=str(error)[:512])

@@ -27,7 +27,7 @@ from baton.wire import DroppedPeers
 
 logger = logging.getLogger(__name__)
 
-MAX_PAIRS: Final = 256  # each has some 20 MiB of staging memory
+MAX_PAIRS: Final = 256  # each has some 40 MiB of staging memory
 
 
 class GroupReceiver:

@@ -34,7 +34,7 @@ from baton.kvtransfer.pair import (
 from baton.kvtransfer.tcp_records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
 from baton.kvtransfer.transfer_plan import TransferPlan
 
-PART_BYTES: Final = 4 * 2**20
+PART_BYTES: Final = 8 * 2**20  # smaller ones wait longer for each other than they travel
 NUM_SLOTS: Final = 3  # one is packed, one on its way, one unpacked
 _PAYLOAD_AT: Final = -(-HEADER_BYTES // 64) * 64  # on a cache line
 _MESSAGE_TAG: Final = 0

@@ -12,6 +12,7 @@ from baton.kvtransfer.group_door import GroupDoor, Knock, ask_for_meeting
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landing, Landings
 from baton.kvtransfer.pair import GroupSettings
+from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece
 from baton.layout import PageLayout
@@ -22,7 +23,7 @@ KEY = b"the cluster's key"
 SETTINGS = GroupSettings(connect_s=5.0, stall_s=2.0)
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-KNOCK = Knock(name="gloo", layout=LAYOUT, rank=0, unit_bytes=PLAN.unit_bytes)
+KNOCK = Knock(name="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
 OTHER_MODEL = PageLayout(tp_size=1, page_size=16, num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
 
 
@@ -74,10 +75,10 @@ def test_another_key_gets_no_meeting(house: House, key: bytes) -> None:
 @pytest.mark.parametrize(
     ("knock", "reason"),
     [
-        (Knock(name="nccl", layout=LAYOUT, rank=0, unit_bytes=PLAN.unit_bytes), "a door of gloo"),
-        (Knock(name="gloo", layout=LAYOUT, rank=1, unit_bytes=PLAN.unit_bytes), "no rank 1"),
-        (Knock(name="gloo", layout=OTHER_MODEL, rank=0, unit_bytes=PLAN.unit_bytes), "num_layers"),
-        (Knock(name="gloo", layout=LAYOUT, rank=0, unit_bytes=1), "1 there"),
+        (Knock(name="nccl", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN)), "a door of gloo"),
+        (Knock(name="gloo", layout=LAYOUT, rank=1, payload_bytes=payload_bytes(PLAN)), "no rank 1"),
+        (Knock(name="gloo", layout=OTHER_MODEL, rank=0, payload_bytes=payload_bytes(PLAN)), "num_layers"),
+        (Knock(name="gloo", layout=LAYOUT, rank=0, payload_bytes=1), "of 1 there"),
     ],
 )
 def test_a_source_that_does_not_fit_is_told_why(house: House, knock: Knock, reason: str) -> None:
