@@ -102,8 +102,6 @@ def test_pages_of_a_gpu_arrive_byte_for_byte(
         if name == "nccl" and torch.cuda.device_count() == 1:
             pytest.skip(f"two ranks on one GPU: {error}")  # NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1 can
         raise
-    if name == "cuda_ipc":  # a direct writer must be present before its landing
-        ask(process, f"grant {name} {transfer_id.hex()}")
     transfer = OutgoingTransfer(
         id=transfer_id,
         epoch=EPOCH,
@@ -140,15 +138,15 @@ class _Destination:
         self.pages = tuple(range(NUM_PAGES))[::-1][: self.plan.destination.num_pages(NUM_UNITS)]
 
     def obey(self, verb: str, *arguments: str) -> str:
-        if (verb == "land" and arguments[0] == "nccl") or verb == "grant":
-            self._grant(bytes.fromhex(arguments[1]), writes_directly=arguments[0] == "cuda_ipc")
+        if verb == "land":
+            self._grant(bytes.fromhex(arguments[1]), may_write_directly=arguments[0] == "cuda_ipc")
         elif verb == "save":
             torch.cuda.synchronize()
             Path(arguments[0]).write_bytes(self.pool.cpu().numpy().tobytes())
         doors = Doors(self.ipc.address, self.group.address, self.pages)
         return msgspec.json.encode(doors).decode()
 
-    def _grant(self, transfer: bytes, *, writes_directly: bool) -> None:
+    def _grant(self, transfer: bytes, *, may_write_directly: bool) -> None:
         self.shared.generations.grant(self.pages, (1,) * len(self.pages))
         self.landings.add(
             Landing(
@@ -158,7 +156,7 @@ class _Destination:
                 num_units=NUM_UNITS,
                 pages=self.pages,
                 writer=WRITER,
-                writes_directly=writes_directly,
+                may_write_directly=may_write_directly,
             )
         )
 
