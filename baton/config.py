@@ -95,7 +95,8 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     """The configuration that a nested plain mapping (from YAML, JSON or the command line) spells out.
 
     Keys are field names, `{"model": ..., "cache": {"page_size": 16}}`; sizes in bytes may be written
-    "4GiB". Raises ConfigError with the full dotted key on an unknown key, a wrong type or a bad value.
+    "4GiB", and a part may be its struct, CacheConfig(page_size=16). Raises ConfigError with the full dotted
+    key on an unknown key, a wrong type or a bad value.
     """
     return _build(EngineConfig, settings, "")
 
@@ -128,6 +129,8 @@ def log_level() -> int:
 
 
 def _build(struct_type: type[StructT], settings: object, prefix: str) -> StructT:
+    if isinstance(settings, struct_type):  # nothing has checked its types
+        settings = msgspec.structs.asdict(settings)
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
     fields = {_join(prefix, field.name): field for field in msgspec.structs.fields(struct_type)}

@@ -34,6 +34,16 @@ def test_a_nested_mapping_becomes_structs() -> None:
     )
 
 
+def test_a_part_may_be_its_struct_and_is_checked_all_the_same() -> None:
+    parts = {"cache": CacheConfig(page_size=64), "scheduler": SchedulerConfig(max_num_seqs=8)}
+    assert engine_config({"model": "m", **parts}) == EngineConfig(model="m", **parts)  # type: ignore[arg-type]
+    untyped: Any = CacheConfig(enable_prefix_caching="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cache.enable_prefix_caching: expected bool, got 'no'"):
+        engine_config({"model": "m", "cache": untyped})
+    with pytest.raises(ConfigError, match="cache: expected a mapping, got SchedulerConfig"):
+        engine_config({"model": "m", "cache": SchedulerConfig()})
+
+
 def test_defaults_stand_where_nothing_is_said() -> None:
     assert engine_config({"model": "llama"}) == EngineConfig(model="llama")
 
