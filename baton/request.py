@@ -1,8 +1,10 @@
 """What is asked of an engine and what it answers: the values that travel between the layers."""
 
+import difflib
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -21,15 +23,39 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the next token is chosen; names, meanings and defaults are vLLM's.
+class _NamesTheNearest(msgspec.StructMeta):
+    """What is misspelled is answered with what was meant; a Struct's own `__init__` is never called."""
+
+    def __call__(self, *arguments: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*arguments, **fields)
+        except TypeError as error:
+            unknown = [name for name in fields if name not in self.__struct_fields__]
+            if not unknown:
+                raise
+            raise TypeError(f"{error}; {_hint(unknown[0], self.__struct_fields__)}") from None
+
+
+def _hint(unknown: str, known: tuple[str, ...]) -> str:
+    if unknown == "stop":
+        return (
+            "strings that end the text are an argument of generate, stream and chat: an engine knows no text"
+        )
+    nearest = difflib.get_close_matches(unknown, known, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesTheNearest
+):
+    """How the next token is chosen; names, meanings and defaults are vLLM's, less `stop`: it is about text.
 
     Raises InvalidRequest when a value is outside its range. Limits that depend on the model (top_k,
     token ids, context length) are checked by the engine that knows the model.
     """
 
     n: int = 1
-    max_tokens: int = 16
+    max_tokens: int | None = 16  # None: until the model's limit
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
@@ -42,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None: drawn by the engine when the request is added
-    logprobs: int | None = None  # number of alternatives beside the sampled token
+    logprobs: int | None = None  # how many of the likeliest tokens, the sampled one perhaps among them
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,9 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_reals()
 
     def _check_types(self) -> None:
-        for name in ("n", "max_tokens", "min_tokens", "top_k"):
+        for name in ("n", "min_tokens", "top_k"):
             _check_integer(name, getattr(self, name))
-        for name in ("seed", "logprobs", "prompt_logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name))
         if not isinstance(self.logit_bias, Mapping):
@@ -65,7 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_counts(self) -> None:
         _check("n", self.n, 1, MAX_CHOICES)
-        _check("max_tokens", self.max_tokens, 1, None)
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, 1, None)
         _check("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check("top_k", self.top_k, -1, None)
         _check("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)

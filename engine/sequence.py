@@ -69,6 +69,8 @@ class Sequence:
         """Start choice `choice` of `request`; a sequence never grows past `max_model_len` tokens."""
         sampling = request.sampling
         num_prompt_tokens = len(request.token_ids)
+        room = max_model_len - num_prompt_tokens
+        most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         eos_ids = () if sampling.ignore_eos else eos_token_ids
         return cls(
             key=(request.request_id, choice),
@@ -76,7 +78,7 @@ class Sequence:
             token_ids=list(request.token_ids),
             num_prompt_tokens=num_prompt_tokens,
             min_num_tokens=num_prompt_tokens + sampling.min_tokens,
-            max_num_tokens=min(num_prompt_tokens + sampling.max_tokens, max_model_len),
+            max_num_tokens=num_prompt_tokens + most,
             stop_ids=frozenset(sampling.stop_token_ids).union(eos_ids),
             priority=request.priority,
             arrival_s=request.arrival_s,

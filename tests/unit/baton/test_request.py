@@ -94,3 +94,27 @@ def test_an_output_survives_the_wire() -> None:
 def test_sampling_of_the_wrong_type(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**change)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("temprature", "Unexpected keyword argument 'temprature'; did you mean 'temperature'?"),
+        ("stop", "'stop'; strings that end the text are an argument of generate, stream and chat"),
+        ("zzz", "'zzz'; known are n, max_tokens, "),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_what_was_meant(name: str, message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        SamplingParams(**{name: 1})  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_a_positional_argument_is_told_as_ever() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(5)  # type: ignore[call-arg]
+
+
+def test_the_number_of_tokens_may_be_left_to_the_model() -> None:
+    endless = SamplingParams(max_tokens=None, min_tokens=1000)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(endless), type=SamplingParams) == endless

@@ -25,8 +25,8 @@ def test_ignored_eos_does_not_stop_but_stop_ids_do() -> None:
     assert sequence_of(SamplingParams(ignore_eos=True, stop_token_ids=(4,))).stop_ids == {4}
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(5, 8), (50, 10)])
-def test_model_length_caps_the_answer(max_tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "expected"), [(5, 8), (50, 10), (None, 10)])
+def test_model_length_caps_the_answer(max_tokens: int | None, expected: int) -> None:
     assert sequence_of(SamplingParams(max_tokens=max_tokens), max_model_len=10).max_num_tokens == expected
 
 
