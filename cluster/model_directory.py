@@ -1,5 +1,6 @@
 """Which directory a model name means."""
 
+from os import PathLike
 from pathlib import Path
 from typing import Final
 
@@ -9,11 +10,14 @@ from baton.errors import ModelError
 TINY: Final = "tiny"
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | PathLike[str]) -> Path:
     """The model's directory; `tiny` is the one that comes with Baton (`./tiny` is a directory of yours).
 
     Raises ModelError when there is no such directory.
     """
+    if not isinstance(model, str | PathLike) or not str(model):
+        got = "an empty string" if isinstance(model, str) else f"{model!r} ({type(model).__name__})"
+        raise ModelError(f'model: expected "{TINY}" or a directory, got {got}')
     if model == TINY:
         return Path(baton.__file__).parent / "engine" / TINY
     directory = Path(model)

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,9 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ModelError, match="got a file"):
         resolve_model(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("model", [None, 5, "", b"tiny"])
+def test_what_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(ModelError, match='^model: expected "tiny" or a directory, got '):
+        resolve_model(model)
