@@ -12,8 +12,9 @@ import msgspec
 
 from baton.cluster.completion import CompletionOutput, TextDelta
 from baton.cluster.generate_options import engine_settings, sampling_params
-from baton.cluster.llm import LLM, Prompt
+from baton.cluster.llm import LLM
 from baton.cluster.progress import LoadProgress
+from baton.cluster.prompts import Prompt
 from baton.errors import InvalidRequest
 
 

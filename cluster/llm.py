@@ -8,20 +8,32 @@
 3. A call that ends early, however, leaves nothing of its requests in the engine.
 """
 
-import operator
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Self, TypeAlias
 
 from baton.cluster.completion import Completion, TextDelta
 from baton.cluster.generation import Generation
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.one_thread import OneThread, OneThreadStream
 from baton.cluster.progress import watch
+from baton.cluster.prompts import (
+    GivenPrompt,
+    Prompts,
+    Sampling,
+    Stop,
+    items_of,
+    list_prompts,
+    list_sampling,
+    list_stops,
+    naming,
+    read_prompt,
+)
 from baton.config import engine_config
 from baton.engine.hf_config import read_model_config
 from baton.engine.loading import load_engine
@@ -29,19 +41,20 @@ from baton.engine.request_checks import check_request
 from baton.engine.weights import Progress
 from baton.errors import InvalidRequest
 from baton.gateway.chat_template import ChatTemplate, Message
+from baton.gateway.messages import read_messages
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput
 
-Prompt: TypeAlias = str | Sequence[int]
-Prompts: TypeAlias = str | Sequence[Prompt]
-Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Conversation: TypeAlias = Sequence[Message]
 
 
 class LLM:
-    """Not safe to share between threads. Streams may be read in turns: whoever reads, all advance.
+    """For one thread at a time: a second one is refused. Streams may be read in turns: whoever reads, all
+    advance.
 
     `stop`, wherever it is an argument: one or several strings that end the text, of which nothing is shown.
+    An interrupt (Ctrl-C) loses the requests that run; with `tensor_parallel_size` over 1 it may leave the
+    ranks apart, and what is asked then raises WorkerLost: close this LLM and load another.
     """
 
     def __init__(
@@ -49,7 +62,8 @@ class LLM:
     ) -> None:
         """Load `model`: a directory, or "tiny" for the model that comes with Baton.
 
-        `settings` are the fields of EngineConfig, `cache={"page_size": 64}` for those within a part. With
+        `settings` are the fields of EngineConfig; a part is a mapping, as `cache={"page_size": 64}`, or its
+        struct. With
         `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and texts "".
         Raises ModelError and ConfigError, which say what to change.
         """
@@ -61,6 +75,8 @@ class LLM:
         self._chat_template = ChatTemplate.from_directory(directory)
         self.engine = load_engine(config, progress=load_progress)
         self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
+        self._unwanted: deque[str] = deque()  # request_ids of calls that ended early
+        self._one_thread = OneThread()
         self._is_closed = False
 
     @property
@@ -79,58 +95,61 @@ class LLM:
     def generate(
         self,
         prompts: Prompts,
-        sampling: Sampling = None,
+        sampling_params: Sampling = None,
         *,
-        stop: str | Sequence[str] = (),
-        progress: bool = False,
+        stop: Stop = None,
+        use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Complete each prompt, text or token ids; answers come in the prompts' order.
+        """Complete each prompt, in the forms of vLLM (`cluster/prompts.py`); answers come in their order.
 
-        `sampling`: one for all, or one a prompt. Raises InvalidRequest naming the prompt that cannot run.
+        `sampling_params`: one for all, or one a prompt. Raises InvalidRequest naming the prompt that cannot
+        run.
         """
-        generations = self._prepare(prompts, sampling, stop)
-        with closing(self._run(generations)) as deltas:
-            num_choices = sum(generation.request.sampling.n for generation in generations)
-            for _ in watch(deltas, num_choices) if progress else deltas:
-                pass
+        with self._one_thread:
+            generations = self._prepare(prompts, sampling_params, stop)
+            with closing(self._run(generations)) as deltas:
+                num_choices = sum(generation.request.sampling.n for generation in generations)
+                for _ in watch(deltas, num_choices) if use_tqdm else deltas:
+                    pass
         return [generation.completion() for generation in generations]
 
     def stream(
-        self, prompts: Prompts, sampling: Sampling = None, *, stop: str | Sequence[str] = ()
+        self, prompts: Prompts, sampling_params: Sampling = None, *, stop: Stop = None
     ) -> Generator[TextDelta, None, None]:
         """What `generate` would return, token by token. Closing the iterator ends what still runs."""
-        return self._run(self._prepare(prompts, sampling, stop))
+        return OneThreadStream(self._run(self._prepare(prompts, sampling_params, stop)), self._one_thread)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        sampling: Sampling = None,
+        sampling_params: Sampling = None,
         *,
-        stop: str | Sequence[str] = (),
-        progress: bool = False,
+        stop: Stop = None,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
     ) -> list[Completion]:
         """The next turn of one conversation or of several, such as `[{"role": "user", "content": "Hi"}]`."""
-        one = isinstance(next(iter(messages), None), Mapping)
-        conversations = cast(Sequence[Conversation], [messages] if one else messages)
+        listed = items_of(messages)
+        nested = [items_of(item) for item in listed or ()]
+        one = listed is None or None in nested
+        conversations: Sequence[object] = [listed or messages] if one else nested
         prompts = []
         for index, conversation in enumerate(conversations):
-            with _naming(index, len(conversations)):
-                prompts.append(self.chat_prompt(conversation))
-        return self.generate(prompts, sampling, stop=stop, progress=progress)
+            with naming(index, len(conversations)):
+                prompts.append(self._chat_prompt(conversation, add_generation_prompt))
+        return self.generate(prompts, sampling_params, stop=stop, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Conversation) -> list[int]:
+    def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as the model's chat template writes it, ready for the assistant's answer."""
-        tokenizer = self.tokenizer
-        if self._chat_template is None:
-            raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        return tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+        return self._chat_prompt(messages, add_generation_prompt)
 
     def close(self) -> None:
         """End what still runs and let the other ranks go; nothing can be generated afterwards."""
-        for request_id in list(self._calls):
-            self._end(request_id)
-        self._is_closed = True
-        self.engine.close()
+        with self._one_thread:
+            for request_id in list(self._calls):
+                self._end(request_id)
+            self._is_closed = True
+            self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -140,21 +159,31 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _prepare(self, prompts: Prompts, sampling: Sampling, stop: str | Sequence[str]) -> list[Generation]:
-        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    def _chat_prompt(self, messages: object, add_generation_prompt: bool) -> list[int]:
+        read, tokenizer = read_messages(messages), self.tokenizer
+        if self._chat_template is None:
+            raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
+        text = self._chat_template.render(read, add_generation_prompt=add_generation_prompt)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _prepare(self, prompts: object, sampling_params: object, stop: object) -> list[Generation]:
+        listed, stops = list_prompts(prompts), list_stops(stop)
         generations = []
-        samplings = _one_each(sampling, len(listed))
-        for index, (prompt, one_sampling) in enumerate(zip(listed, samplings, strict=True)):
-            with _naming(index, len(listed)):
-                request = self._request(prompt, one_sampling)
-                text = prompt if isinstance(prompt, str) else None
-                generations.append(Generation(request, text, index, tokenizer=self._tokenizer, stops=stops))
+        sampling = list_sampling(sampling_params, len(listed))
+        for index, (prompt, one_sampling) in enumerate(zip(listed, sampling, strict=True)):
+            with naming(index, len(listed)):
+                given = read_prompt(prompt)
+                request = self._request(given, one_sampling)
+                generations.append(
+                    Generation(request, given.text, index, tokenizer=self._tokenizer, stops=stops)
+                )
         return generations
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        request = Request(request_id=uuid.uuid4().hex, token_ids=tuple(token_ids), sampling=sampling)
+    def _request(self, prompt: GivenPrompt, sampling: SamplingParams) -> Request:
+        token_ids = prompt.token_ids
+        if token_ids is None:
+            token_ids = tuple(self.tokenizer.encode(prompt.text or ""))
+        request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
         runner = self.engine.runner
         check_request(request, vocab_size=runner.model.vocab_size, max_model_len=runner.max_model_len)
         return request
@@ -173,11 +202,12 @@ class LLM:
                 if call.running:
                     self._step()
         finally:
-            for request_id in list(call.running):
-                self._end(request_id)
+            self._unwanted.extend(call.running)
+            self._one_thread.try_to(self._end_unwanted)  # else the thread that steps does it
 
     def _step(self) -> None:
         """One step for every call; a request that has ended is let go of."""
+        self._end_unwanted()
         outputs = self.engine.step()
         if self.engine.wait_s is not None:  # prompts wait for company (max_queue_delay_ms)
             time.sleep(self.engine.wait_s)
@@ -189,6 +219,10 @@ class LLM:
                 self.engine.abort(output.request_id, output.choice)  # cut at a stop string
             if generation.is_finished:
                 self._end(output.request_id)
+
+    def _end_unwanted(self) -> None:
+        while self._unwanted:
+            self._end(self._unwanted.popleft())
 
     def _end(self, request_id: str) -> None:
         """Let go of a request, wherever it is; choices that were still wanted end as aborted."""
@@ -212,31 +246,3 @@ class _Call:
         if delta is not None:
             self.unread.append(delta)
         return delta
-
-
-@contextmanager
-def _naming(index: int, num_prompts: int) -> Iterator[None]:
-    """Say which of several prompts is at fault."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if num_prompts == 1:
-            raise
-        raise InvalidRequest(f"prompt {index}: {error}") from None
-
-
-def _one_each(sampling: Sampling, num_prompts: int) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * num_prompts
-    if len(sampling) != num_prompts:
-        raise InvalidRequest(
-            f"sampling: expected one, or {num_prompts} for as many prompts, got {len(sampling)}"
-        )
-    return sampling
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        return [operator.index(token_id) for token_id in prompt]
-    except TypeError:
-        raise InvalidRequest(f"expected text or a list of token ids, got {type(prompt).__name__}") from None

@@ -1,14 +1,16 @@
 """The offline API over the real engine and the tiny model."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from baton.cluster.completion import Completion, TextDelta
-from baton.cluster.llm import LLM, Prompt
+from baton.cluster.llm import LLM
+from baton.cluster.prompts import Prompt
 from baton.errors import InvalidRequest
-from baton.request import FinishReason, SamplingParams
+from baton.request import FinishReason, SamplingParams, StepOutput
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
 MEMORY = {"kv_cache_memory_bytes": "64MiB"}
@@ -153,9 +155,26 @@ def test_a_lone_prompt_needs_no_number(llm: LLM) -> None:
 
 
 def test_prompts_that_are_neither_text_nor_ids_are_refused(llm: LLM) -> None:
-    for wrong in ([1, 2], [[0.5]], [None]):
-        with pytest.raises(InvalidRequest, match="expected text or a list of token ids"):
+    for wrong in (None, 5, b"sun", [None], [b"sun"]):
+        with pytest.raises(InvalidRequest, match="expected text, token ids, or a dict with 'prompt'"):
             llm.generate(wrong, GREEDY)  # type: ignore[arg-type]
+
+
+def test_prompts_may_be_dicts_and_may_come_one_by_one(llm: LLM) -> None:
+    token_ids = llm.tokenizer.encode(COPY)
+    for prompt in ({"prompt": COPY}, {"prompt_token_ids": token_ids}, token_ids):
+        assert texts(llm.generate(prompt, GREEDY)) == [COPIED]
+    several = ({"prompt": COPY}, {"prompt_token_ids": token_ids, "prompt": "shown"}, COPY)
+    completions = llm.generate((prompt for prompt in several), sampling_params=GREEDY, stop=None)
+    assert texts(completions) == [COPIED] * 3
+    assert [completion.prompt for completion in completions] == [COPY, "shown", COPY]
+
+
+def test_no_limit_of_tokens_is_the_models_own(llm: LLM) -> None:
+    endless = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    (completion,) = llm.generate([[5] * 4090], endless)
+    assert len(completion.outputs[0].token_ids) == 6
+    assert completion.outputs[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_stream_checks_before_it_is_read(llm: LLM) -> None:
@@ -202,8 +221,82 @@ def test_chat_takes_several_conversations(llm: LLM) -> None:
 
 
 def test_bad_messages_are_named(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: the messages do not fit"):
+    with pytest.raises(InvalidRequest, match="^prompt 1: message 0: content: expected text .*, got nothing"):
         llm.chat([QUESTION, [{"role": "user"}]], GREEDY)
+
+
+def test_a_lone_message_and_a_bare_text_are_no_conversation(llm: LLM) -> None:
+    for wrong in ("Hi", QUESTION[0], 5, None):
+        with pytest.raises(InvalidRequest, match="^messages: expected a list"):
+            llm.chat(wrong, GREEDY)  # type: ignore[arg-type]
+
+
+def test_messages_may_have_parts_and_come_one_by_one(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is Baton?"}]}]
+    expected = llm.chat_prompt(QUESTION)
+    assert llm.chat_prompt(parts) == expected
+    for given in (iter(parts), [iter(parts)]):
+        (completion,) = llm.chat(given, GREEDY)  # type: ignore[arg-type]
+        assert list(completion.prompt_token_ids) == expected
+    assert llm.chat([], GREEDY) == []
+
+
+def test_the_generation_prompt_may_be_left_out(llm: LLM) -> None:
+    (completion,) = llm.chat(QUESTION, GREEDY, add_generation_prompt=False)
+    shorter = list(completion.prompt_token_ids)
+    assert llm.chat_prompt(QUESTION)[: len(shorter)] == shorter != llm.chat_prompt(QUESTION)
+
+
+def test_another_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
+    stream = llm.stream(COPY, GREEDY)
+    first = next(stream).text
+    refused: list[BaseException] = []
+
+    def intrude() -> None:
+        for use in (lambda: llm.generate(COPY), lambda: next(stream), stream.close, llm.close):
+            try:
+                use()
+            except InvalidRequest as error:
+                refused.append(error)
+
+    inner_step = llm.engine.step
+
+    def step_beside_another() -> list[StepOutput]:
+        llm.engine.step = inner_step  # type: ignore[method-assign]
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join()
+        return inner_step()
+
+    llm.engine.step = step_beside_another  # type: ignore[method-assign]
+    assert first + "".join(delta.text for delta in stream) == COPIED
+    assert [str(error).partition(":")[0] for error in refused] == ["this LLM is in use by another thread"] * 4
+
+
+def test_one_thread_after_the_other_is_welcome(llm: LLM) -> None:
+    answers: list[list[str]] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: answers.append(texts(llm.generate(COPY, GREEDY))))
+        thread.start()
+        thread.join()
+    assert answers == [[COPIED], [COPIED]]
+
+
+def test_a_stream_dropped_beside_a_working_thread_is_ended_by_that_thread(llm: LLM) -> None:
+    streams = [llm.stream(COPY, SamplingParams(max_tokens=1000, ignore_eos=True))]
+    next(streams[0])
+    inner_step = llm.engine.step
+
+    def step_while_dropped() -> list[StepOutput]:
+        llm.engine.step = inner_step  # type: ignore[method-assign]
+        other = threading.Thread(target=streams.clear)  # the last reference goes there
+        other.start()
+        other.join()
+        return inner_step()
+
+    llm.engine.step = step_while_dropped  # type: ignore[method-assign]
+    assert texts(llm.generate(COPY, GREEDY)) == [COPIED]
+    assert not llm.engine.has_work()
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
@@ -251,7 +344,7 @@ def test_a_prompt_seen_before_is_cached(llm: LLM) -> None:
 
 
 def test_progress_is_shown_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate([COPY, COPY], GREEDY, progress=True)
+    llm.generate([COPY, COPY], GREEDY, use_tqdm=True)
     shown = capsys.readouterr()
     assert "2/2" in shown.err and "tokens/s" in shown.err
     assert shown.out == ""

@@ -1,0 +1,57 @@
+"""Chat messages as clients write them, checked and in the one form that chat templates read.
+
+`content` is text, or parts such as `{"type": "text", "text": "Hi"}` whose texts become lines, as in vLLM.
+"""
+
+import reprlib
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from baton.errors import InvalidRequest
+from baton.gateway.chat_template import Message
+
+EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
+
+
+def read_messages(messages: object) -> list[Message]:
+    """One conversation; raises InvalidRequest that names the message and its key."""
+    if isinstance(messages, Mapping):
+        raise InvalidRequest(f"messages: expected a list of messages such as [{EXAMPLE}], got one message")
+    if isinstance(messages, str | bytes) or not isinstance(messages, Iterable):
+        raise InvalidRequest(f"messages: expected a list such as [{EXAMPLE}], got {_show(messages)}")
+    read = [_read(message, f"message {index}") for index, message in enumerate(messages)]
+    if not read:
+        raise InvalidRequest("messages: expected at least one message, got none")
+    return read
+
+
+def _read(message: object, name: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {_show(message)}")
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{name}: role: expected text such as 'user', got {_value(message, 'role')}")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(
+            f"{name}: content: expected text or a list of text parts, got {_value(message, 'content')}"
+        )
+    texts = [_text(part, f"{name}: content[{index}]") for index, part in enumerate(content)]
+    return {**message, "content": "\n".join(texts)}
+
+
+def _text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {_show(part)}')
+    return str(part["text"])
+
+
+def _value(message: Mapping[str, object], key: str) -> str:
+    return _show(message[key]) if key in message else "nothing"
+
+
+def _show(value: object) -> str:
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
