@@ -1,0 +1,160 @@
+"""The two ends of a KV transfer bench: whole endpoints with real ledgers, the destination in its own process.
+
+Pages are scattered: the free lists are shuffled before anything moves.
+"""
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.engine.dtypes import TORCH_DTYPES
+from baton.engine.pages import PagePool
+from baton.kernels.huge_pages import huge_zeros
+from baton.kvtransfer.endpoint import Ended, KvEndpoint
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.handoff import Outcome
+from baton.kvtransfer.ledger import Owner
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.timeline import TransferTimes
+from baton.layout import PageLayout
+
+KEY: Final = b"a key for this bench alone"
+FINGERPRINT: Final = "bench"
+DEADLINE_S: Final = 120.0
+WAIT_S: Final = 0.05
+NO_ROOM: Final = "refused: no room"
+
+
+def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
+    return EndpointSettings(key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport)
+
+
+def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
+    heads = layout.num_kv_heads // layout.tp_size
+    return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.head_dim)
+
+
+def scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
+    """All pages free, in random order."""
+    ledger = PagePool(num_pages, layout.page_size)
+    pages = ledger.allocate(num_pages, "shuffle")
+    random.Random(seed).shuffle(pages)
+    ledger.release(pages, "shuffle")
+    return ledger
+
+
+class SourceEnd:
+    """The end in the bench's own process."""
+
+    def __init__(
+        self, layout: PageLayout, num_pages: int, transport: str, pool: Tensor | None = None
+    ) -> None:
+        """pool: of another end with the same layout, to save memory."""
+        self.layout = layout
+        if pool is None:
+            pool = huge_zeros(pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype])
+            pool.view(torch.int16).random_(0, 2**15)
+        self.pool = pool
+        self.ledger = scattered_ledger(layout, num_pages, seed=0)
+        self.endpoint = KvEndpoint(settings_of(layout, transport), pool, self.ledger)
+
+    def link(self, destination: "DestinationProcess") -> Link:
+        return self.endpoint.link(destination.address)
+
+    def send(self, link: Link, num_tokens: int) -> TransferTimes:
+        """One hand-off of pages that are all there; RuntimeError when it fails."""
+        num_pages = self.layout.num_pages(num_tokens)
+        pages = self.ledger.allocate(num_pages, "prompt")
+        reason = NO_ROOM
+        while reason == NO_ROOM:  # the destination has yet to let go of what came before
+            transfer = self.endpoint.start(link, num_pages, deadline_s=DEADLINE_S)
+            self.endpoint.offer(transfer, pages, num_pages)
+            ended = self.wait_for(transfer)
+            reason = ended.reason
+        self.ledger.release(pages, "prompt")
+        if ended.times is None or ended.outcome is not Outcome.HANDED_OVER:
+            raise RuntimeError(f"{num_tokens} tokens were not handed over: {ended.outcome}: {reason}")
+        return ended.times
+
+    def wait_for(self, transfer: bytes) -> Ended:
+        deadline_s = perf_counter() + DEADLINE_S
+        while perf_counter() < deadline_s:
+            for ended in self.endpoint.poll():
+                if ended.transfer == transfer:
+                    return ended
+            self.endpoint.wait(WAIT_S)
+        raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What the destination's process is told."""
+
+    layout: PageLayout
+    num_pages: int
+    is_shared: bool
+
+
+class DestinationProcess:
+    def __init__(self, layout: PageLayout, num_pages: int, *, is_shared: bool = True) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.bench.kv_ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(_Start(layout, num_pages, is_shared)) + b"\n")
+        self._process.stdin.flush()
+        host, port = msgspec.json.decode(self._process.stdout.readline(), type=tuple[str, int])
+        self.address = (host, port)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        self._process.kill()  # nothing in it is worth a farewell
+        self._process.communicate()
+
+
+def serve(start: _Start) -> None:
+    """Take pages and let go of them, until killed."""
+    layout, shared = start.layout, SharedPool() if start.is_shared else None
+    zeros = huge_zeros if shared is None else shared.zeros
+    pool = zeros(pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype])
+    touch(pool)
+    ledger = scattered_ledger(layout, start.num_pages, seed=1)
+
+    def admit(_: Reserve, num_pages: int) -> Owner | None:
+        return "sequence" if ledger.num_free >= num_pages else None
+
+    endpoint = KvEndpoint(settings_of(layout, "auto"), pool, ledger, admit, shared=shared)
+    sys.stdout.write(msgspec.json.encode(endpoint.address).decode() + "\n")
+    sys.stdout.flush()
+    while True:
+        endpoint.wait(WAIT_S)
+        release_adopted(endpoint.poll(), ledger)
+
+
+def release_adopted(ended: Sequence[Ended], ledger: PagePool) -> None:
+    for each in ended:
+        if each.outcome is Outcome.ADOPTED:
+            ledger.release(each.pages, "sequence")
+
+
+def touch(pool: Tensor) -> None:
+    """Have all memory at hand, as a worker's pool has after its first minutes."""
+    pool.view(-1).view(torch.uint8)[::4096].fill_(1)
+
+
+if __name__ == "__main__":
+    serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))

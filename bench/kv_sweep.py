@@ -1,0 +1,136 @@
+"""How fast pages of many prompt sizes move over each transport, beside what the machine can do.
+
+Rounds of all subjects alternate, so that whatever else the machine does falls on all alike.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+from baton.bench.kv_ends import DestinationProcess, SourceEnd
+from baton.bench.kv_limits import Gloo, Memcpy, PageMoves, RawSocket, Subject
+from baton.bench.kv_shapes import layout_of
+from baton.kvtransfer.tcp import TcpSettings
+from baton.kvtransfer.timeline import TransferTimes
+
+LIMIT_BYTES: Final = 2**26  # of a limit's round: rates do not change beyond
+TRANSPORTS: Final = ("shm", "tcp")
+Progress = Callable[[str], None]
+
+
+class Point(NamedTuple):
+    """Medians over the rounds of one prompt size."""
+
+    shape: str
+    page_size: int
+    num_tokens: int
+    transport: str
+    num_bytes: int
+    gbps: float  # while bytes moved
+    gbps_whole: float  # from the first message to the last, digests and their comparison included
+    times: TransferTimes
+
+
+class Limits(NamedTuple):
+    """GB/s, medians; of one shape and page size."""
+
+    shape: str
+    page_size: int
+    gbps: dict[str, float]
+
+
+class Ends:
+    """One shape at one page size: a pool here, one in another process, and a link over each transport."""
+
+    def __init__(self, shape: str, page_size: int, most_tokens: int) -> None:
+        self.layout = layout_of(shape, page_size=page_size)
+        self.num_pages = max(64, self.layout.num_pages(most_tokens) * 5 // 4)
+        self._destination = DestinationProcess(self.layout, self.num_pages)
+        self.sources: dict[str, SourceEnd] = {}
+        for transport in TRANSPORTS:
+            pool = next(iter(self.sources.values())).pool if self.sources else None
+            self.sources[transport] = SourceEnd(self.layout, self.num_pages, transport, pool)
+        self._links = {name: source.link(self._destination) for name, source in self.sources.items()}
+
+    def send(self, transport: str, num_tokens: int) -> TransferTimes:
+        return self.sources[transport].send(self._links[transport], num_tokens)
+
+    def close(self) -> None:
+        for source in self.sources.values():
+            source.close()
+        self._destination.close()
+
+
+def measure(
+    shape: str, page_size: int, sizes: Sequence[int], num_rounds: int, progress: Progress
+) -> tuple[list[Point], Limits]:
+    """Every prompt size of one shape, and the limits."""
+    ends = Ends(shape, page_size, max(sizes))
+    subjects = limit_subjects(ends.layout.page_bytes)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
+    try:
+        for round_number in range(-1, num_rounds):
+            for num_tokens in sizes:
+                progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
+                for transport in TRANSPORTS:
+                    taken = ends.send(transport, num_tokens)
+                    if round_number >= 0:  # the first one warms up
+                        times[transport, num_tokens].append(taken)
+            for subject in subjects:
+                taken_s = subject.run()
+                if round_number >= 0:
+                    seconds[subject.name].append(taken_s)
+    finally:
+        for subject in subjects:
+            subject.close()
+        ends.close()
+    moved_bytes = limit_moves(ends.layout.page_bytes).num_bytes
+    limits = {name: moved_bytes / median(values) / 1e9 for name, values in seconds.items()}
+    points = [
+        point_of(shape, page_size, num_tokens, transport, taken)
+        for (transport, num_tokens), taken in times.items()
+    ]
+    return points, Limits(shape, page_size, limits)
+
+
+def point_of(
+    shape: str, page_size: int, num_tokens: int, transport: str, taken: Sequence[TransferTimes]
+) -> Point:
+    """The round whose moving took the median time speaks for all."""
+    middle = sorted(taken, key=moving_s)[len(taken) // 2]
+    return Point(
+        shape=shape,
+        page_size=page_size,
+        num_tokens=num_tokens,
+        transport=transport,
+        num_bytes=middle.num_bytes,
+        gbps=middle.num_bytes / moving_s(middle) / 1e9,
+        gbps_whole=median(each.num_bytes / each.total_s for each in taken) / 1e9,
+        times=middle,
+    )
+
+
+def moving_s(times: TransferTimes) -> float:
+    return times.gather_s + times.wire_s
+
+
+def limit_moves(page_bytes: int) -> PageMoves:
+    num_pages = max(1, LIMIT_BYTES // page_bytes)
+    pool, choose = 2 * num_pages, random.Random(0)
+    return PageMoves(
+        page_bytes, pool, choose.sample(range(pool), num_pages), choose.sample(range(pool), num_pages)
+    )
+
+
+def limit_subjects(page_bytes: int) -> list[Subject]:
+    moves = limit_moves(page_bytes)
+    streams = sorted({1, TcpSettings().num_streams})
+    return [
+        Memcpy(moves),
+        *(RawSocket(moves, num_streams) for num_streams in streams),
+        Gloo.contiguous(moves),
+        Gloo.pages(moves),
+    ]
