@@ -28,11 +28,11 @@ from baton.errors import WireError
 from baton.kvtransfer.choose import TransportCounters
 from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Finished, Outcome, Terms
+from baton.kvtransfer.handoff import Finished, Outcome, Terms, answer_to_unknown
 from baton.kvtransfer.incoming import Incoming
 from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.link import Call, Link
-from baton.kvtransfer.messages import AnyMessage, Grant, Pull, Refuse, Released, Reserve
+from baton.kvtransfer.messages import AnyMessage, Pull, Refuse, Reserve
 from baton.kvtransfer.outgoing import Outgoing
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.peers import Peers
@@ -223,12 +223,17 @@ class KvEndpoint:
             case Pull():
                 self._accept_pull(link, message)
             case _:
-                transfer: bytes = getattr(message, "transfer", b"")
-                end = self._outgoing.get(transfer) or self._incoming.get(transfer)
-                if end is not None and end.link is link:
-                    end.receive(message)
-                elif isinstance(message, Grant):  # for a transfer that ended before it came
-                    link.send(Released(transfer=transfer, epoch=message.epoch))
+                self._hand_on(link, message)
+
+    def _hand_on(self, link: Link, message: AnyMessage) -> None:
+        """To the end of its transfer, whichever link of the same process it came over."""
+        transfer: bytes = getattr(message, "transfer", b"")
+        end = self._outgoing.get(transfer) or self._incoming.get(transfer)
+        answer = answer_to_unknown(message)
+        if end is not None and end.link.hello.incarnation == link.hello.incarnation:
+            end.receive(message)
+        elif answer is not None:
+            link.send(answer)
 
     def _reserve(self, link: Link, request: Reserve) -> None:
         if request.transfer in self._incoming or request.num_parts != 1:
@@ -307,6 +312,8 @@ class KvEndpoint:
     def _tick(self) -> None:
         self._next_tick_s = self._clock.now_s() + TICK_S
         for end in self._ends():
+            if end.link.is_lost:  # what is left to be said goes over another link to the same process
+                end.link = self._peers.link_to(end.link.hello.incarnation) or end.link
             end.perform(end.handoff.tick())
         self._outgoing = {id_: end for id_, end in self._outgoing.items() if not end.is_over}
         self._incoming = {id_: end for id_, end in self._incoming.items() if not end.is_over}

@@ -66,6 +66,11 @@ class Peers:
         self._add(link)
         return link
 
+    def link_to(self, incarnation: bytes) -> Link | None:
+        """Any link to that very process."""
+        links = (link for link in self._links if link.hello.incarnation == incarnation)
+        return next(links, None)
+
     def transports(self, link: Link) -> PeerTransports | None:
         """None: the link is lost."""
         return self._links.get(link)

@@ -1,0 +1,42 @@
+"""The link breaks while both processes live: neither may hold the other's pages for good."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.endpoint_host import Host, HostProcess
+from tests.faults.test_endpoint import BACK_S, NUM_UNITS, all_back_s
+
+POINTS = ("start", "after Grant", "half", "all", "before Verified")
+
+
+@pytest.fixture
+def source(transport: str) -> Iterator[Host]:
+    host = Host(is_shared=False, transport=transport)
+    host.fill(1)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def destination() -> Iterator[HostProcess]:
+    with HostProcess() as process:
+        yield process
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("point", POINTS)
+def test_pages_come_back_over_the_next_link(
+    source: Host, destination: HostProcess, point: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(transfer: bytes, reason: str) -> None:
+        source.endpoint._outgoing[transfer].link._connection.close()
+
+    address = destination.call("address")
+    assert source.send(address, NUM_UNITS) == "handed_over"
+    with monkeypatch.context() as patch:
+        patch.setattr(source.endpoint, "abort", cut)  # what the host does at the point
+        assert source.send(address, NUM_UNITS, abort_at=point) in ("failed", "handed_over")
+    assert source.send(address, NUM_UNITS) == "handed_over"
+    assert all_back_s(source, destination) < BACK_S
+    assert {end[0] for end in destination.call("ended")} <= {"adopted", "recompute"}
