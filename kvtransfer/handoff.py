@@ -70,7 +70,7 @@ class Verify(NamedTuple):
 class Outcome(StrEnum):
     # At the source.
     HANDED_OVER = "handed_over"
-    FAILED = "failed"
+    FAILED = "failed"  # as far as the source knows: the word that it was adopted may have been lost
     # At the destination.
     ADOPTED = "adopted"
     RECOMPUTE = "recompute"  # the pages did not come: their tokens have to be computed
