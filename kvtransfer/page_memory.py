@@ -147,6 +147,7 @@ class PeerPages:
 
     def __init__(self, descriptor: int, num_pages: int, page_bytes: int) -> None:
         self._mapped: mmap.mmap | None = map_shared(descriptor, num_pages * page_bytes)
+        self._mapped.madvise(mmap.MADV_DONTFORK)  # when this process is dead nobody writes on its behalf
         self.memory = PageMemory(_address(self._mapped), num_pages, page_bytes, self._mapped)
 
     def close(self) -> None:

@@ -18,12 +18,13 @@ from typing import Final
 import msgspec
 
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, TransferFailed
+from baton.errors import BatonError, ConfigError, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
 from baton.kvtransfer.tcp_records import (
     ANSWER_BYTES,
     HEADER_BYTES,
+    MAX_PART_BYTES,
     Outcome,
     PartHeader,
     decode_answer,
@@ -82,6 +83,9 @@ class TcpTransport:
     def push(self, piece: Piece) -> int:
         if not self.memory.has(piece.transfer.source_pages):
             raise ValueError(f"the pool has {self.memory.num_pages} pages: {piece.transfer.source_pages}")
+        unit_bytes = piece.transfer.plan.unit_bytes
+        if unit_bytes > MAX_PART_BYTES:
+            raise ConfigError(f"page_size: a page has {unit_bytes} bytes, tcp moves {MAX_PART_BYTES} at most")
         return self.tickets.push(piece)
 
     @property

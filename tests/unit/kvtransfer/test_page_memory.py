@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +40,18 @@ def test_an_engines_pool_lives_in_shared_memory() -> None:
     pages.close()
     pages.close()
     shared.close()
+
+
+def test_a_child_of_a_writer_has_no_way_to_write() -> None:
+    pool = SharedPool()
+    pool.zeros((4, 4096), torch.uint8)
+    pages = PeerPages(pool.file.descriptor, 4, 4096)
+    mapped = f"{pages.memory.address:x}-"
+    smaps = Path("/proc/self/smaps").read_text()
+    flags = smaps[smaps.index(mapped) :].split("VmFlags:")[1].splitlines()[0]
+    assert "dc" in flags.split()  # not copied at a fork
+    pages.close()
+    pool.close()
 
 
 def test_nobody_can_cut_or_grow_a_shared_file() -> None:

@@ -5,10 +5,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
-from baton.errors import TransferFailed
+from baton.errors import ConfigError, TransferFailed
 from baton.kvtransfer.landing import Landing, Landings, Writing
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.tcp import TcpSettings, TcpTransport
@@ -134,6 +135,14 @@ def test_pages_out_of_the_pool_are_refused_when_pushed(memory: PageMemory) -> No
     transport = TcpTransport(("127.0.0.1", 1), KEY, memory)
     with pytest.raises(ValueError, match="40 pages"):
         transport.push(piece(NUM_PAGES + 1))
+
+
+def test_a_page_larger_than_a_stream_takes_is_named(memory: PageMemory) -> None:
+    layout = msgspec.structs.replace(LAYOUT, page_size=2048)
+    transfer = msgspec.structs.replace(piece(1).transfer, plan=plan_transfer(layout, layout, 0, 0))
+    transport = TcpTransport(("127.0.0.1", 1), KEY, memory)
+    with pytest.raises(ConfigError, match="page_size"):
+        transport.push(Piece(transfer, 0, 1))
 
 
 def test_a_name_that_nobody_has_cannot_be_opened(memory: PageMemory) -> None:
