@@ -28,6 +28,7 @@ WEIGHTS = {
     "fence": 2,
 }
 NUM_STEPS = 150
+WEIGHTED = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
 
 
 def play(seed: int) -> HandoffWorld:
@@ -73,7 +74,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.data = data
         self.world = HandoffWorld(lambda n: data.draw(st.integers(0, n - 1)))
 
-    @rule(data=st.data(), name=st.sampled_from(sorted(WEIGHTS)))
+    @rule(data=st.data(), name=st.sampled_from(WEIGHTED))
     def step(self, data: st.DataObject, name: str) -> None:
         self.world.pick = lambda n: data.draw(st.integers(0, n - 1))
         getattr(self.world, f"step_{name}")()
@@ -89,5 +90,5 @@ class HandoffMachine(RuleBasedStateMachine):
             self.world.settle()
 
 
-HandoffMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
+HandoffMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=120, deadline=None)
 TestHandoffMachine = HandoffMachine.TestCase
