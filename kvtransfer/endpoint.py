@@ -93,8 +93,7 @@ class KvEndpoint:
         self._doors = PoolDoors(
             pool,
             shared,
-            settings.key,
-            settings.host,
+            settings,
             lambda transfers: self._inbox.put(lambda: self._bury(transfers)),
             clock=self._clock,
             dropped=self.dropped,

@@ -73,6 +73,7 @@ class Doors(Message, frozen=True):
     device: Literal["cpu", "cuda"]
     tcp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # 0: no such door
     shm_address: Annotated[str, Meta(max_length=107)] = ""
+    gloo_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
 
 
 class Reserve(Message, frozen=True):

@@ -10,12 +10,17 @@ from typing import Final
 from baton.clock import Clock
 from baton.errors import BatonError, TransferFailed
 from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
+from baton.kvtransfer.group import GroupTransport
+from baton.kvtransfer.group_door import Knock, ask_for_meeting
 from baton.kvtransfer.link import Link, Post, answer, dial
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello
 from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.pair import GroupSettings, Meeting
+from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.peer_transports import PeerTransports
 from baton.kvtransfer.shm import ShmTransport
 from baton.kvtransfer.tcp import TcpTransport
+from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OnEnd, Transport
 from baton.wire import DroppedPeers
 
@@ -127,7 +132,8 @@ class Peers:
     def _order(self, link: Link) -> Sequence[TransportName]:
         here = Place(host=self._doors.host, device=self._doors.device)
         there = Place(host=link.doors.host, device=link.doors.device)
-        doors = {"shm": link.doors.shm_address, "tcp": link.doors.tcp_port}
+        theirs = link.doors
+        doors = {"shm": theirs.shm_address, "gloo": theirs.gloo_port, "tcp": theirs.tcp_port}
         return order(here, there, [name for name, door in doors.items() if door], self._transport)
 
     def _make(self, link: Link, name: TransportName, on_end: OnEnd) -> Transport:
@@ -138,4 +144,21 @@ class Peers:
         if name == "tcp":
             address = (link.host, link.doors.tcp_port)
             return TcpTransport(address, key, memory, clock=clock, on_end=on_end, dropped=dropped)
+        if name == "gloo":
+            return self._make_gloo(link, on_end)
         raise TransferFailed(f"{name} serves no pool on a CPU")
+
+    def _make_gloo(self, link: Link, on_end: OnEnd) -> GroupTransport:
+        here, there, settings = self._hello, link.hello, GroupSettings(host=self.address[0])
+        plan = plan_transfer(here.layout, there.layout, here.rank, there.rank)
+
+        def meet() -> Meeting:
+            knock = Knock(name="gloo", layout=here.layout, rank=here.rank, payload_bytes=payload_bytes(plan))
+            address, timeout_s = (link.host, link.doors.gloo_port), settings.connect_s
+            return ask_for_meeting(
+                address, self._key, knock, timeout_s, clock=self._clock, dropped=self._dropped
+            )
+
+        return GroupTransport(
+            "gloo", meet, self._memory, plan, settings=settings, clock=self._clock, on_end=on_end
+        )
