@@ -22,15 +22,16 @@ def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device) ->
     return given // layout.page_bytes
 
 
-def check_fits(num_pages: int, layout: PageLayout, max_model_len: int) -> None:
+def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model_len: int) -> None:
     """ConfigError unless one sequence of the longest length fits the pool."""
     needed = layout.num_pages(max_model_len)
     if num_pages >= needed:
         return
+    given_bytes = cache.kv_cache_memory_bytes or num_pages * layout.page_bytes
     raise ConfigError(
         f"the KV cache holds {num_pages * layout.page_size} tokens, one sequence of max_model_len "
         f"{max_model_len} needs {needed * layout.page_bytes:,} bytes a rank, got "
-        f"{num_pages * layout.page_bytes:,}: raise cache.kv_cache_memory_bytes or lower max_model_len"
+        f"{given_bytes:,}: raise cache.kv_cache_memory_bytes or lower max_model_len"
     )
 
 

@@ -77,7 +77,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             self.run_largest_step()
         num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device))
-        check_fits(num_pages, self.layout, self.max_model_len)
+        check_fits(cache, num_pages, self.layout, self.max_model_len)
         num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
         try:
             self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)

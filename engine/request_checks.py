@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 
 from baton.errors import InvalidRequest
-from baton.request import Request
+from baton.request import Request, SamplingParams
 
 
 def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> None:
     """Raise InvalidRequest, naming the field, for what would fail or mean nothing once it runs."""
-    sampling = request.sampling
     num_tokens = len(request.token_ids)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty: at least one token is needed")
@@ -17,6 +16,11 @@ def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> N
             f"the prompt has {num_tokens} tokens; the model takes {max_model_len}, one of them for the answer"
         )
     _check_ids("prompt token", request.token_ids, vocab_size)
+    check_sampling(request.sampling, vocab_size=vocab_size)
+
+
+def check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
+    """The part of `check_request` that needs no prompt."""
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     if sampling.top_k > vocab_size:

@@ -22,10 +22,15 @@ def test_without_a_size_a_bounded_part_of_what_is_free_is_taken() -> None:
 
 
 def test_one_sequence_of_the_longest_length_must_fit() -> None:
-    check_fits(3, LAYOUT, 48)
+    check_fits(CacheConfig(), 3, LAYOUT, 48)
     with pytest.raises(ConfigError) as caught:
-        check_fits(3, LAYOUT, 49)
+        check_fits(CacheConfig(), 3, LAYOUT, 49)
     message = str(caught.value)
     assert "holds 48 tokens" in message and "max_model_len 49" in message
     assert "cache.kv_cache_memory_bytes" in message
     assert f"{4 * LAYOUT.page_bytes:,} bytes" in message and f"{3 * LAYOUT.page_bytes:,}" in message
+
+
+def test_memory_for_less_than_a_page_is_told_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match="holds 0 tokens.* got 1,024: raise"):
+        check_fits(CacheConfig(kv_cache_memory_bytes=1024), 0, LAYOUT, 49)
