@@ -5,16 +5,16 @@ when the reader of the output has gone, as for a process that a broken pipe ends
 """
 
 import argparse
-import difflib
 import importlib.metadata
 import io
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from baton.cluster.generate_options import add_options, option_flags
+from baton.cluster import standard_output
+from baton.cluster.flag_names import hint_for, in_flags
+from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
 from baton.config import log_level
 from baton.errors import BatonError, ConfigError
 
@@ -32,20 +32,24 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
+    flags: dict[str, str] = {}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     try:
+        try:
+            arguments = _parse(argv)
+        except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
+            standard_output.flush()
+            raise
+        flags = flags_of_settings(arguments)
         logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
         _generate(arguments)
-        sys.stdout.flush()
     except BatonError as error:
-        print(f"baton: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"baton: error: {in_flags(' '.join(str(error).splitlines()), flags)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_output()
         return BROKEN_PIPE
     return 0
 
@@ -88,9 +92,7 @@ def _take_prompt(arguments: argparse.Namespace, unknown: list[str]) -> None:
 def _unknown(argument: str) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}: put a prompt of several words in quotes"
-    nearest = difflib.get_close_matches(argument.partition("=")[0], option_flags(), n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "put -- before a prompt that starts with a dash"
-    return f"unknown option {argument!r}; {hint}"
+    return f"unknown option {argument!r}; {hint_for(argument, option_flags())}"
 
 
 def _version() -> str:
@@ -98,11 +100,6 @@ def _version() -> str:
         return importlib.metadata.version("baton")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _drop_output() -> None:
-    """Point stdout at nothing, so that the interpreter does not fail once more when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -7,15 +7,22 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from baton.cluster import standard_output
 from baton.cluster.completion import CompletionOutput, TextDelta
 from baton.cluster.generate_options import engine_settings, sampling_params
 from baton.cluster.llm import LLM
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.progress import LoadProgress
 from baton.cluster.prompts import Prompt
+from baton.engine.hf_config import read_model_config
+from baton.engine.request_checks import check_sampling
 from baton.errors import InvalidRequest
+
+GPU_SHARE: Final = "engine.cache.gpu_memory_utilization"
 
 
 def generate(arguments: argparse.Namespace) -> None:
@@ -25,6 +32,9 @@ def generate(arguments: argparse.Namespace) -> None:
         if asked is not None and not arguments.json:
             raise InvalidRequest(f"{flag}: plain text has no room for them; add --json")
     prompt = _prompt(arguments)
+    standard_output.check()
+    vocab_size = read_model_config(resolve_model(arguments.model)).vocab_size
+    check_sampling(sampling, vocab_size=vocab_size)  # said before minutes of loading
     with _load(arguments) as llm:
         shown = _text if llm.has_tokenizer else _token_ids
         if arguments.chat:
@@ -33,9 +43,9 @@ def generate(arguments: argparse.Namespace) -> None:
             return _print_stream(map(shown, llm.stream([prompt], sampling, stop=arguments.stop)))
         (completion,) = llm.generate([prompt], sampling, stop=arguments.stop)
     if arguments.json:
-        print(msgspec.json.encode(completion).decode())
+        standard_output.write(f"{msgspec.json.encode(completion).decode()}\n")
     else:
-        print("\n\n".join(map(shown, completion.outputs)))
+        standard_output.write("\n\n".join(map(shown, completion.outputs)) + "\n")
 
 
 def _load(arguments: argparse.Namespace) -> LLM:
@@ -47,7 +57,10 @@ def _load(arguments: argparse.Namespace) -> LLM:
             llm = LLM(arguments.model, load_progress=progress, **settings)
     else:
         llm = LLM(arguments.model, **settings)
-    print(llm.engine.runner.describe_pool(), file=sys.stderr)
+    runner = llm.engine.runner
+    if GPU_SHARE in vars(arguments) and runner.device.type != "cuda":
+        print("baton: warning: --gpu-memory-utilization is ignored on a CPU", file=sys.stderr)
+    print(runner.describe_pool(), file=sys.stderr)
     return llm
 
 
@@ -71,9 +84,8 @@ def _read_prompt(name: str) -> str:
 
 def _print_stream(parts: Iterable[str]) -> None:
     for part in parts:
-        sys.stdout.write(part)
-        sys.stdout.flush()
-    print()
+        standard_output.write(part)
+    standard_output.write("\n")
 
 
 def _text(part: TextDelta | CompletionOutput) -> str:

@@ -8,6 +8,8 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
+from baton.cluster.flag_names import SPELLED, StoreSpelled
+from baton.cluster.option_kinds import biases, count, dtype, integers, load_format, stop_string
 from baton.request import SamplingParams
 
 
@@ -26,74 +28,108 @@ class Switch(NamedTuple):
     help: str
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected integers such as 5,17, got {text!r}") from None
-
-
-def _biases(text: str) -> dict[int, float]:
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return {int(token_id): float(bias) for token_id, bias in pairs}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected biases such as 5:-1.5,17:2, got {text!r}") from None
-
-
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
 
 OPTIONS: Final = (
     Option("--max-tokens", "sampling.max_tokens", int, "N", f"new tokens at most ({DEFAULT_MAX_TOKENS})"),
-    Option("--min-tokens", "sampling.min_tokens", int, "N", "new tokens at least"),
+    Option("--min-tokens", "sampling.min_tokens", int, "N", "new tokens at least (0)"),
     Option("--temperature", "sampling.temperature", float, "T", "0: always the likeliest token (1.0)"),
-    Option("--top-p", "sampling.top_p", float, "P", "only the likeliest tokens that add up to P"),
-    Option("--top-k", "sampling.top_k", int, "K", "only the K likeliest tokens"),
-    Option("--min-p", "sampling.min_p", float, "P", "only tokens P times as likely as the likeliest"),
+    Option("--top-p", "sampling.top_p", float, "P", "sample the likeliest tokens that add up to P (1.0)"),
+    Option("--top-k", "sampling.top_k", int, "K", "sample the K likeliest tokens; 0: all (0)"),
+    Option("--min-p", "sampling.min_p", float, "P", "sample tokens P times as likely as the likeliest (0)"),
     Option("--repetition-penalty", "sampling.repetition_penalty", float, "X", "over 1: fewer repeats (1.0)"),
-    Option("--presence-penalty", "sampling.presence_penalty", float, "X", "taken from every token used (0)"),
-    Option("--frequency-penalty", "sampling.frequency_penalty", float, "X", "taken for every use (0)"),
-    Option("--logit-bias", "sampling.logit_bias", _biases, "ID:X", "added to logits, as 5:-1.5,17:2"),
-    Option("--stop-token-ids", "sampling.stop_token_ids", _integers, "IDS", "end at any of these, as 5,17"),
+    Option("--presence-penalty", "sampling.presence_penalty", float, "X", "off the logit of used tokens (0)"),
+    Option(
+        "--frequency-penalty", "sampling.frequency_penalty", float, "X", "off the logit for every use (0)"
+    ),
+    Option("--logit-bias", "sampling.logit_bias", biases, "ID:X", "added to tokens' logits, as 5:-1.5,17:2"),
+    Option("--stop-token-ids", "sampling.stop_token_ids", integers, "IDS", "end at any of these, as 5,17"),
     Option("--seed", "sampling.seed", int, "N", "the same seed gives the same text"),
     Option("--n", "sampling.n", int, "N", "number of answers (1)"),
-    Option("--logprobs", "sampling.logprobs", int, "N", "with --json: log probabilities, N alternatives"),
-    Option("--prompt-logprobs", "sampling.prompt_logprobs", int, "N", "the same of the prompt's tokens"),
-    Option("--dtype", "engine.dtype", str, "NAME", "auto, float32, bfloat16 or float16 (auto)"),
-    Option("--load-format", "engine.load_format", str, "NAME", "auto, or dummy: random weights (auto)"),
+    Option("--logprobs", "sampling.logprobs", int, "N", "with --json: the N likeliest at every token"),
+    Option(
+        "--prompt-logprobs",
+        "sampling.prompt_logprobs",
+        int,
+        "N",
+        "with --json: the N likeliest, of the prompt",
+    ),
+    Option("--dtype", "engine.dtype", dtype, "NAME", "auto, float32, bfloat16 or float16 (auto)"),
+    Option(
+        "--load-format", "engine.load_format", load_format, "NAME", "auto, or dummy: random weights (auto)"
+    ),
     Option("--device", "engine.device", str, "NAME", "auto, cpu or cuda (auto)"),
     Option("--tensor-parallel-size -tp", "engine.tensor_parallel_size", int, "N", "ranks of the model (1)"),
     Option("--engine-seed", "engine.seed", int, "N", "of dummy weights and of answers without --seed (0)"),
-    Option("--max-model-len", "engine.max_model_len", int, "N", "tokens of prompt and answer together"),
-    Option("--max-num-seqs", "engine.scheduler.max_num_seqs", int, "N", "sequences a step"),
-    Option("--max-num-batched-tokens", "engine.scheduler.max_num_batched_tokens", int, "N", "tokens a step"),
     Option(
-        "--scheduler-policy", "engine.scheduler.policy", str, "NAME", "continuous, static or dynamic batches"
+        "--max-model-len", "engine.max_model_len", count, "N", "tokens of prompt and answer, as 4096 or 4k"
+    ),
+    Option("--max-num-seqs", "engine.scheduler.max_num_seqs", int, "N", "sequences in one step (64)"),
+    Option(
+        "--max-num-batched-tokens",
+        "engine.scheduler.max_num_batched_tokens",
+        count,
+        "N",
+        "tokens computed in one step, prompts in chunks (2048)",
     ),
     Option(
-        "--max-queue-delay-ms", "engine.scheduler.max_queue_delay_ms", float, "X", "a prompt waits for others"
+        "--scheduler-policy",
+        "engine.scheduler.policy",
+        str,
+        "NAME",
+        "how requests are batched: continuous, static or dynamic (continuous)",
+    ),
+    Option(
+        "--max-queue-delay-ms",
+        "engine.scheduler.max_queue_delay_ms",
+        float,
+        "X",
+        "milliseconds that a prompt may wait for others to share its step (0)",
     ),
     Option(
         "--preferred-batch-sizes",
         "engine.scheduler.preferred_batch_sizes",
-        _integers,
+        integers,
         "SIZES",
-        "prompts, as 4,8, for which the wait ends early",
+        "numbers of waiting prompts, as 4,8, at which the wait ends early",
     ),
-    Option("--block-size --page-size", "engine.cache.page_size", int, "N", "tokens a page (16)"),
+    Option("--block-size --page-size", "engine.cache.page_size", int, "N", "tokens in one KV page (16)"),
     Option(
-        "--kv-cache-memory", "engine.cache.kv_cache_memory_bytes", str, "SIZE", "of all pages, such as 4GiB"
+        "--kv-cache-memory --kv-cache-memory-bytes",
+        "engine.cache.kv_cache_memory_bytes",
+        str,
+        "SIZE",
+        "memory of the KV cache on each rank, as 4GiB (what is free)",
     ),
     Option(
-        "--gpu-memory-utilization", "engine.cache.gpu_memory_utilization", float, "X", "share of it (0.9)"
+        "--gpu-memory-utilization",
+        "engine.cache.gpu_memory_utilization",
+        float,
+        "X",
+        "share of a GPU's memory to use, weights included (0.9); a CPU ignores it",
     ),
     Option(
-        "--host-cache-memory", "engine.cache.host_cache_memory_bytes", str, "SIZE", "pages swap to it (0)"
+        "--host-cache-memory",
+        "engine.cache.host_cache_memory_bytes",
+        str,
+        "SIZE",
+        "host memory that KV pages are swapped to, as 4GiB (0)",
     ),
 )
 SWITCHES: Final = (
     Switch("--ignore-eos", "sampling.ignore_eos", True, "go on past the model's end token"),
-    Switch("--no-enable-prefix-caching", "engine.cache.enable_prefix_caching", False, "share no pages"),
+    Switch(
+        "--enable-prefix-caching",
+        "engine.cache.enable_prefix_caching",
+        True,
+        "reuse the KV of known prefixes (the default)",
+    ),
+    Switch(
+        "--no-enable-prefix-caching",
+        "engine.cache.enable_prefix_caching",
+        False,
+        "compute every prompt from its first token",
+    ),
 )
 TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json", "--quiet", "--verbose")
 
@@ -105,6 +141,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         groups[_part(option.key)].add_argument(
             *option.flags.split(),
             dest=option.key,
+            action=StoreSpelled,
             type=option.kind,
             metavar=option.metavar,
             default=argparse.SUPPRESS,
@@ -114,7 +151,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         groups[_part(switch.key)].add_argument(
             switch.flag,
             dest=switch.key,
-            action="store_const",
+            action=StoreSpelled,
+            nargs=0,
             const=switch.value,
             default=argparse.SUPPRESS,
             help=switch.help,
@@ -124,6 +162,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def option_flags() -> list[str]:
     flags = [flag for option in OPTIONS for flag in option.flags.split()]
     return [*flags, *(switch.flag for switch in SWITCHES), *TEXT_FLAGS]
+
+
+def flags_of_settings(arguments: argparse.Namespace) -> dict[str, str]:
+    """setting -> its flag, as it was typed where it was."""
+    flags = {option.key: option.flags.split()[0] for option in OPTIONS}
+    return flags | getattr(arguments, SPELLED, {})
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -145,10 +189,15 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help='a model directory, or "tiny", which comes with Baton')
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to complete")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from FILE; -: from stdin")
-    parser.add_argument("--token-ids", metavar="IDS", type=_integers, help="the prompt as token ids: 1,2,3")
+    parser.add_argument("--token-ids", metavar="IDS", type=integers, help="the prompt as token ids: 1,2,3")
     parser.add_argument("--chat", action="store_true", help="PROMPT is what the user says in a chat")
     parser.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before TEXT; may be repeated"
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        type=stop_string,
+        default=[],
+        help="end before TEXT; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object when all is done")
     said = parser.add_mutually_exclusive_group()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -80,6 +81,38 @@ def test_a_reader_that_goes_away_is_no_error_worth_a_word() -> None:
     err = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), err) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "message"),
+    [
+        (GENERATE, ">/dev/full", "standard output cannot be written: No space left on device"),
+        ([*GENERATE, "--json"], ">/dev/full", "standard output cannot be written: No space left on device"),
+        (["--version"], ">/dev/full", "standard output cannot be written: No space left on device"),
+        (GENERATE, ">&-", "standard output is closed: there is nowhere to write the answer"),
+    ],
+)
+def test_an_output_that_takes_nothing_is_told_in_one_line(
+    arguments: Sequence[str], redirection: str, message: str
+) -> None:
+    quiet = ["--quiet"] if "generate" in arguments else []
+    command = shlex.join([sys.executable, "-m", "baton.cluster.cli", *arguments, *quiet])
+    result = subprocess.run(
+        ["sh", "-c", f"{command} {redirection}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (2, f"baton: error: {message}\n")
+
+
+def test_a_setting_that_a_cpu_ignores_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*GENERATE, "--device", "cpu", "--gpu-memory-utilization", "0.5"]
+    status, out, err = run_here(command, capsys)
+    assert (status, out) == (0, "sun moon star\n")
+    assert err.startswith("baton: warning: --gpu-memory-utilization is ignored on a CPU\n")
+    assert run_here([*command, "--quiet"], capsys) == (0, "sun moon star\n", "")
 
 
 def test_a_terminal_that_lacks_a_character_shows_another() -> None:
@@ -204,19 +237,30 @@ def test_text_needs_a_tokenizer(
         (["generate", "tiny", "--token-ids=-1"], "token id -1 is outside the vocabulary"),
         (["generate", "tiny", "--prompt-file", "/nowhere"], "/nowhere cannot be read"),
         (["generate", "tiny", "sun", "--temperature", "nan"], "temperature must be at least 0.0, got nan"),
-        (["generate", "tiny", "sun", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["generate", "tiny", "sun", "--top-k", "5000"], "top_k must be at most the vocabulary"),
+        (["generate", "tiny", "sun", "--max-tokens", "0"], "error: --max-tokens must be at least 1, got 0"),
+        (["generate", "tiny", "sun", "--top-k", "5000"], "error: --top-k must be at most the vocabulary"),
         (["generate", "tiny", "sun", "--dtype", "int3"], "dtype: expected one of 'auto', 'float32'"),
         (["generate", "tiny", "sun", "--kv-cache-memory", "4GIB"], "expected a size such as"),
-        (["generate", "tiny", "sun", "--kv-cache-memory", "1KiB"], "raise cache.kv_cache_memory_bytes"),
-        (["generate", "tiny", "sun", "--kv-cache-memory", "0"], "memory_bytes: expected at least 1, got 0"),
+        (["generate", "tiny", "sun", "--kv-cache-memory", "1KiB"], "got 1,024: raise --kv-cache-memory or"),
+        (
+            ["generate", "tiny", "sun", "--kv-cache-memory-bytes", "1"],
+            "got 1: raise --kv-cache-memory-bytes or",
+        ),
+        (
+            ["generate", "tiny", "sun", "--page-size", "17"],
+            "error: --page-size: expected a power of two, got 17",
+        ),
+        (["generate", "tiny", "sun", "--kv-cache-memory", "0"], "-memory: expected at least 1, got 0"),
         (["generate", "tiny", "sun", "--kv-cache-memory", "-5"], "expected a size such as"),
         (["generate", "tiny", "sun", "--kv-cache-memory", "9999TiB"], "bytes cannot be had"),
         (["generate", "tiny", "sun", "--temperature", "inf"], "temperature must be"),
-        (["generate", "tiny", "sun", "--max-num-seqs", f"{10**12}"], "max_num_seqs: expected 1 to 65536"),
+        (["generate", "tiny", "sun", "--max-num-seqs", f"{10**12}"], "--max-num-seqs: expected 1 to 65536"),
         (["generate", "tiny", "sun", "--max-num-batched-tokens", f"{10**12}"], "expected 1 to 1048576"),
-        (["generate", "tiny", "sun", "--max-model-len", "1"], "max_model_len: expected at least 2, got 1"),
-        (["generate", "tiny", "sun", "--max-model-len", "1e12"], "--max-model-len: invalid int value"),
+        (["generate", "tiny", "sun", "--max-model-len", "1"], "--max-model-len: expected at least 2, got 1"),
+        (
+            ["generate", "tiny", "sun", "--max-model-len", "1e12"],
+            "--max-model-len: expected an integer such as",
+        ),
         (["generate", "tiny", "sun", "--max-model-len", f"{10**12}"], "tokens, got 1000000000000"),
         (["generate", "tiny", "sun", "-tp", f"{2**62}"], "KV heads: 2 cannot be split over"),
         (["generate", "/dev/null", "sun"], "got a file"),
@@ -225,8 +269,14 @@ def test_text_needs_a_tokenizer(
         (["generate", "tiny", "sun " * 20, "--max-model-len", "16"], "tokens; the model takes 16"),
         (["generate", "tiny", "sun", "--logprobs", "1"], "add --json"),
         (["generate", "tiny", "sun", "--prompt-logprobs", "1"], "add --json"),
-        (["generate", "tiny", "sun", "--scheduler-policy", "x"], "scheduler.policy: expected one of"),
-        (["generate", "tiny", "sun", "--logit-bias", "5000:1"], "logit_bias: token id 5000 is outside"),
+        (["generate", "tiny", "sun", "--scheduler-policy", "x"], "--scheduler-policy: expected one of"),
+        (["generate", "tiny", "sun", "--logit-bias", "5000:1"], "--logit-bias: token id 5000 is outside"),
+        (
+            ["generate", "tiny", "sun", "--stop-token-ids", "5000"],
+            "--stop-token-ids: token id 5000 is outside",
+        ),
+        (["generate", "--model", "tiny", "sun"], "the model comes first and has no flag"),
+        (["generate", "tiny", "sun", "--temp", "0"], "did you mean --temperature?"),
         (["generate", "tiny", "sun", "--quiet", "-v"], "not allowed with argument"),
         (["generate", "tiny", "sun", "--stop", ""], "a stop string must not be empty"),
         (["generate", "tiny", ""], "the prompt is empty"),

@@ -10,6 +10,7 @@ from baton.cluster.generate_options import (
     SWITCHES,
     add_options,
     engine_settings,
+    flags_of_settings,
     option_flags,
     sampling_params,
 )
@@ -71,6 +72,20 @@ def test_token_ids_that_are_none_are_refused(
     with pytest.raises(SystemExit):
         parse(flag, value)
     assert f"argument {flag}: expected integers such as 5,17, got {value!r}" in capsys.readouterr().err
+
+
+def test_the_flags_that_were_typed_name_their_settings() -> None:
+    flags = flags_of_settings(parse("--page-size", "32"))
+    assert flags["engine.cache.page_size"] == "--page-size"
+    assert flags["engine.cache.kv_cache_memory_bytes"] == "--kv-cache-memory"
+
+
+def test_spellings_of_vllm() -> None:
+    spelled = ["--kv-cache-memory-bytes", "1GiB", "--enable-prefix-caching", "--dtype", "half"]
+    spelled += ["--load-format", "safetensors", "--max-model-len", "4k"]
+    config = engine_config({"model": "m", **engine_settings(parse(*spelled))})
+    assert (config.cache.kv_cache_memory_bytes, config.cache.enable_prefix_caching) == (2**30, True)
+    assert (config.dtype, config.load_format, config.max_model_len) == ("float16", "auto", 4000)
 
 
 def test_engine_options_reach_their_part_of_the_configuration() -> None:
