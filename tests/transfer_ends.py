@@ -33,7 +33,7 @@ from baton.layout import PageLayout
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 KEY: Final = b"the key of the tests' cluster"
-SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=1.0, part_s=20.0)
+SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
 DEADLINE_S: Final = 20.0
 WRITER: Final = b"source incarnati"
 

@@ -26,7 +26,7 @@ def wrap(sock: socket.socket, stall_s: float = 5.0, limit_s: float = 30.0) -> Pa
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     left, right = socket.socketpair()
-    ends = wrap(left, stall_s=0.3), wrap(right, stall_s=0.3)
+    ends = wrap(left, stall_s=0.6), wrap(right, stall_s=0.6)
     yield ends
     for end in ends:
         end.close()

@@ -24,7 +24,7 @@ from tests.transfer_ends import outcome, wait_for
 KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-SETTINGS = TcpSettings(num_streams=1, connect_s=2.0, stall_s=0.5, part_s=10.0)
+SETTINGS = TcpSettings(num_streams=1, connect_s=5.0, stall_s=1.0, part_s=10.0)
 NUM_PAGES = 40  # of 1 MiB: more than the buffers between two sockets hold
 Answering = Callable[[socket.socket, bytes], None]  # (stream, its key)
 
@@ -105,7 +105,7 @@ def test_a_destination_that_breaks_the_rules_fails_the_transport_in_time(
     started_s = time.monotonic()
     progress = outcome(transport, transport.push(piece()))
     assert progress.status == TransferStatus.FAILED and progress.reason.startswith("tcp: ")
-    assert time.monotonic() - started_s < SETTINGS.stall_s + 1.0
+    assert time.monotonic() - started_s < SETTINGS.stall_s + 5.0
     wait_for(lambda: transport.is_broken)
     assert outcome(transport, transport.push(piece())).status == TransferStatus.FAILED
     transport.close()
@@ -209,7 +209,7 @@ def test_an_abort_in_the_middle_of_a_part_costs_others_nothing_but_time(
     wait_for(lambda: transport.poll(tickets[1]).status == TransferStatus.SENDING)
     started_s = time.monotonic()
     transport.abort(large.transfer.id)
-    assert time.monotonic() - started_s < 0.5
+    assert time.monotonic() - started_s < 2.0
     assert outcome(transport, tickets[0]).status == TransferStatus.DONE
     assert outcome(transport, tickets[2]).status == TransferStatus.DONE
     assert transport.poll(tickets[1]).status == TransferStatus.FAILED
