@@ -48,7 +48,7 @@ class Scheduler:
         self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
         self._config = config
         self._cache = cache
-        self._pool = cache.pool
+        self.pool = cache.pool  # the ledger; transfers hold pages in it too
         self._clock = clock
         self._queues = SequenceQueues()
         self._pages = SequencePages(cache)
@@ -69,7 +69,7 @@ class Scheduler:
             raise ValueError(f"sequence {sequence.key} is already here")
         if not sequence.num_prompt_tokens:
             raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
-        num_slots = self._pool.num_pages * self._pool.page_size
+        num_slots = self.pool.num_pages * self.pool.page_size
         max_num_tokens = min(sequence.max_num_tokens, num_slots)
         if sequence.num_prompt_tokens >= max_num_tokens:
             raise InvalidRequest(
@@ -81,7 +81,7 @@ class Scheduler:
         serial = next(self._serials)
         sequence.rank = (sequence.priority, sequence.arrival_s, serial)
         sequence.table_version = serial << 32
-        self._cache.extend_keys(sequence, sequence.num_prompt_tokens // self._pool.page_size)
+        self._cache.extend_keys(sequence, sequence.num_prompt_tokens // self.pool.page_size)
         self._queues.wait(sequence)
         self._version += 1
 
@@ -162,7 +162,7 @@ class Scheduler:
         Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
         """
         advances: list[Advance] = []
-        page_size = self._pool.page_size
+        page_size = self.pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):
             sequence, num_computed = chunk.sequence, chunk.start + chunk.num_tokens
             if sequence.status is not _RUNNING or sequence.num_computed_tokens != chunk.start:
@@ -181,15 +181,15 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """All ledgers agree with each other and with the sequences; raises IntegrityError."""
-        self._pool.check_integrity()
+        self.pool.check_integrity()
         self._cache.check_integrity()
         self._cache.host.check_integrity()
         for sequence in self._queues.by_key.values():
             for page in sequence.page_table:
-                if sequence.key not in self._pool.owners(page):
+                if sequence.key not in self.pool.owners(page):
                     raise IntegrityError(f"sequence {sequence.key} uses page {page} without owning it")
             pages = sequence.host_pages or sequence.page_table
-            if len(pages) < self._pool.pages_for(sequence.num_computed_tokens):
+            if len(pages) < self.pool.pages_for(sequence.num_computed_tokens):
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
@@ -215,7 +215,7 @@ class Scheduler:
         for key in plan.page_needs:
             sequence = self._queues.by_key[key]
             num_tokens = sequence.num_computed_tokens + plan.scheduled[key]
-            num_pages = self._pool.pages_for(num_tokens) - len(sequence.page_table)
+            num_pages = self.pool.pages_for(num_tokens) - len(sequence.page_table)
             missing.append((sequence, max(0, num_pages)))
         self._cache.make_room(sum(num_pages for _, num_pages in missing))
         for sequence, num_pages in missing:

@@ -1,12 +1,16 @@
 """A transfer that arrives at this rank: does what its DestinationHandoff asks for.
 
 What may be written is in the landings, under the transfer's id; for sources that write straight into shared
-memory it is in the pool's table of generations too. Digests are compared in a thread of the endpoint, once
-nothing can be written any more.
+memory it is in the pool's table of generations too.
+
+A thread of the endpoint takes the digests of units as the source says that it has written them, so that
+little is left to do when the last ones come; they are compared once nothing can be written any more. Until
+then the source writes nothing there but the same bytes again, and nobody else may write: what is damaged on
+its way is found, and memory that has been found right is trusted like any other.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 
 from baton.errors import ProtocolError
@@ -15,7 +19,7 @@ from baton.kvtransfer.digests import differing_units, digest_units
 from baton.kvtransfer.handoff import Action, CloseLanding, Finished, OpenLanding, Send, Verify
 from baton.kvtransfer.landing import Landing
 from baton.kvtransfer.link import Link, Post
-from baton.kvtransfer.messages import AnyMessage
+from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Wrote
 from baton.kvtransfer.pool_doors import PoolDoors
 from baton.kvtransfer.transfer_plan import TransferPlan
 from baton.kvtransfer.transport import offsets_of
@@ -46,6 +50,8 @@ class Incoming:
         self._post = post
         self._on_finished = on_finished
         self._num_landings = 0
+        self._found = bytearray(num_units * DIGEST_BYTES)
+        self._taking: list[Future[None]] = []  # of digests, in the order in which units were written
 
     @property
     def is_over(self) -> bool:
@@ -71,6 +77,9 @@ class Incoming:
         except ProtocolError as error:
             self.link.drop(error)
             actions = self.handoff.peer_lost()
+        else:
+            if isinstance(message, Wrote) and self.handoff.state is DestinationState.RECEIVING:
+                self._taking.append(self._hashing.submit(self._take_digests, message.first, message.stop))
         self.perform(actions)
 
     def _open_landing(self) -> None:
@@ -103,9 +112,15 @@ class Incoming:
     def _writer_stopped(self) -> None:
         self.perform(self.handoff.writer_stopped(0))
 
-    def _verify(self, expected: bytes) -> None:
+    def _take_digests(self, first: int, stop: int) -> None:
         """In a thread of its own."""
-        offset_N = offsets_of(self._plan.destination, 0, self._num_units, self.handoff.pages)
-        found = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, self._num_units)
-        corrupt_units = differing_units(expected, found)
+        offset_N = offsets_of(self._plan.destination, first, stop, self.handoff.pages)
+        digests = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, stop - first)
+        self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
+
+    def _verify(self, expected: bytes) -> None:
+        """In a thread of its own; the digests that it waits for were begun before."""
+        for taken in self._taking:
+            taken.result()
+        corrupt_units = differing_units(expected, bytes(self._found))
         self._post(lambda: self.perform(self.handoff.verified(0, corrupt_units)))

@@ -24,7 +24,7 @@ from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import AnyMessage, Commit, Reserve
+from baton.kvtransfer.messages import AnyMessage, Reserve, Wrote
 from baton.kvtransfer.page_memory import SharedPool
 from baton.layout import PageLayout
 
@@ -43,7 +43,7 @@ def layout(page_size: int = 16, head_dim: int = 32) -> PageLayout:
 class FaultyEndpoint(KvEndpoint):
     """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
 
-    Before it makes sure of the next `num_flips` commits, one bit of what has arrived is flipped.
+    Of each of the next `num_flips` pieces one bit is flipped when it arrives.
     """
 
     abort_at = ""
@@ -51,11 +51,11 @@ class FaultyEndpoint(KvEndpoint):
 
     def _received(self, link: Link, message: AnyMessage) -> None:
         transfer = getattr(message, "transfer", b"")
-        if isinstance(message, Commit) and self.num_flips:
+        if isinstance(message, Wrote) and self.num_flips:
             self.num_flips -= 1
             incoming = self._incoming[transfer]
             memory = incoming._memory
-            memory.view()[incoming.handoff.pages[-1] * memory.page_bytes + 5] ^= 0x10
+            memory.view()[incoming.handoff.pages[message.stop - 1] * memory.page_bytes + 5] ^= 0x10
         self.come_to(f"before {type(message).__name__}", transfer)
         super()._received(link, message)
         self.come_to(f"after {type(message).__name__}", transfer)

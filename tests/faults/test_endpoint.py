@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
     destination.call("flip_bits", 1)
     assert source.send(address, NUM_UNITS) == "handed_over"
     assert destination.call("ended")[-1][::2] == ["adopted", source.sent]
-    destination.call("flip_bits", 2)
+    destination.call("flip_bits", 3)  # both pieces, and then what is written again
     assert source.send(address, NUM_UNITS) == "failed"
     assert destination.call("ended")[-1] == ["recompute", "corrupt twice", ""]
     assert all_back_s(source, destination) < BACK_S
