@@ -47,7 +47,7 @@ class Engine:
         self._clock = clock
         self._model_fingerprint = model_fingerprint
         self._followers = followers
-        self._is_lost = False  # the ranks are out of step with each other
+        self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
         self._seeds = random.Random(runner.config.seed)
         self._meter = PreemptionMeter(runner.pool)
@@ -70,8 +70,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept a request; raises InvalidRequest and keeps nothing of it when it cannot run."""
-        if self._is_lost:
-            raise WorkerLost("a step failed and left the ranks apart: the engine must be loaded again")
+        if self._why_lost is not None:
+            raise WorkerLost(f"{self._why_lost} and left the ranks apart: the engine must be loaded again")
         model = self.runner.model
         check_request(request, vocab_size=model.vocab_size, max_model_len=self.runner.max_model_len)
         sampling = request.sampling
@@ -111,13 +111,16 @@ class Engine:
         """Advance every scheduled sequence; the list is empty while prompts are still being computed.
 
         When anything goes wrong on the way, an interrupt included, all requests are lost: pages may be
-        known by now whose contents were never written, so nothing that was known is trusted again.
+        known by now whose contents were never written, so nothing that was known is trusted again. Several
+        ranks are apart then, and `add` raises WorkerLost.
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as error:
             self._start_afresh()
-            self._is_lost = self.runner.tp.size > 1
+            if self.runner.tp.size > 1:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
             raise
 
     def _step(self) -> list[StepOutput]:
@@ -137,7 +140,7 @@ class Engine:
         followers, self._followers = self._followers, None
         if followers is None:
             return
-        if self._is_lost:
+        if self._why_lost is not None:
             followers.close(timeout_s=0.0)
             return
         with suppress(WorkerLost):  # a rank that is gone already needs no telling

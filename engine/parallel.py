@@ -1,5 +1,6 @@
 """Tensor parallelism: which part of a tensor a rank holds, and the sums and gathers between ranks."""
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -16,6 +17,8 @@ from torch._C._distributed_c10d import (
 )
 
 from baton.errors import ConfigError, WorkerLost
+
+logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT: Final = timedelta(seconds=60)  # for all ranks to meet, once their processes are up
 STEP_TIMEOUT: Final = timedelta(seconds=60)  # a rank silent this long within a step is lost
@@ -59,9 +62,7 @@ class TensorParallel:
                 return cls(rank, size, _nccl(prefixed, rank, size, STEP_TIMEOUT), commands)
             return cls(rank, size, _gloo(prefixed, rank, size, STEP_TIMEOUT), commands)
         except RuntimeError as error:
-            raise WorkerLost(
-                f"tensor-parallel rank {rank} of {size} did not meet the others: {error}"
-            ) from error
+            raise _lost(f"tensor-parallel rank {rank} of {size} did not meet the others", error) from error
 
     def shard(self, size: int, *, what: str) -> tuple[int, int]:
         """The rank's [start, stop) of `size` equal items. ConfigError when they cannot be split evenly."""
@@ -116,9 +117,13 @@ class TensorParallel:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WorkerLost(
-                f"tensor-parallel rank {self.rank} of {self.size} lost a peer: {error}"
-            ) from error
+            raise _lost(f"tensor-parallel rank {self.rank} of {self.size} lost a peer", error) from error
+
+
+def _lost(what: str, error: RuntimeError) -> WorkerLost:
+    """The library's own words are lines about its sockets: for whoever reads the log."""
+    logger.info("%s: %s", what, error)
+    return WorkerLost(what)
 
 
 def _from_rank_0(group: Collectives, tensor: Tensor) -> Pending:

@@ -87,6 +87,24 @@ def test_a_follower_killed_at_work_is_reported_and_the_engine_still_closes(
     assert children() == before and not list(temporary.iterdir())
 
 
+def test_an_interrupted_step_leaves_the_ranks_apart_and_the_next_request_is_told(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = children()
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    monkeypatch.setattr(engine.runner, "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, [1, 2, 3])
+    told = "an interrupt ended a step and left the ranks apart: the engine must be loaded again"
+    with pytest.raises(WorkerLost, match=told):
+        generate(engine, [1, 2, 3])
+    engine.close()
+    assert children() == before and not list(temporary.iterdir())
+
+
 def test_a_follower_that_dies_on_the_way_up_is_reported(
     tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,12 +45,15 @@ def test_shards_tile_what_they_split() -> None:
         TensorParallel(0, 4).shard(10, what="heads")
 
 
-def test_a_killed_peer_is_reported_at_once(tmp_path: Path) -> None:
+def test_a_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lost = Pair(tmp_path)
     lost.process.kill()
     lost.process.wait()
-    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+    with caplog.at_level("INFO"), pytest.raises(WorkerLost) as error:
         lost.tp.all_reduce(torch.zeros(4))
+    assert str(error.value) == "tensor-parallel rank 0 of 2 lost a peer"
+    (logged,) = caplog.messages  # with the library's own words
+    assert len(logged) > len(f"{error.value}: ") and logged.startswith(f"{error.value}: ")
     with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
         lost.tp.smallest(1)
 
