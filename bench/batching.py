@@ -12,6 +12,7 @@ Repeats differ in the order of the same lengths.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -154,7 +155,7 @@ def open_loop(replicas: Mapping[str, Replica], num_requests: int, rate: float, r
 
 
 def measure(workload: Workload, out: Path) -> list[Row]:
-    """Run everything, write batching.json and batching.png into `out` and return the table's rows."""
+    """Run everything, write batching.json and, where it can be drawn, batching.png into `out`; the rows."""
     replicas = load_policies()
     run_warmup(replicas)
     num_requests, repeats = workload.num_requests, workload.repeats
@@ -173,7 +174,8 @@ def measure(workload: Workload, out: Path) -> list[Row]:
     setting = {"workload": asdict(workload), "model": asdict(SHAPE), "seats": NUM_SEATS}
     extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
     write_json(out / "batching.json", "batching", rows, {**extra, "sweep": [_sweep_point(p) for p in points]})
-    plot(points, out / "batching.png")
+    if can_plot():
+        plot(points, out / "batching.png")
     return rows
 
 
@@ -182,8 +184,12 @@ def run_warmup(replicas: Mapping[str, Replica]) -> None:
         run(replica, burst((8,) * NUM_SEATS))
 
 
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def plot(points: Sequence[Point], path: Path) -> None:
-    from matplotlib.figure import Figure  # only here: everything else runs without it
+    from matplotlib.figure import Figure  # only here: `can_plot` says whether it is there
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -222,6 +228,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=Workload.repeats)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of batching.json and batching.png")
     arguments = parser.parse_args()
+    if not can_plot():
+        print("note: no batching.png without matplotlib: pip install 'baton[bench]'", flush=True)
     print_table("batching", measure(Workload(repeats=arguments.repeats), arguments.out))
 
 

@@ -24,6 +24,7 @@ import torch
 from baton.bench.machine import machine_description, matmul_peak_tflops, one_line, read_bandwidth_gbps
 from baton.bench.replica import num_head_parameters, num_layer_parameters
 from baton.bench.report import RESULTS, Row, at_least, at_most, print_table, write_json
+from baton.cluster.model_directory import resolve_model
 from baton.config import engine_config
 from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.engine import Engine
@@ -207,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a model directory")
+    parser.add_argument("model", help='a model directory, or "tiny", which comes with Baton')
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rival", action="append", default=[], metavar="NAME=COMMAND")
     parser.add_argument("--rounds", type=int, default=5)
@@ -216,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     rivals = dict(rival.split("=", 1) for rival in options.rival)
     settings = {
-        "model": options.model,
+        "model": str(resolve_model(options.model)),
         "dtype": options.dtype,
         "scheduler": {"max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": MAX_BATCHED_TOKENS},
     }

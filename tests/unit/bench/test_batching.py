@@ -1,11 +1,13 @@
 """The batching bench: the same work for every policy, padding where it belongs, figures in the file."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from baton.bench import batching
 from baton.bench.batching import LATENCY_BAR, THROUGHPUT_BAR, Workload, measure, ratio, take_turns
 from baton.bench.batching_runs import (
     NUM_SEATS,
@@ -82,6 +84,19 @@ def test_policies_take_turns_and_ratios_pair_runs_of_one_repeat(replicas: dict[s
 def test_rate_and_padding_of_an_outcome() -> None:
     outcome = Outcome(2.0, 10, (1.0, 3.0), num_steps=5, num_rows=40, num_padded_rows=10)
     assert (outcome.tokens_per_s, outcome.mean_latency_s, outcome.padding_percent) == (5.0, 2.0, 25.0)
+
+
+def test_without_matplotlib_all_but_the_plot_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy = Workload(num_requests=20, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.setattr(batching, "measure", lambda _, out: measure(toy, out))
+    monkeypatch.setattr(sys, "argv", ["batching", "--out", str(tmp_path)])
+    batching.main()
+    note, *table = capsys.readouterr().out.splitlines()
+    assert note == "note: no batching.png without matplotlib: pip install 'baton[bench]'"
+    assert table and [path.name for path in tmp_path.iterdir()] == ["batching.json"]
 
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
