@@ -12,7 +12,6 @@ Repeats differ in the order of the same lengths.
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -34,7 +33,7 @@ from baton.bench.batching_runs import (
     varied_lengths,
 )
 from baton.bench.replica import Replica
-from baton.bench.report import RESULTS, Row, at_least, format_number, print_table, write_json
+from baton.bench.report import RESULTS, Row, at_least, can_plot, format_number, print_table, write_json
 
 THROUGHPUT_BAR: Final = 1.9  # continuous / static
 LATENCY_BAR: Final = 5.0  # static / continuous, means
@@ -182,10 +181,6 @@ def measure(workload: Workload, out: Path) -> list[Row]:
 def run_warmup(replicas: Mapping[str, Replica]) -> None:
     for replica in replicas.values():
         run(replica, burst((8,) * NUM_SEATS))
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(points: Sequence[Point], path: Path) -> None:

@@ -19,7 +19,7 @@ from baton.engine.pages import PagePool
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.endpoint import Ended, KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Outcome
+from baton.kvtransfer.handoff import Outcome, Timing
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
@@ -34,8 +34,10 @@ WAIT_S: Final = 0.05
 NO_ROOM: Final = "refused: no room"
 
 
-def settings_of(layout: PageLayout, transport: str) -> EndpointSettings:
-    return EndpointSettings(key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport)
+def settings_of(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
+    return EndpointSettings(
+        key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport, timing=timing or Timing()
+    )
 
 
 def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:

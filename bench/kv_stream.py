@@ -47,7 +47,8 @@ class _Prefill:
     """One engine whose pages an endpoint sends from."""
 
     def __init__(self, transport: str, most_tokens: int) -> None:
-        kv_bytes = 3 * most_tokens * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+        token_bytes = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+        kv_bytes = (SHAPE.max_positions + 2 * most_tokens) * token_bytes  # what was sent last is still held
         replica = load_replica(
             SHAPE,
             {

@@ -1,5 +1,6 @@
 """What every bench prints and keeps: figures with their bars beside them, and the machine they are from."""
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -41,6 +42,11 @@ def format_table(title: str, rows: list[Row]) -> str:
 
 def print_table(title: str, rows: list[Row]) -> None:
     print(format_table(title, rows), flush=True)
+
+
+def can_plot() -> bool:
+    """Plots need matplotlib, figures do without."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_json(path: Path, title: str, rows: list[Row], extra: Mapping[str, object]) -> None:

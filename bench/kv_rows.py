@@ -1,0 +1,103 @@
+"""What bench/kv.py measured as rows of its tables, beside the bars."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from baton.bench.kv_faults import Fault
+from baton.bench.kv_stream import Streamed
+from baton.bench.kv_sweep import TRANSPORTS, Limits, Point
+from baton.bench.kv_trace import Replayed
+from baton.bench.report import Row, at_least, at_most
+
+MEBIBYTE: Final = 2**20
+SMALL_TOKENS: Final = 512
+# The rate that a transport is held to, and how much of it.
+BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
+GLOO_BAR: Final = 1.5
+SMALL_BAR: Final = 0.6
+EXPOSED_BAR: Final = 3.0  # % of a prefill
+STREAMING_BAR: Final = 3.0  # times less exposed
+BACK_BAR_MS: Final = 1000.0
+
+
+def sweep_rows(points: Sequence[Point], limits: Limits) -> list[Row]:
+    """Figures of one shape and page size."""
+    rows = [Row(f"limit: {name}", gbps, "GB/s") for name, gbps in limits.gbps.items()]
+    for point in sorted(points, key=lambda point: (point.transport, point.num_tokens)):
+        times = point.times
+        note = (
+            f"{point.num_bytes / MEBIBYTE:,.1f} MiB; reserve {1e3 * times.reserve_s:.1f} ms, "
+            f"verify {1e3 * times.verify_s:.1f} ms, whole {1e3 * times.total_s:.1f} ms"
+        )
+        rows.append(Row(f"{point.transport}: {point.num_tokens:,} tokens", point.gbps, "GB/s", note=note))
+    for transport in TRANSPORTS:
+        rows += _ratios([point for point in points if point.transport == transport], limits)
+    return rows
+
+
+def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
+    """A transport's largest transfer against the limits, its 512-token one against the largest."""
+    largest = max(points, key=lambda point: point.num_bytes)
+    transport, (limit, bar) = largest.transport, BARS[largest.transport]
+    same_streams = max((name for name in limits.gbps if name.startswith(limit)), key=len)
+    rows = []
+    if largest.num_bytes >= MEBIBYTE:
+        ratio = largest.gbps / limits.gbps[same_streams]
+        rows.append(at_least(f"{transport} / {same_streams}", ratio, "x", bar))
+        rows.append(
+            at_least(
+                f"{transport} / gloo, same pages",
+                largest.gbps / limits.gbps["isend/irecv pages"],
+                "x",
+                GLOO_BAR,
+            )
+        )
+    for point in points:
+        if point.num_tokens == SMALL_TOKENS:
+            rows.append(
+                at_least(
+                    f"{transport}: {SMALL_TOKENS} tokens / largest", point.gbps / largest.gbps, "x", SMALL_BAR
+                )
+            )
+    return rows
+
+
+def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:
+    rows = []
+    for each in streamed:
+        name = f"{each.transport}, {each.num_tokens:,} tokens"
+        share = 100 * each.exposed_streaming_s / each.prefill_s
+        gain = each.exposed_at_end_s / each.exposed_streaming_s
+        note = f"{1e3 * each.exposed_streaming_s:.1f} ms of a prefill of {each.prefill_s:.2f} s"
+        rows.append(at_most(f"{name}: exposed", share, "% of prefill", 3.0, note))
+        rows.append(at_least(f"{name}: pushed at the end / streamed", gain, "x", 3.0))
+    return rows
+
+
+def trace_rows(replayed: Sequence[Replayed]) -> list[Row]:
+    rows = []
+    for each in replayed:
+        note = f"{each.num_requests} requests, {each.num_cached_tokens:,} tokens were there already"
+        rows += [
+            Row(f"{each.transport}: while moving", each.gbps, "GB/s", note=note),
+            Row(f"{each.transport}: a hand-off, P50", each.p50_ms, "ms"),
+            Row(f"{each.transport}: a hand-off, P99", each.p99_ms, "ms"),
+            Row(
+                f"{each.transport}: exposed, median",
+                each.exposed_ms,
+                "ms",
+                note="nothing streamed: the worst",
+            ),
+            Row(f"{each.transport}: exposed / TTFT", 100 * each.exposed_share, "%"),
+        ]
+    return rows
+
+
+def fault_rows(faults: Sequence[Fault]) -> list[Row]:
+    rows = []
+    for each in faults:
+        name = f"{each.kind} at {each.percent} %, {each.transport}"
+        note = f"{each.outcome}; {each.wasted_bytes / MEBIBYTE:,.1f} MiB for nothing"
+        rows.append(Row(f"{name}: noticed", 1e3 * each.detected_s, "ms", note=note))
+        rows.append(at_most(f"{name}: pages back", 1e3 * (each.pages_back_s - each.detected_s), "ms", 1000))
+    return rows
