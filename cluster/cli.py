@@ -1,4 +1,4 @@
-"""The command line: `baton generate MODEL PROMPT`.
+"""The command line: `baton generate MODEL PROMPT`, `baton bench kv`.
 
 Exit status: 0; 2 when something that the user gave is wrong, told in one line; 130 when interrupted; 141
 when the reader of the output has gone, as for a process that a broken pipe ends.
@@ -9,7 +9,8 @@ import importlib.metadata
 import io
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from baton.cluster import standard_output
@@ -41,9 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
             standard_output.flush()
             raise
-        flags = flags_of_settings(arguments)
         logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
-        _generate(arguments)
+        if arguments.command == "bench":
+            _bench(arguments)
+        else:
+            flags = flags_of_settings(arguments)
+            _generate(arguments)
     except BatonError as error:
         print(f"baton: error: {in_flags(' '.join(str(error).splitlines()), flags)}", file=sys.stderr)
         return USER_ERROR
@@ -55,24 +59,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    try:
+    with _needing_workers_libraries():
         from baton.cluster.generate_command import generate  # imports torch, for which --help need not wait
+    generate(arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    with _needing_workers_libraries():
+        from baton.bench import kv
+    parser = OneLineParser(prog=f"baton bench {arguments.suite}", description=kv.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    kv.add_options(parser)
+    kv.run(parser.parse_args(arguments.options))
+
+
+@contextmanager
+def _needing_workers_libraries() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         if error.name not in WORKER_LIBRARIES:
             raise
         raise ConfigError(f"{error.name} is not installed: pip install 'baton[worker]'") from None
-    generate(arguments)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog="baton", description="Serves large language models.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"baton {_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     generate = commands.add_parser(
         "generate", help="complete one prompt and print the text as it comes", allow_abbrev=False
     )
     add_options(generate)
+    bench = commands.add_parser("bench", help="measure this machine: `baton bench kv --help`", add_help=False)
+    bench.add_argument("suite", choices=("kv",))
+    bench.add_argument("options", nargs=argparse.REMAINDER)
     arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command == "bench":
+        return arguments
     if arguments.prompt is None:
         _take_prompt(arguments, unknown)
     if unknown:

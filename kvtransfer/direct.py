@@ -29,6 +29,7 @@ from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, offsets_of
 from baton.wire import Connection, DroppedPeers, Role
 
+INLINE_BYTES: Final = 2**21  # copied by whoever pushes: 0.15 ms, less than it takes to wake a thread
 _WORD_BYTES: Final = 4  # of the table of generations, a page
 
 
@@ -100,7 +101,12 @@ class DirectTransport:
             raise ValueError(f"the pool has {self._num_pages} pages: {pages}")
         if len(transfer.destination_generations) != len(transfer.destination_pages):
             raise ValueError("every destination page comes with its generation")
-        return self._tickets.push(piece)
+        if piece.num_bytes > INLINE_BYTES or not self._tickets.is_idle:
+            return self._tickets.push(piece)
+        ticket = self._tickets.push(piece, wakes=False)
+        while (part := self._tickets.take(wait=False)) is not None:
+            self._copy(part)
+        return ticket
 
     def poll(self, ticket: int) -> Progress:
         return self._tickets.poll(ticket)

@@ -16,7 +16,6 @@ Peers come from whoever calls `link`, and hold the cluster key; nothing in a req
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
@@ -29,6 +28,7 @@ from baton.kvtransfer.choose import TransportCounters
 from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Finished, Outcome, Terms, answer_to_unknown
+from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.incoming import Incoming
 from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.link import Call, Link
@@ -84,7 +84,7 @@ class KvEndpoint:
         self._admit = admit
         self._clock = clock or SystemClock()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._hashing = ThreadPoolExecutor(settings.num_hashing_threads, thread_name_prefix="kv-digest")
+        self._hashing = Hashing(settings.num_hashing_threads)
         self._epochs = count(1)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
@@ -192,7 +192,7 @@ class KvEndpoint:
         """End every link and thread. Transfers that are open are lost; nothing is written on return."""
         self._peers.close()
         self._doors.close()
-        self._hashing.shutdown(cancel_futures=True)
+        self._hashing.close()
 
     # Peers.
 

@@ -10,13 +10,14 @@ its way is found, and memory that has been found right is trusted like any other
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
 from baton.kvtransfer.digests import differing_units, digest_units
 from baton.kvtransfer.handoff import Action, CloseLanding, Finished, OpenLanding, Send, Verify
+from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.landing import Landing
 from baton.kvtransfer.link import Link, Post
 from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Wrote
@@ -35,7 +36,7 @@ class Incoming:
         num_units: int,
         link: Link,
         doors: PoolDoors,
-        hashing: Executor,
+        hashing: Hashing,
         post: Post,
         on_finished: Callable[["Incoming", Finished], None],
     ) -> None:
@@ -67,7 +68,7 @@ class Incoming:
                 case CloseLanding(_, is_confirmed):
                     self._close_landing(is_confirmed=is_confirmed)
                 case Verify(_, digests):
-                    self._hashing.submit(self._verify, digests)
+                    self._verify(digests)
                 case Finished():
                     self._on_finished(self, action)
 
@@ -79,7 +80,9 @@ class Incoming:
             actions = self.handoff.peer_lost()
         else:
             if isinstance(message, Wrote) and self.handoff.state is DestinationState.RECEIVING:
-                self._taking.append(self._hashing.submit(self._take_digests, message.first, message.stop))
+                num_bytes = (message.stop - message.first) * self._plan.unit_bytes
+                taking = self._hashing.submit(num_bytes, self._take_digests, message.first, message.stop)
+                self._taking.append(taking)
         self.perform(actions)
 
     def _open_landing(self) -> None:
@@ -113,14 +116,15 @@ class Incoming:
         self.perform(self.handoff.writer_stopped(0))
 
     def _take_digests(self, first: int, stop: int) -> None:
-        """In a thread of its own."""
         offset_N = offsets_of(self._plan.destination, first, stop, self.handoff.pages)
         digests = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, stop - first)
         self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
     def _verify(self, expected: bytes) -> None:
-        """In a thread of its own; the digests that it waits for were begun before."""
-        for taken in self._taking:
-            taken.result()
+        """Compare when the last digest is taken."""
+        waiting = [taking for taking in self._taking if not taking.done()]
+        if waiting:
+            waiting[-1].add_done_callback(lambda _: self._post(lambda: self._verify(expected)))
+            return
         corrupt_units = differing_units(expected, bytes(self._found))
         self._post(lambda: self.perform(self.handoff.verified(0, corrupt_units)))

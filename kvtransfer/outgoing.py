@@ -1,17 +1,17 @@
 """A transfer that leaves this rank: does what its SourceHandoff asks for.
 
-Pieces go out over the peer's transports; the digests of a piece are taken by a thread of the endpoint once
-it is written, from the pages it was read from, which its reader holds until then.
+Pieces go out over the peer's transports; the digests of a piece are taken once it is written, from the pages
+it was read from, which its reader holds until then.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 
 from baton.clock import Clock
 from baton.errors import ProtocolError
 from baton.kvtransfer.digests import digest_units
 from baton.kvtransfer.handoff import Action, Finished, Granted, Push, Send, StopPushes
+from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.link import Link, Post
 from baton.kvtransfer.messages import AnyMessage, Grant, Pull
 from baton.kvtransfer.page_memory import PageMemory
@@ -33,7 +33,7 @@ class Outgoing:
         transports: PeerTransports | None,
         num_units: int,
         memory: PageMemory,
-        hashing: Executor,
+        hashing: Hashing,
         post: Post,
         clock: Clock,
         on_finished: Callable[["Outgoing", Finished], None],
@@ -114,11 +114,12 @@ class Outgoing:
             failed = self.handoff.push_failed(push.part, push.first, push.stop, progress.reason)
             self.perform(failed)
             return
-        self._hashing.submit(self._digest, push, piece)
+        digests = self._hashing.submit(piece.num_bytes, self._digest, piece)
+        digests.add_done_callback(lambda taken: self._post(lambda: self._pushed(push, taken.result())))
 
-    def _digest(self, push: Push, piece: Piece) -> None:
-        """In a thread of its own."""
-        offset_N = offsets_of(self._plan.source, push.first, push.stop, piece.transfer.source_pages)
-        num_units = push.stop - push.first
-        digests = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, num_units)
-        self._post(lambda: self.perform(self.handoff.pushed(push.part, push.first, push.stop, digests)))
+    def _pushed(self, push: Push, digests: bytes) -> None:
+        self.perform(self.handoff.pushed(push.part, push.first, push.stop, digests))
+
+    def _digest(self, piece: Piece) -> bytes:
+        offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)
+        return digest_units(self._memory.view(), offset_N, self._plan.run_bytes, piece.stop - piece.first)

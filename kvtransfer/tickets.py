@@ -80,7 +80,8 @@ class Tickets:
 
     # For the caller of the transport.
 
-    def push(self, piece: Piece) -> int:
+    def push(self, piece: Piece, *, wakes: bool = True) -> int:
+        """wakes: a thread that waits in `take`; without, the caller takes the parts itself."""
         now_s = self._clock.now_s()
         with self._changed:
             number = self._num_pushed
@@ -93,7 +94,8 @@ class Tickets:
                 self._end(ticket, TransferStatus.DONE)
             else:
                 self._queue.extend(Part(ticket, first, stop) for first, stop in itertools.pairwise(bounds))
-                self._changed.notify(len(bounds) - 1)
+                if wakes:
+                    self._changed.notify(len(bounds) - 1)
         if ticket.status.is_final:
             self._tell([ticket])
         return number
@@ -187,6 +189,11 @@ class Tickets:
             self._queue.clear()
             self._changed.notify_all()
         self._tell(ended)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be taken."""
+        return not self._queue
 
     @property
     def end_reason(self) -> str | None:

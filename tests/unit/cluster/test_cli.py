@@ -313,3 +313,17 @@ def test_version_and_help_need_no_model(capsys: pytest.CaptureFixture[str]) -> N
     assert status == 0 and out.startswith("baton ")
     status, out, _ = run_here(["generate", "--help"], capsys)
     assert status == 0 and "--max-tokens N" in out
+
+
+def test_a_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = run_here(["bench", "kv", "--help"], capsys)
+    assert status == 0
+    assert "--trace" in output and "--faults" in output
+    status, _, errors = run_here(["bench", "kv", "--shapes", "enormous"], capsys)
+    assert status == 2
+    assert "invalid choice: 'enormous'" in errors and errors.count("\n") == 1
+
+
+def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, errors = run_here(["bench", "speed"], capsys)
+    assert status == 2 and "invalid choice: 'speed'" in errors
