@@ -1,6 +1,7 @@
 # make test    set up on first use, then run every test
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
+# make faults  aborts at every point, a thousand times each; kills and stalls
 # make fuzz    a million damaged frames, a hundred thousand interleavings of hand-offs
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
@@ -15,7 +16,7 @@ CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis test bench parity fuzz check format clean
+.PHONY: all setup redis test bench parity faults fuzz check format clean
 
 all: check test
 
@@ -40,10 +41,14 @@ test: setup redis
 bench: setup
 	$(BIN)/python -m baton.bench.scheduler
 	$(BIN)/python -m baton.bench.batching
+	$(BIN)/python -m baton.bench.kv
 	$(BIN)/python -m baton.bench.gpu
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m "slow or not slow"
+
+faults: setup
+	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
 
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer -k "damaged_frames or interleavings" -m "slow or not slow"

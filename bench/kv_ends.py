@@ -17,7 +17,8 @@ from torch import Tensor
 from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.pages import PagePool
 from baton.kernels.huge_pages import huge_zeros
-from baton.kvtransfer.endpoint import Ended, KvEndpoint
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Outcome, Timing
 from baton.kvtransfer.ledger import Owner

@@ -15,7 +15,8 @@ from baton.bench.replica import LlamaShape, load_replica
 from baton.engine.engine import Engine
 from baton.engine.pages import PagePool
 from baton.engine.sequence import Sequence
-from baton.kvtransfer.endpoint import Ended, KvEndpoint
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.link import Link
 from baton.request import Request, SamplingParams

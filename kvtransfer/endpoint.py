@@ -15,10 +15,10 @@ Peers come from whoever calls `link`, and hold the cluster key; nothing in a req
 
 import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ from baton.clock import Clock, SystemClock
 from baton.errors import WireError
 from baton.kvtransfer.choose import TransportCounters
 from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Finished, Outcome, Terms, answer_to_unknown
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.endpoint_settings import Admit, EndpointSettings, refuse_all
+from baton.kvtransfer.handoff import Finished, Terms, answer_to_unknown
 from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.incoming import Incoming
 from baton.kvtransfer.ledger import Owner, PageLedger
@@ -38,29 +39,10 @@ from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.peers import Peers
 from baton.kvtransfer.pool_doors import PoolDoors
 from baton.kvtransfer.source_handoff import SourceHandoff
-from baton.kvtransfer.timeline import TransferTimes
-from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.wire import DroppedPeers
 
 ID_BYTES: Final = 16
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
-
-Admit = Callable[[Reserve, int], Owner | None]
-
-
-class Ended(NamedTuple):
-    """The one end of a transfer on this side."""
-
-    transfer: bytes
-    outcome: Outcome
-    reason: str
-    pages: tuple[int, ...]  # ADOPTED: the adopter's own from now on
-    times: TransferTimes | None  # at the source
-
-
-def refuse_all(request: Reserve, num_pages: int) -> Owner | None:
-    """The `admit` of a rank that only sends."""
-    return None
 
 
 class KvEndpoint:
@@ -256,7 +238,7 @@ class KvEndpoint:
         transports.when_settled(lambda: outgoing.accept_pull(self.incarnation))
 
     def _terms(self, link: Link, *, is_source: bool) -> Terms:
-        plan = self._plan(link, is_source=is_source)
+        plan = self.settings.plan(link.hello, is_source=is_source)
         return Terms(
             ledger=self._ledger,
             clock=self._clock,
@@ -265,16 +247,10 @@ class KvEndpoint:
             destination_units_per_page=plan.destination.units_per_page,
         )
 
-    def _plan(self, link: Link, *, is_source: bool) -> TransferPlan:
-        ours = (self.settings.layout, self.settings.rank)
-        theirs = (link.hello.layout, link.hello.rank)
-        (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
-        return plan_transfer(source, destination, source_rank, rank)
-
     def _depart(self, link: Link, request: Reserve | Pull) -> Outgoing:
         outgoing = Outgoing(
             SourceHandoff(request, self._terms(link, is_source=True)),
-            self._plan(link, is_source=True),
+            self.settings.plan(link.hello, is_source=True),
             link,
             self._peers.transports(link),
             request.num_units,
@@ -290,7 +266,7 @@ class KvEndpoint:
     def _arrive(self, link: Link, request: Reserve) -> Incoming:
         incoming = Incoming(
             DestinationHandoff(request, next(self._epochs), self._terms(link, is_source=False)),
-            self._plan(link, is_source=False),
+            self.settings.plan(link.hello, is_source=False),
             request.num_units,
             link,
             self._doors,

@@ -1,10 +1,14 @@
 """What an endpoint is told about itself and its cluster."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from baton.kvtransfer.choose import AUTO
 from baton.kvtransfer.handoff import Timing
-from baton.kvtransfer.messages import PROTOCOL, Hello
+from baton.kvtransfer.ledger import Owner
+from baton.kvtransfer.messages import PROTOCOL, Hello, Reserve
+from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.layout import PageLayout
 
 
@@ -27,3 +31,18 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             layout=self.layout,
             rank=self.rank,
         )
+
+    def plan(self, peer: Hello, *, is_source: bool) -> TransferPlan:
+        """Of what moves between this rank and the peer's; is_source: from here to there."""
+        ours, theirs = (self.layout, self.rank), (peer.layout, peer.rank)
+        (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
+        return plan_transfer(source, destination, source_rank, rank)
+
+
+# Asked for each reservation with the pages that it needs: makes room for them and says who adopts them.
+Admit = Callable[[Reserve, int], Owner | None]
+
+
+def refuse_all(request: Reserve, num_pages: int) -> Owner | None:
+    """The `admit` of a rank that only sends."""
+    return None

@@ -19,7 +19,8 @@ import torch
 
 from baton.engine.pages import PagePool, PageState
 from baton.errors import TransferFailed
-from baton.kvtransfer.endpoint import Ended, KvEndpoint
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
 from baton.kvtransfer.ledger import Owner
