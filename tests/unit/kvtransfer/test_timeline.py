@@ -13,12 +13,7 @@ DONE = TransferStatus.DONE
 
 def sum_of_spans(times: TransferTimes) -> float:
     return (
-        times.handshake_s
-        + times.reserve_s
-        + times.gather_s
-        + times.wire_s
-        + times.waiting_s
-        + times.verify_s
+        times.handshake_s + times.reserve_s + times.gather_s + times.wire_s + times.waiting_s + times.verify_s
     )
 
 
