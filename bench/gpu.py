@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from baton.bench import gpu_kernels, gpu_model, gpu_rivals
+from baton.bench import gpu_kernels, gpu_kv, gpu_model, gpu_rivals
 from baton.bench.gpu_session import FULL, TOY, Session
 from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, print_table, write_json
@@ -37,6 +37,10 @@ STAGES: Final = (
     Stage("decode kernel", gpu_kernels.decode_kernel, 30),
     Stage("prefill kernel", gpu_kernels.prefill_kernel, 30),
     Stage("pages", gpu_kernels.pages, 10),
+    Stage("kv gather", gpu_kv.gather, 15),
+    Stage("kv scatter", gpu_kv.scatter, 15),
+    Stage("cuda_ipc", gpu_kv.cuda_ipc, 45),
+    Stage("nccl", gpu_kv.nccl, 60),
     Stage("engine against the CPU", gpu_model.check, 20),
     Stage("decode step", gpu_model.decode_steps, 90),
     Stage("prefill", gpu_model.prefill, 20),

@@ -44,6 +44,9 @@ class Sizes:
     decode_batches: tuple[tuple[int, int], ...]  # (sequences, tokens of context)
     prefill_lengths: tuple[int, ...]
     num_moved_pages: int
+    num_kv_pages: int  # of a pool that transfers gather from and scatter to, 16 tokens each
+    kv_units: tuple[int, ...]  # pages gathered or scattered at once
+    kv_moved_units: tuple[int, ...]  # pages of one push between two processes
     kv_cache_bytes: int
     max_model_len: int
     step_batches: tuple[int, ...]
@@ -63,6 +66,9 @@ FULL = Sizes(
     decode_batches=((64, 1024), (256, 1024), (1, 32768)),
     prefill_lengths=(2048, 8192, 32768),
     num_moved_pages=512,
+    num_kv_pages=512,
+    kv_units=(1, 8, 128),
+    kv_moved_units=(4, 32, 512),
     kv_cache_bytes=40 * 2**30,
     max_model_len=8448,
     step_batches=(1, 64, 256),
@@ -81,6 +87,9 @@ TOY = Sizes(
     decode_batches=((4, 64), (1, 128)),
     prefill_lengths=(32, 64),
     num_moved_pages=4,
+    num_kv_pages=8,
+    kv_units=(1, 2),
+    kv_moved_units=(1, 4),
     kv_cache_bytes=2**23,
     max_model_len=256,
     step_batches=(1, 4),

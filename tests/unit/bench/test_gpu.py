@@ -46,7 +46,16 @@ def test_whole_command_runs_at_toy_size(
     assert set(content["seconds"]) == {stage.name for stage in STAGES}
     assert all(row["value"] is not None for row in content["rows"])
     names = "\n".join(row["name"] for row in content["rows"])
-    for part in ("read bandwidth", "pages of 64", "prefill kernel", "gather", "decode step, 4", "ragged"):
+    for part in (
+        "read bandwidth",
+        "pages of 64",
+        "prefill kernel",
+        "gather",
+        "cuda_ipc",
+        "nccl",
+        "decode step, 4",
+        "ragged",
+    ):
         assert part in names
 
 
