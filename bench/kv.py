@@ -2,7 +2,7 @@
 
     baton bench kv                            prompt sizes of named models over every transport; streaming
     baton bench kv --trace PATH [--scale 32]  a real trace's hand-offs over a matrix of workers
-    baton bench kv --faults                   kill, stall and abort in the middle of transfers
+    baton bench kv --faults                   kill, stall, cut and corrupt in the middle of transfers
 
 Two real processes, real ledgers, scattered pages, digests compared; limits of the machine measured in the
 same run. Columns are explained in bench/README.md.

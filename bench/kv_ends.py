@@ -23,7 +23,7 @@ from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Outcome, Timing
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.messages import AnyMessage, Reserve, Wrote
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.timeline import TransferTimes
 from baton.layout import PageLayout
@@ -107,15 +107,25 @@ class _Start(msgspec.Struct, frozen=True):
     layout: PageLayout
     num_pages: int
     is_shared: bool
+    damaged_unit: int | None
 
 
 class DestinationProcess:
-    def __init__(self, layout: PageLayout, num_pages: int, *, is_shared: bool = True) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        *,
+        is_shared: bool = True,
+        damaged_unit: int | None = None,
+    ) -> None:
+        """damaged_unit: in which one bit is flipped when it first arrives, in the first long transfer."""
+        start = _Start(layout, num_pages, is_shared, damaged_unit)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "baton.bench.kv_ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(_Start(layout, num_pages, is_shared)) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.flush()
         host, port = msgspec.json.decode(self._process.stdout.readline(), type=tuple[str, int])
         self.address = (host, port)
@@ -129,6 +139,19 @@ class DestinationProcess:
         self._process.communicate()
 
 
+class _DamagingEndpoint(KvEndpoint):
+    damaged_unit: int | None = None
+
+    def _received(self, link: Link, message: AnyMessage) -> None:
+        unit = self.damaged_unit
+        if unit is not None and isinstance(message, Wrote) and message.first <= unit < message.stop:
+            pages = self._incoming[message.transfer].handoff.pages
+            memory = self._doors.memory
+            memory.view()[pages[unit] * memory.page_bytes] ^= 1
+            self.damaged_unit = None
+        super()._received(link, message)
+
+
 def serve(start: _Start) -> None:
     """Take pages and let go of them, until killed."""
     layout, shared = start.layout, SharedPool() if start.is_shared else None
@@ -140,7 +163,8 @@ def serve(start: _Start) -> None:
     def admit(_: Reserve, num_pages: int) -> Owner | None:
         return "sequence" if ledger.num_free >= num_pages else None
 
-    endpoint = KvEndpoint(settings_of(layout, "auto"), pool, ledger, admit, shared=shared)
+    endpoint = _DamagingEndpoint(settings_of(layout, "auto"), pool, ledger, admit, shared=shared)
+    endpoint.damaged_unit = start.damaged_unit
     sys.stdout.write(msgspec.json.encode(endpoint.address).decode() + "\n")
     sys.stdout.flush()
     while True:

@@ -4,6 +4,8 @@ many bytes were moved for nothing.
     kill      the destination's process, after k % of the pages
     stall     the destination's process is stopped (SIGSTOP) for good after k % of the pages
     abort     the source gives the transfer up after k % of the pages
+    cut       the link between the two is cut after k % of the pages
+    corrupt   a bit of the page at k % is flipped as it arrives: its unit is written again
 """
 
 import os
@@ -20,7 +22,7 @@ from baton.kvtransfer.handoff import Outcome, Timing
 from baton.layout import PageLayout
 
 PERCENTS: Final = (1, 50, 99)
-KINDS: Final = ("kill", "stall", "abort")
+KINDS: Final = ("kill", "stall", "abort", "cut", "corrupt")
 LEASE_S: Final = 2.0  # a stalled peer is given up after this long
 LIMIT_S: Final = 30.0
 
@@ -64,7 +66,9 @@ def measure_fault(
 def _one(
     kind: str, transport: str, percent: int, layout: PageLayout, num_pages: int
 ) -> tuple[str, float, float, int]:
-    destination = DestinationProcess(layout, num_pages)
+    num_units = num_pages // 2
+    damaged_unit = max(1, num_units * percent // 100) if kind == "corrupt" else None
+    destination = DestinationProcess(layout, num_pages, damaged_unit=damaged_unit)
     source = SourceEnd(layout, num_pages, transport)
     source.endpoint.close()
     timing = Timing(lease_s=LEASE_S, heartbeat_s=LEASE_S / 4)
@@ -73,13 +77,16 @@ def _one(
     try:
         link = source.link(destination)
         source.send(link, layout.page_size)  # everything is open and warm
-        transfer = endpoint.start(link, num_pages // 2, deadline_s=LIMIT_S)
-        pages = source.ledger.allocate(num_pages // 2, "prompt")
+        transfer = endpoint.start(link, num_units, deadline_s=LIMIT_S)
+        pages = source.ledger.allocate(num_units, "prompt")
         num_first = max(1, len(pages) * percent // 100)
         endpoint.offer(transfer, pages[:num_first], num_first)
         _poll_for(endpoint, 0.2)  # the first pages move, the rest is not computed yet
         started_s = perf_counter()
-        _strike(kind, endpoint, destination, transfer)
+        if kind == "cut":
+            link.close()
+        else:
+            _strike(kind, endpoint, destination, transfer)
         endpoint.offer(transfer, pages[num_first:], len(pages))
         source.ledger.release(pages, "prompt")
         ended = source.wait_for(transfer)
@@ -92,8 +99,9 @@ def _one(
         os.kill(destination.pid, signal.SIGCONT)
         source.close()
         destination.close()
+    num_bytes = 0 if ended.times is None else ended.times.num_bytes
     is_whole = ended.outcome is Outcome.HANDED_OVER
-    wasted_bytes = 0 if is_whole or ended.times is None else ended.times.num_bytes
+    wasted_bytes = num_bytes - num_units * layout.page_bytes if is_whole else num_bytes
     return ended.outcome.value, detected_s, pages_back_s, wasted_bytes
 
 
@@ -102,7 +110,7 @@ def _strike(kind: str, endpoint: KvEndpoint, destination: DestinationProcess, tr
         os.kill(destination.pid, signal.SIGKILL)
     elif kind == "stall":
         os.kill(destination.pid, signal.SIGSTOP)
-    else:
+    elif kind == "abort":
         endpoint.abort(transfer, "a bench of faults")
 
 
