@@ -22,12 +22,13 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, NoReturn, Self, TypeAlias
+from typing import Final, NoReturn, Self
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
 from baton.clock import Clock, SystemClock
 from baton.errors import PeerGone, WireError
 from baton.frames import MAX_CONTROL_BYTES, FrameReader, encode_frame
+from baton.sockets import MAX_DESCRIPTORS, Rights, keep_alive, rights_of
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -39,13 +40,10 @@ __all__ = [
     "encode_frame",
 ]
 
-Rights: TypeAlias = "list[tuple[int, int, array.array[int]]]"  # ancillary data, as sendmsg takes it
-
 SEAL_BYTES: Final = 16
 MAX_BODY_BYTES: Final = MAX_CONTROL_BYTES - 1 - SEAL_BYTES
 FRAME_TIMEOUT_S: Final = 10.0  # from a frame's first byte to its last
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-MAX_DESCRIPTORS: Final = 4  # open files that come with one frame, over unix sockets only
 
 _PEER: Final = {Role.CONNECTING: Role.ACCEPTING, Role.ACCEPTING: Role.CONNECTING}
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
@@ -96,6 +94,7 @@ class Connection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
 
     @property
     def is_closed(self) -> bool:
@@ -131,15 +130,41 @@ class Connection:
 
         A peer that does not take the frame within the timeout is dropped: half a frame can't be taken back.
         """
+        rights = rights_of(descriptors)
         with self._send_lock:
-            frame = encode_frame(body + self._seal(self._role, self._num_sent, body))
-            rights = _rights(descriptors)
-            self._num_sent += 1
+            frame = self.frame(body)
             try:
                 self._send_all(frame, rights, self._clock.now_s() + timeout_s)
             except TimeoutError:
                 message = f"the peer took no frame of {len(frame)} bytes within {timeout_s:g} s"
                 raise self.drop(WireError(message, reason="slow")) from None
+
+    def frame(self, body: bytes) -> bytes:
+        """The next frame, sealed; it must be written whole and before the one after it (see outbox.py)."""
+        if self._is_closed:
+            raise PeerGone("the connection is closed")
+        frame = encode_frame(body + self._seal(self._role, self._num_sent, body))
+        self._num_sent += 1
+        return frame
+
+    def write_some(self, view: memoryview) -> int:
+        """How many bytes the kernel took, without waiting: 0 when there is no room."""
+        with self._send_lock:
+            try:
+                return self._socket.send(view)
+            except BlockingIOError:
+                return 0
+            except OSError as error:
+                self._gone(error)
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """True, as soon as the kernel takes bytes. A peer that takes none within the timeout is dropped."""
+        try:
+            if self._wait(select.POLLOUT, self._clock.now_s() + timeout_s):
+                return True
+        except ValueError:  # the socket was closed meanwhile
+            raise PeerGone("the connection is closed") from None
+        raise self.drop(WireError(f"the peer took no byte within {timeout_s:g} s", reason="slow"))
 
     def recv(self, timeout_s: float | None = None) -> bytes:
         """The next body. None: wait as long as the peer lives and is silent. PeerGone: there is no next.
@@ -255,22 +280,16 @@ class Connection:
             raise WireError(f"a frame took longer than {FRAME_TIMEOUT_S:g} s to arrive", reason="slow")
         self._wait(select.POLLIN, deadline_s, at_most_until_s=self._frame_deadline_s)
 
-    def _wait(self, event: int, deadline_s: float, at_most_until_s: float = math.inf) -> None:
+    def _wait(self, event: int, deadline_s: float, at_most_until_s: float = math.inf) -> bool:
         now_s = self._clock.now_s()
         if now_s >= deadline_s:
             raise TimeoutError
         until_s = min(deadline_s, at_most_until_s)
         poll = select.poll()
         poll.register(self._socket, event)
-        poll.poll(None if until_s == math.inf else math.ceil((until_s - now_s) * 1000))
+        return bool(poll.poll(None if until_s == math.inf else math.ceil((until_s - now_s) * 1000)))
 
     def _gone(self, error: OSError | None) -> NoReturn:
         self.close()
         where = "in the middle of a frame" if self._reader.has_begun else "between two frames"
         raise PeerGone(f"the peer is gone, {where}: {error or 'end of the stream'}") from error
-
-
-def _rights(descriptors: Sequence[int]) -> Rights:
-    if len(descriptors) > MAX_DESCRIPTORS:
-        raise ValueError(f"{len(descriptors)} open files in one frame, {MAX_DESCRIPTORS} is most")
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []

@@ -363,3 +363,15 @@ def test_too_many_open_files_drop_the_peer() -> None:
 def test_short_key_is_refused(sockets: Sockets) -> None:
     with pytest.raises(ConfigError, match="cluster key"):
         Connection(sockets[0], b"short", Role.CONNECTING)
+
+
+def test_a_peer_whose_host_is_gone_is_found_in_time() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        Connection(sock, KEY, Role.CONNECTING)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, interval_s, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle_s + interval_s * count <= 30

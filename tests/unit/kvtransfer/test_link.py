@@ -1,0 +1,106 @@
+"""One end of a link, whose other end takes or says too much or too little."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from baton.kvtransfer.link import Call, Link
+from baton.kvtransfer.messages import PROTOCOL, AnyMessage, Commit, Doors, Extend, Hello, decode, encode
+from baton.layout import PageLayout
+from baton.wire import Connection, DroppedPeers, Role
+from tests.transfer_ends import wait_for
+
+KEY = b"the key of the tests' cluster"
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
+HELLO = Hello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
+LARGE = Commit(transfer=b"t" * 16, epoch=1, digests=bytes(2**19))
+SMALL = Extend(transfer=b"t" * 16, epoch=1)
+AT_ONCE_S = 0.1  # far less than a peer may take for a frame
+
+
+class Ends:
+    """A link and the bare connection of its peer; what the link learns waits in `calls`."""
+
+    def __init__(self) -> None:
+        self.dropped = DroppedPeers()
+        self.calls: list[Call] = []
+        self.received: list[AnyMessage] = []
+        self.num_lost = 0
+        ours, theirs = socket.socketpair()
+        self.peer = Connection(theirs, KEY, Role.CONNECTING)
+        connection = Connection(ours, KEY, Role.ACCEPTING, dropped=self.dropped)
+        proving = threading.Thread(target=self.peer.handshake)
+        proving.start()
+        connection.handshake()
+        proving.join()
+        self.link = Link(connection, "127.0.0.1", HELLO, Doors(host="h", device="cpu"))
+        self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
+
+    def _lose(self) -> None:
+        self.num_lost += 1
+
+    def poll(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.peer.close()
+    made.link.close()
+
+
+def test_sending_never_waits_for_the_peer(ends: Ends) -> None:
+    num_messages = 3
+    started_s = time.monotonic()
+    for _ in range(num_messages):
+        ends.link.send(LARGE)
+    ends.link.send(SMALL)
+    assert time.monotonic() - started_s < AT_ONCE_S
+    assert [decode(ends.peer.recv(5.0)) for _ in range(num_messages + 1)] == [LARGE] * num_messages + [SMALL]
+    ends.link.send(SMALL)
+    assert decode(ends.peer.recv(5.0)) == SMALL
+
+
+def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: Ends) -> None:
+    started_s = time.monotonic()
+    for _ in range(64):
+        ends.link.send(LARGE)
+    assert time.monotonic() - started_s < 64 * AT_ONCE_S / 4
+    assert ends.dropped.counts() == {"slow": 1}
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.num_lost == 1
+
+
+def test_a_peer_that_says_too_much_waits_until_it_was_heard(ends: Ends) -> None:
+    num_messages = 64
+
+    def talk() -> None:
+        for _ in range(num_messages):
+            ends.peer.send(encode(LARGE))
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    time.sleep(0.2)
+    assert len(ends.calls) <= 8
+    deadline_s = time.monotonic() + 5.0
+    while len(ends.received) < num_messages and time.monotonic() < deadline_s:
+        ends.poll()
+    assert ends.received == [LARGE] * num_messages
+    talking.join()
+
+
+def test_a_link_whose_peer_waits_to_be_heard_closes_at_once() -> None:
+    ends = Ends()
+    for _ in range(3):
+        ends.peer.send(encode(LARGE))
+    started_s = time.monotonic()
+    ends.link.close()
+    assert time.monotonic() - started_s < AT_ONCE_S
+    ends.peer.close()
