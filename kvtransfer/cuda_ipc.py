@@ -27,7 +27,8 @@ from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transport import OnEnd, Piece
 from baton.wire import DroppedPeers
 
-PART_BYTES: Final = 64 * 2**20  # between two looks at the table: a tenth of a millisecond
+# Between two looks at the table: half a millisecond within a GPU, and some times as much as the looks cost.
+PART_BYTES: Final = 2**30
 
 Count = Annotated[int, Meta(ge=1, le=2**48)]
 Offset = Annotated[int, Meta(ge=0, le=2**48)]
@@ -61,11 +62,13 @@ class SharedDevicePool:
         self.generations = PageGenerations(len(pool))
 
     def offer(self) -> tuple[bytes, tuple[int, ...]]:
-        """For one source; each needs an offer of its own."""
+        """For one source; each needs an offer of its own. TransferFailed when its memory can't be shared."""
         pool = self.pool
-        _, block, storage_bytes, storage_offset, counter, counter_offset, event, has_event = (
-            pool.untyped_storage()._share_cuda_()
-        )
+        try:
+            shared = pool.untyped_storage()._share_cuda_()
+        except RuntimeError as error:
+            raise TransferFailed(f"the pool cannot be shared: {error}") from error
+        _, block, storage_bytes, storage_offset, counter, counter_offset, event, has_event = shared
         offer = CudaOffer(
             device=_uuid(pool.device.index),
             num_pages=len(pool),
@@ -86,9 +89,11 @@ class SharedDevicePool:
         self.generations.file.close()
 
 
-def open_offer(message: bytes) -> Tensor:
-    """The pages of another process's pool: uint8 [num_pages, page_bytes]. TransferFailed when they can't be
-    reached from here.
+def open_offer(message: bytes, device: int) -> Tensor:
+    """The pages of another process's pool, for kernels on our GPU `device`: uint8 [num_pages, page_bytes].
+
+    They are mapped for that GPU, which need not be the one that they are on: a kernel that reached for them
+    without leave would end the process. TransferFailed when they can't be reached from it.
     """
     offer = msgspec.msgpack.decode(message, type=CudaOffer)
     if offer.pool_offset + offer.num_pages * offer.page_bytes > offer.storage_bytes:
@@ -96,9 +101,11 @@ def open_offer(message: bytes) -> Tensor:
     devices = [index for index in range(torch.cuda.device_count()) if _uuid(index) == offer.device]
     if not devices:
         raise TransferFailed(f"GPU {offer.device} of the destination can't be reached by this process")
+    if devices[0] != device and not torch.cuda.can_device_access_peer(device, devices[0]):
+        raise TransferFailed(f"GPU {device} can't reach the memory of GPU {devices[0]}")
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
-            devices[0],
+            device,
             offer.block,
             offer.storage_bytes,
             offer.storage_offset,
@@ -109,12 +116,13 @@ def open_offer(message: bytes) -> Tensor:
         )
     except RuntimeError as error:
         raise TransferFailed(f"the destination's pool can't be mapped: {error}") from error
-    pages = torch.empty(0, dtype=torch.uint8, device=f"cuda:{devices[0]}")
+    pages = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
     return pages.set_(storage, offer.pool_offset, (offer.num_pages, offer.page_bytes), (offer.page_bytes, 1))
 
 
 class CudaIpcTransport(DirectTransport):
     name = "cuda_ipc"
+    inline_bytes = -1  # whoever pushes would wait for the step that computes the pages
 
     def __init__(
         self,
@@ -146,7 +154,7 @@ class CudaIpcTransport(DirectTransport):
         return super().push(piece)
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> int:
-        self._pages = open_offer(message)
+        self._pages = open_offer(message, self._packing.pool.device.index)
         return len(self._pages)
 
     def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:

@@ -37,6 +37,7 @@ class DirectTransport:
     """A subclass maps the pool that the door gives, and copies runs into it."""
 
     name: str
+    inline_bytes = INLINE_BYTES
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class DirectTransport:
             raise ValueError(f"the pool has {self._num_pages} pages: {pages}")
         if len(transfer.destination_generations) != len(transfer.destination_pages):
             raise ValueError("every destination page comes with its generation")
-        if piece.num_bytes > INLINE_BYTES or not self._tickets.is_idle:
+        if piece.num_bytes > self.inline_bytes or not self._tickets.is_idle:
             return self._tickets.push(piece)
         ticket = self._tickets.push(piece, wakes=False)
         while (part := self._tickets.take(wait=False)) is not None:

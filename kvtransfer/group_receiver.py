@@ -46,7 +46,7 @@ class GroupReceiver:
         """pool: the destination's, contiguous [num_pages, ...]."""
         self.name: GroupName = name
         self.landings = landings
-        self.packing = packing_of(pool)
+        self.pool = pool
         self.settings = settings or GroupSettings()
         self.dropped = dropped or DroppedPeers()
         self.on_written = on_written
@@ -93,6 +93,7 @@ class _Pair:
         self.thread = threading.Thread(target=self._run, name=f"{receiver.name}-receive", daemon=True)
         self._receiver = receiver
         self._plan = plan
+        self._packing = packing_of(receiver.pool)  # of its own: a stalled source holds up no other
         self._lock = threading.Lock()
         self._channel: PairChannel | None = None
         self._is_stopped = False
@@ -120,7 +121,7 @@ class _Pair:
     def _join(self) -> PairChannel:
         receiver = self._receiver
         channel = join_pair(
-            receiver.name, self.meeting, DESTINATION, receiver.packing, self._plan, receiver.settings
+            receiver.name, self.meeting, DESTINATION, self._packing, self._plan, receiver.settings
         )
         with self._lock:
             self._channel = channel
@@ -148,8 +149,8 @@ class _Pair:
         is_whole = False
         try:
             if writing is not None:
-                receiver.packing.unpack(writing.landing.plan, writing.offsets(), payload)
-                receiver.packing.finish()
+                self._packing.unpack(writing.landing.plan, writing.offsets(), payload)
+                self._packing.finish()
             channel.post(slot)
             outcome = Outcome.REFUSED if writing is None else Outcome.WRITTEN
             channel.answer(slot, encode_answer(self.meeting.record_key, number, outcome), stall_s)

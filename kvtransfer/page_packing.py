@@ -5,6 +5,7 @@ waited for there, and nothing waits for us on the model's stream. Suffix N: runs
 """
 
 import math
+import threading
 import time
 from collections import deque
 from typing import Final, Protocol
@@ -21,7 +22,8 @@ from baton.kernels.scatter_pages import scatter_pages
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
 
-FIRST_LOOK_S: Final = 2e-5  # how long a wait for the GPU sleeps at first; each time twice as long, up to
+NO_SLEEP_S: Final = 2e-4  # a wait for the GPU looks all the time at first: a sleep takes 70 us at least
+SHORTEST_SLEEP_S: Final = 2e-5  # then it sleeps, each time twice as long, up to
 LONGEST_SLEEP_S: Final = 1e-3
 
 
@@ -32,6 +34,9 @@ class PagePacking(Protocol):
 
     def staging(self, num_bytes: int) -> Tensor: ...
 
+    def host_staging(self, num_bytes: int) -> Tensor:
+        """uint8 on the CPU, of the kind that a GPU copies from and to by itself."""
+
     def note_written(self) -> None:
         """The caller's thread has written pages, or has told its current stream to: what is packed has it."""
 
@@ -39,6 +44,9 @@ class PagePacking(Protocol):
         """The pool's runs, one after the other; on a GPU they are there after `finish`."""
 
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None: ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """From staging to host staging or back, in the order of the calls; done after `finish`."""
 
     def finish(self, timeout_s: float = math.inf) -> None:
         """Wait for all that is on its way on our stream. TransferFailed when it takes too long.
@@ -64,6 +72,9 @@ class HostPages:
     def staging(self, num_bytes: int) -> Tensor:
         return huge_zeros((num_bytes,), torch.uint8)
 
+    def host_staging(self, num_bytes: int) -> Tensor:
+        return huge_zeros((num_bytes,), torch.uint8)
+
     def note_written(self) -> None:
         """A CPU has written when it says so."""
 
@@ -75,6 +86,9 @@ class HostPages:
     def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
         packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
         copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
 
     def finish(self, timeout_s: float = math.inf) -> None:
         """Nothing is left to do."""
@@ -89,9 +103,13 @@ class DevicePages:
         self.stream = torch.cuda.Stream(pool.device)
         self.content = pool.view(-1).view(torch.uint8)
         self._written: deque[torch.cuda.Event] = deque()
+        self._ordering = threading.Lock()
 
     def staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
+
+    def host_staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def note_written(self) -> None:
         self._written.append(torch.cuda.current_stream(self.pool.device).record_event())
@@ -109,20 +127,32 @@ class DevicePages:
             rows = self.rows(plan, offset_N)
             scatter_pages(staging.view(-1, row_bytes), rows, self.content.view(-1, row_bytes))
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
     def finish(self, timeout_s: float = math.inf) -> None:
         with torch.cuda.stream(self.stream):
             done = self.stream.record_event()
-        deadline_s, sleep_s = time.monotonic() + timeout_s, FIRST_LOOK_S
+        begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
         while not done.query():
-            if time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - begun_s
+            if waited_s > timeout_s:
                 raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
+            if waited_s < NO_SLEEP_S:
+                time.sleep(0)  # lets other threads run
+                continue
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
 
     def wait_for_writers(self) -> None:
-        """Have the current stream wait for all that `note_written` was told of."""
-        while self._written:
-            self.stream.wait_event(self._written.popleft())
+        """Have our stream wait for all that `note_written` was told of.
+
+        Of two threads that pack, neither goes on before the other has told the stream what it took up.
+        """
+        with self._ordering:
+            while self._written:
+                self.stream.wait_event(self._written.popleft())
 
     def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
         """int64 on the device: the rows of `plan.row_bytes` bytes that the runs consist of, in order."""

@@ -24,14 +24,14 @@ OFFER = CudaOffer(
 
 def test_a_gpu_that_this_process_cannot_see_is_no_way_to_its_pool() -> None:
     with pytest.raises(TransferFailed, match="GPU-00000000-no-such-device"):
-        open_offer(msgspec.msgpack.encode(OFFER))
+        open_offer(msgspec.msgpack.encode(OFFER), 0)
 
 
 @pytest.mark.parametrize("change", [{"num_pages": 9}, {"pool_offset": 4097}, {"storage_bytes": 4096}])
 def test_a_pool_outside_its_storage_is_refused_before_it_is_mapped(change: dict[str, int]) -> None:
     offer = msgspec.structs.replace(OFFER, **change)
     with pytest.raises(WireError, match="not within its storage"):
-        open_offer(msgspec.msgpack.encode(offer))
+        open_offer(msgspec.msgpack.encode(offer), 0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_pool_outside_its_storage_is_refused_before_it_is_mapped(change: dict[
 def test_an_offer_out_of_bounds_is_refused(change: dict[str, object]) -> None:
     message = msgspec.msgpack.encode({**msgspec.structs.asdict(OFFER), **change})
     with pytest.raises(msgspec.ValidationError):
-        open_offer(message)
+        open_offer(message, 0)
 
 
 def test_a_pool_on_a_cpu_is_not_offered() -> None:
