@@ -20,7 +20,9 @@ import msgspec
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
-from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
+from baton.kvtransfer.page_packing import PagePacking
+from baton.kvtransfer.page_socket import PageSocket, Stopped, tune
+from baton.kvtransfer.tcp_pages import tcp_pool_of
 from baton.kvtransfer.tcp_records import (
     ANSWER_BYTES,
     HEADER_BYTES,
@@ -54,15 +56,15 @@ class TcpTransport:
         self,
         address: tuple[str, int],
         key: bytes,
-        memory: PageMemory,
+        pool: PageMemory | PagePacking,
         *,
         settings: TcpSettings | None = None,
         clock: Clock | None = None,
         on_end: OnEnd | None = None,
         dropped: DroppedPeers | None = None,
     ) -> None:
-        """memory: the source's pages. key: the cluster's."""
-        self.memory = memory
+        """pool: the source's. key: the cluster's."""
+        self.pool = tcp_pool_of(pool)
         self.settings = settings or TcpSettings()
         self.clock = clock or SystemClock()
         self.tickets = Tickets(PART_BYTES, self.settings.num_streams, self.clock, on_end)
@@ -81,11 +83,13 @@ class TcpTransport:
             stream.thread.start()
 
     def push(self, piece: Piece) -> int:
-        if not self.memory.has(piece.transfer.source_pages):
-            raise ValueError(f"the pool has {self.memory.num_pages} pages: {piece.transfer.source_pages}")
+        pages = piece.transfer.source_pages
+        if pages and not 0 <= min(pages) <= max(pages) < self.pool.num_pages:
+            raise ValueError(f"the pool has {self.pool.num_pages} pages: {pages}")
         unit_bytes = piece.transfer.plan.unit_bytes
         if unit_bytes > MAX_PART_BYTES:
             raise ConfigError(f"page_size: a page has {unit_bytes} bytes, tcp moves {MAX_PART_BYTES} at most")
+        self.pool.note_written()
         return self.tickets.push(piece)
 
     @property
@@ -145,6 +149,7 @@ class _Stream:
         self.thread = threading.Thread(target=self._run, name=f"tcp-source-{number}", daemon=True)
         self._transport = transport
         self._tickets = transport.tickets
+        self._pages = transport.pool.stream()
         self._socket: PageSocket | None = None
         self._key = b""
         self._is_closed = False
@@ -199,9 +204,7 @@ class _Stream:
             offset_N = offsets_of(transfer.plan.source, part.first, part.stop, transfer.source_pages)
             header = PartHeader(transfer.id, transfer.epoch, part.first, part.stop, part.num_bytes)
             self._header.raw = encode_header(self._key, self._num_sent, header)
-            places = Places.of_runs(
-                self._transport.memory.address, offset_N, transfer.plan.run_bytes, self._header
-            )
+            places = self._pages.outgoing(transfer.plan, offset_N, self._header)
             gather_s = clock.now_s() - begun_s
             stream.send(places, lambda: part.ticket.is_failed)
         finally:

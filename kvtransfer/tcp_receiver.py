@@ -20,8 +20,10 @@ from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
 from baton.kvtransfer.landing import Landings, Writing
 from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.page_packing import PagePacking
 from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
 from baton.kvtransfer.tcp import TcpSettings
+from baton.kvtransfer.tcp_pages import tcp_pool_of
 from baton.kvtransfer.tcp_records import (
     HEADER_BYTES,
     Outcome,
@@ -48,7 +50,7 @@ class TcpReceiver:
     def __init__(
         self,
         landings: Landings,
-        memory: PageMemory,
+        pool: PageMemory | PagePacking,
         key: bytes,
         *,
         host: str = "127.0.0.1",
@@ -59,7 +61,7 @@ class TcpReceiver:
         on_written: OnWritten | None = None,
     ) -> None:
         self.landings = landings
-        self.memory = memory
+        self.pool = tcp_pool_of(pool)
         self.settings = settings or TcpSettings()
         self.clock = clock or SystemClock()
         self.dropped = dropped or DroppedPeers()
@@ -153,6 +155,7 @@ class Stream:
         self._socket = page_socket
         self._key = key
         self._num_parts = 0
+        self._pages = receiver.pool.stream()
         self._scratch: ctypes.Array[ctypes.c_char] | None = None
 
     def run(self) -> None:
@@ -187,12 +190,12 @@ class Stream:
 
     def _fill(self, writing: Writing) -> int:
         """Receive a part into its pages; how many bytes are still to come when the landing was closed."""
-        run_bytes = writing.landing.plan.run_bytes
-        places = Places.of_runs(self._receiver.memory.address, writing.offsets(), run_bytes)
+        plan, offset_N = writing.landing.plan, writing.offsets()
         try:
-            self._socket.receive(places, lambda: writing.must_stop)
+            self._socket.receive(self._pages.incoming(plan, offset_N), lambda: writing.must_stop)
         except Stopped as stopped:
             return stopped.num_left
+        self._pages.received(plan, offset_N)
         return 0
 
     def _drain(self, num_bytes: int) -> None:

@@ -1,10 +1,14 @@
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvtransfer.digests import differing_units, digest_units
+from baton.kvtransfer import digests
+from baton.kvtransfer.digests import HostDigests, StagedDigests, differing_units, digest_units
+from baton.kvtransfer.page_memory import PageMemory
+from baton.kvtransfer.page_packing import packing_of
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 
@@ -79,3 +83,23 @@ def test_runs_that_do_not_fit_are_refused(offsets: list[int], num_units: int) ->
 def test_digests_of_other_lengths_cannot_be_compared() -> None:
     with pytest.raises(ValueError, match="digests of 8 and 16 bytes"):
         differing_units(bytes(8), bytes(16))
+
+
+@pytest.mark.parametrize("destination_tp", [1, 2])
+@pytest.mark.parametrize("destination_page", [4, 2, 8])
+@pytest.mark.parametrize("piece_bytes", [1, 300, digests.PIECE_BYTES])
+def test_pages_that_are_staged_have_the_digests_of_pages_in_place(
+    destination_tp: int, destination_page: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's pages would have, with a CPU's packing in its place."""
+    monkeypatch.setattr(digests, "PIECE_BYTES", piece_bytes)
+    source = layout(1, 4)
+    plan = plan_transfer(source, layout(destination_tp, destination_page), 0, 0)
+    pool = torch.from_numpy(pool_of(source)).view(NUM_PAGES, -1)
+    offsets = plan.source.offsets(0, 5, [3, 1, 4, 0, 6])
+    in_place, staged = HostDigests(PageMemory.of(pool)), StagedDigests(packing_of(pool))
+    expected = in_place.take(plan, offsets, 5)
+    assert staged.take(plan, offsets, 5) == expected
+    pool.view(-1)[int(offsets[-1])] ^= 1
+    assert differing_units(expected, staged.take(plan, offsets, 5)) == (4,)
+    assert staged.take(plan, offsets[:0], 0) == b""
