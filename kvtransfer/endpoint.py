@@ -46,7 +46,7 @@ TICK_S: Final = 0.25  # between two looks at leases and heartbeats
 
 
 class KvEndpoint:
-    """One rank's pool on a CPU. Everything but `close` is called by the thread that owns the ledger."""
+    """One rank's pool, on any device. Everything but `close` is called by the thread that owns the ledger."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class KvEndpoint:
         self._admit = admit
         self._clock = clock or SystemClock()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._hashing = Hashing(settings.num_hashing_threads)
+        self._hashing = Hashing(settings.num_hashing_threads, may_inline=not pool.is_cuda)
         self._epochs = count(1)
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
@@ -85,7 +85,7 @@ class KvEndpoint:
             settings.key,
             settings.hello(self.incarnation),
             self._doors.message(),
-            self._doors.memory,
+            self._doors.pages,
             settings.transport,
             self._inbox.put,
             self._received,
@@ -123,7 +123,9 @@ class KvEndpoint:
         return request.transfer
 
     def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None:
-        """These pages follow those offered before; `num_units` units of the transfer are computed by now."""
+        """These pages follow those offered before; `num_units` units of the transfer are computed by now,
+        on a GPU by the stream that is current here and in `poll`: its work is waited for, not by the caller.
+        """
         outgoing = self._outgoing.get(transfer)
         if outgoing is not None:
             outgoing.offer(pages, num_units)
@@ -162,8 +164,7 @@ class KvEndpoint:
     def wait(self, timeout_s: float) -> None:
         """Until there is something to `poll` for, or for so long."""
         with contextlib.suppress(Empty):
-            call = self._inbox.get(timeout=timeout_s)
-            call()
+            self._inbox.get(timeout=timeout_s)()
 
     @property
     def num_open(self) -> int:
@@ -254,7 +255,7 @@ class KvEndpoint:
             link,
             self._peers.transports(link),
             request.num_units,
-            self._doors.memory,
+            self._doors.pages.digests,
             self._hashing,
             self._inbox.put,
             self._clock,

@@ -11,7 +11,9 @@ INLINE_BYTES: Final = 2**21  # 0.1 ms: what it takes to wake a thread and hear o
 
 
 class Hashing:
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, may_inline: bool = True) -> None:
+        """may_inline: pages are this CPU's own, so that the caller waits for nothing but the hash."""
+        self._inline_bytes = INLINE_BYTES if may_inline else -1
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-digest")
 
     def submit(
@@ -25,7 +27,7 @@ class Hashing:
 
         Functions that go to threads begin in the order in which they were submitted.
         """
-        if num_bytes > INLINE_BYTES:
+        if num_bytes > self._inline_bytes:
             return self._threads.submit(function, *args, **kwargs)
         future: Future[Result] = Future()
         future.set_result(function(*args, **kwargs))

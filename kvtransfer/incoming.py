@@ -15,7 +15,7 @@ from functools import partial
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
-from baton.kvtransfer.digests import differing_units, digest_units
+from baton.kvtransfer.digests import differing_units
 from baton.kvtransfer.handoff import Action, CloseLanding, Finished, OpenLanding, Send, Verify
 from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.landing import Landing
@@ -45,8 +45,8 @@ class Incoming:
         self._plan = plan
         self._num_units = num_units
         self._landings = doors.landings
-        self._memory = doors.memory
-        self._generations = doors.generations  # of a shared pool: sources on this host write into it directly
+        self._digests = doors.pages.digests
+        self._generations = doors.generations  # of a pool that sources on this host may write into directly
         self._hashing = hashing
         self._post = post
         self._on_finished = on_finished
@@ -117,7 +117,7 @@ class Incoming:
 
     def _take_digests(self, first: int, stop: int) -> None:
         offset_N = offsets_of(self._plan.destination, first, stop, self.handoff.pages)
-        digests = digest_units(self._memory.view(), offset_N, self._plan.run_bytes, stop - first)
+        digests = self._digests.take(self._plan, offset_N, stop - first)
         self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
     def _verify(self, expected: bytes) -> None:

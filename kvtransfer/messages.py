@@ -19,7 +19,7 @@ from baton.errors import WireError
 from baton.layout import PageLayout
 from baton.wire import MAX_BODY_BYTES
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
 MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
 MAX_PARTS: Final = 256
@@ -74,6 +74,20 @@ class Doors(Message, frozen=True):
     tcp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # 0: no such door
     shm_address: Annotated[str, Meta(max_length=107)] = ""
     gloo_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    cuda_ipc_address: Annotated[str, Meta(max_length=107)] = ""
+    nccl_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the transports that there is a door for."""
+        doors = {
+            "shm": self.shm_address,
+            "cuda_ipc": self.cuda_ipc_address,
+            "nccl": self.nccl_port,
+            "gloo": self.gloo_port,
+            "tcp": self.tcp_port,
+        }
+        return tuple(name for name, door in doors.items() if door)
 
 
 class Reserve(Message, frozen=True):

@@ -9,12 +9,11 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.errors import ProtocolError
-from baton.kvtransfer.digests import digest_units
+from baton.kvtransfer.digests import UnitDigests
 from baton.kvtransfer.handoff import Action, Finished, Granted, Push, Send, StopPushes
 from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.link import Link, Post
 from baton.kvtransfer.messages import AnyMessage, Grant, Pull
-from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.peer_transports import PeerTransports
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from baton.kvtransfer.timeline import Timeline
@@ -32,7 +31,7 @@ class Outgoing:
         link: Link,
         transports: PeerTransports | None,
         num_units: int,
-        memory: PageMemory,
+        digests: UnitDigests,
         hashing: Hashing,
         post: Post,
         clock: Clock,
@@ -43,7 +42,7 @@ class Outgoing:
         self.timeline = Timeline(clock, num_units)
         self._plan = plan
         self._transports = transports
-        self._memory = memory
+        self._digests = digests
         self._hashing = hashing
         self._post = post
         self._on_finished = on_finished
@@ -122,4 +121,4 @@ class Outgoing:
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)
-        return digest_units(self._memory.view(), offset_N, self._plan.run_bytes, piece.stop - piece.first)
+        return self._digests.take(self._plan, offset_N, piece.stop - piece.first)

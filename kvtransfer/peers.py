@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.errors import BatonError, TransferFailed
+from baton.errors import BatonError
 from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
+from baton.kvtransfer.cuda_ipc import CudaIpcTransport
 from baton.kvtransfer.group import GroupTransport
 from baton.kvtransfer.group_door import Knock, ask_for_meeting
 from baton.kvtransfer.link import Link, Post, answer, dial
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello
-from baton.kvtransfer.page_memory import PageMemory
-from baton.kvtransfer.pair import GroupSettings, Meeting
+from baton.kvtransfer.pair import GroupName, GroupSettings, Meeting
 from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.peer_transports import PeerTransports
+from baton.kvtransfer.rank_pages import RankPages
 from baton.kvtransfer.shm import ShmTransport
 from baton.kvtransfer.tcp import TcpTransport
 from baton.kvtransfer.transfer_plan import plan_transfer
@@ -38,7 +39,7 @@ class Peers:
         key: bytes,
         hello: Hello,
         doors: Doors,
-        memory: PageMemory,
+        pages: RankPages,
         transport: str,
         post: Post,
         on_message: Callable[[Link, AnyMessage], None],
@@ -52,7 +53,7 @@ class Peers:
         self._key = key
         self._hello = hello
         self._doors = doors
-        self._memory = memory
+        self._pages = pages
         self._transport = transport
         self._post = post
         self._on_message = on_message
@@ -132,33 +133,54 @@ class Peers:
     def _order(self, link: Link) -> Sequence[TransportName]:
         here = Place(host=self._doors.host, device=self._doors.device)
         there = Place(host=link.doors.host, device=link.doors.device)
-        theirs = link.doors
-        doors = {"shm": theirs.shm_address, "gloo": theirs.gloo_port, "tcp": theirs.tcp_port}
-        return order(here, there, [name for name, door in doors.items() if door], self._transport)
+        return order(here, there, link.doors.names, self._transport)
 
     def _make(self, link: Link, name: TransportName, on_end: OnEnd) -> Transport:
-        key, memory, clock, dropped = self._key, self._memory, self._clock, self._dropped
-        if name == "shm":
-            door, incarnation = link.doors.shm_address, self._hello.incarnation
-            return ShmTransport(door, key, memory, incarnation, clock=clock, on_end=on_end, dropped=dropped)
-        if name == "tcp":
-            address = (link.host, link.doors.tcp_port)
-            return TcpTransport(address, key, memory, clock=clock, on_end=on_end, dropped=dropped)
-        if name == "gloo":
-            return self._make_gloo(link, on_end)
-        raise TransferFailed(f"{name} serves no pool on a CPU")
+        key, pages, clock, dropped = self._key, self._pages, self._clock, self._dropped
+        doors, incarnation = link.doors, self._hello.incarnation
+        match name:
+            case "shm":
+                assert pages.memory is not None
+                return ShmTransport(
+                    doors.shm_address,
+                    key,
+                    pages.memory,
+                    incarnation,
+                    clock=clock,
+                    on_end=on_end,
+                    dropped=dropped,
+                )
+            case "cuda_ipc":
+                return CudaIpcTransport(
+                    doors.cuda_ipc_address,
+                    key,
+                    pages.pool,
+                    incarnation,
+                    clock=clock,
+                    on_end=on_end,
+                    dropped=dropped,
+                )
+            case "tcp":
+                address = (link.host, doors.tcp_port)
+                return TcpTransport(
+                    address, key, pages.for_sockets(), clock=clock, on_end=on_end, dropped=dropped
+                )
+            case "gloo":
+                return self._make_group(link, name, doors.gloo_port, on_end)
+            case "nccl":
+                return self._make_group(link, name, doors.nccl_port, on_end)
 
-    def _make_gloo(self, link: Link, on_end: OnEnd) -> GroupTransport:
+    def _make_group(self, link: Link, name: GroupName, port: int, on_end: OnEnd) -> GroupTransport:
         here, there, settings = self._hello, link.hello, GroupSettings(host=self.address[0])
         plan = plan_transfer(here.layout, there.layout, here.rank, there.rank)
 
         def meet() -> Meeting:
-            knock = Knock(name="gloo", layout=here.layout, rank=here.rank, payload_bytes=payload_bytes(plan))
-            address, timeout_s = (link.host, link.doors.gloo_port), settings.connect_s
+            knock = Knock(name=name, layout=here.layout, rank=here.rank, payload_bytes=payload_bytes(plan))
+            address, timeout_s = (link.host, port), settings.connect_s
             return ask_for_meeting(
                 address, self._key, knock, timeout_s, clock=self._clock, dropped=self._dropped
             )
 
         return GroupTransport(
-            "gloo", meet, self._memory, plan, settings=settings, clock=self._clock, on_end=on_end
+            name, meet, self._pages.pool, plan, settings=settings, clock=self._clock, on_end=on_end
         )

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Self
@@ -55,7 +56,7 @@ class FaultyEndpoint(KvEndpoint):
         if isinstance(message, Wrote) and self.num_flips:
             self.num_flips -= 1
             incoming = self._incoming[transfer]
-            memory = incoming._memory
+            memory = self._doors.memory
             memory.view()[incoming.handoff.pages[message.stop - 1] * memory.page_bytes + 5] ^= 0x10
         self.come_to(f"before {type(message).__name__}", transfer)
         super()._received(link, message)
@@ -79,10 +80,11 @@ class Host:
         transport: str = "auto",
         fingerprint: str = "model",
         key: str = KEY.hex(),
+        device: str = "cpu",
     ) -> None:
         shape = (num_pages, 2, 2, 2, page_size, head_dim)
-        self._shared = SharedPool() if is_shared else None
-        zeros = torch.zeros if self._shared is None else self._shared.zeros
+        self._shared = SharedPool() if is_shared and device == "cpu" else None
+        zeros = partial(torch.zeros, device=device) if self._shared is None else self._shared.zeros
         self.pool = zeros(shape, dtype=torch.bfloat16)
         self.ledger = PagePool(num_pages, page_size)
         settings = EndpointSettings(
@@ -238,7 +240,7 @@ class Host:
 
     def _digest(self, pages: Sequence[int]) -> str:
         """Of the tokens in their order, however they are cut into pages."""
-        chosen = self.pool[list(pages)].permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8)
+        chosen = self.pool[list(pages)].permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8).cpu()
         return hashlib.blake2b(chosen.numpy().data, digest_size=16).hexdigest()
 
     def _call(self, function: Callable[[], Any]) -> Any:
