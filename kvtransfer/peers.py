@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
 from baton.kvtransfer.cuda_ipc import CudaIpcTransport
 from baton.kvtransfer.group import GroupTransport
@@ -111,14 +111,26 @@ class Peers:
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a peer was not let in: %s", error)
             return
-        self._post(lambda: self._add(link))
+        self._post(lambda: self._let_in(link))
+
+    def _let_in(self, link: Link) -> None:
+        try:
+            self._add(link)
+        except ConfigError as error:
+            logger.warning("a peer was not let in: %s", error)
 
     def _add(self, link: Link) -> None:
+        """ConfigError, and the link is closed, when the transport asked for cannot serve the peer."""
         if self._is_closed:
             link.close()
             return
+        try:
+            names = self._order(link)
+        except ConfigError:
+            link.close()
+            raise
         self._links[link] = PeerTransports(
-            self._order(link), lambda name, on_end: self._make(link, name, on_end), self._post, self.counters
+            names, lambda name, on_end: self._make(link, name, on_end), self._post, self.counters
         )
         link.start(self._post, self._on_message, lambda: self._remove(link))
 
