@@ -63,6 +63,7 @@ class DirectTransport:
         self._dropped = dropped
         self._tickets = Tickets(part_bytes, 1, self._clock, on_end)
         self._thread = threading.Thread(target=self._run, name=f"{self.name}-source", daemon=True)
+        self._door: socket.socket | None = None  # while it is being opened
         self._generations: PeerGenerations | None = None
 
     # What a subclass adds.
@@ -89,10 +90,15 @@ class DirectTransport:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.settimeout(HANDSHAKE_S)
+                self._door = sock
                 sock.connect(self._address)
                 self._map(sock)
         except (OSError, BatonError, msgspec.ValidationError, msgspec.DecodeError) as error:
             raise TransferFailed(f"{self.name}: {error}") from error
+        finally:
+            self._door = None
+        if self.is_broken:
+            raise TransferFailed(f"{self.name}: {self._tickets.end_reason}")
         self._thread.start()
 
     def push(self, piece: Piece) -> int:
@@ -120,6 +126,9 @@ class DirectTransport:
 
     def close(self) -> None:
         self._tickets.break_off("the transport was closed")
+        if (door := self._door) is not None:
+            with contextlib.suppress(OSError):  # it may have got no further
+                door.shutdown(socket.SHUT_RDWR)
         if self._thread.ident is not None:
             self._thread.join()
         self.unmap_pages()

@@ -9,6 +9,7 @@
 All calls are made by the endpoint's thread, `post` brings the others' news there.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.choose import TransportCounters, TransportName
 from baton.kvtransfer.link import Call, Post
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, TransferStatus, Transport
+
+logger = logging.getLogger(__name__)
 
 Made: TypeAlias = Callable[[TransportName, OnEnd], Transport]
 Ended: TypeAlias = Callable[[Progress], None]
@@ -42,7 +45,7 @@ class PeerTransports:
         self._post = post
         self._counters = counters
         self._transport: Transport | None = None
-        self._opening: threading.Thread | None = None
+        self._opening: tuple[threading.Thread, Transport] | None = None
         self._waiting: list[_Delivery] = []  # for a transport to open
         self._unsettled: list[Call] = []  # as well
         self._under_way: dict[int, _Delivery] = {}  # by ticket of the present transport
@@ -75,7 +78,10 @@ class PeerTransports:
     def close(self) -> None:
         self._is_closed = True
         if self._opening is not None:
-            self._opening.join()
+            thread, transport = self._opening
+            transport.close()
+            thread.join()
+            transport.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -104,29 +110,30 @@ class PeerTransports:
         name = self._names[0]
         generation = len(self._names)  # tells the tickets of one transport from those of the next
         transport = self._make(name, lambda ticket: self._post(partial(self._ended, generation, ticket)))
-        self._opening = threading.Thread(target=self._open, args=(name, transport), daemon=True)
-        self._opening.start()
+        thread = threading.Thread(target=self._open, args=(name, transport), name="kv-open", daemon=True)
+        self._opening = thread, transport
+        thread.start()
 
     def _open(self, name: TransportName, transport: Transport) -> None:
         try:
             transport.open()
-        except TransferFailed:
+        except Exception as error:
+            if not isinstance(error, TransferFailed):
+                logger.exception("%s could not be opened", name)
             transport.close()
             self._post(partial(self._opened, name, None))
         else:
             self._post(partial(self._opened, name, transport))
 
     def _opened(self, name: TransportName, transport: Transport | None) -> None:
-        if self._opening is not None:
-            self._opening.join()
-            self._opening = None
+        if self._is_closed or self._opening is None:
+            return
+        self._opening[0].join()
+        self._opening = None
         if transport is None:
             self._counters.failed(name)
             self._names.pop(0)
             self._open_next()
-            return
-        if self._is_closed:
-            transport.close()
             return
         self._counters.opened(name, self._num_names - len(self._names))
         self._transport = transport

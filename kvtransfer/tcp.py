@@ -4,21 +4,24 @@
 2. A piece is cut into parts; each stream's thread takes the next part that nobody has taken, sends its
    header and its bytes in one go, and is up to `NUM_UNANSWERED` parts ahead of the receiver's answers.
 3. An answer makes its part finished, or failed where the destination refused it.
-4. `abort` in the middle of a part gives up that stream's connection, for there is no other way to end a
-   part early: the thread connects again and sends anew what the lost connection had not answered.
+4. `abort` in the middle of a part that the peer is slow to take gives up that stream's connection, for
+   there is no other way to end a part early: the thread connects again and sends anew what the lost
+   connection had not answered, as often as others' aborts make it.
 5. A peer that is gone, silent or too slow ends the transport. All its pieces fail, and nobody else's.
 """
 
+import contextlib
 import ctypes
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, ConfigError, TransferFailed
+from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import PagePacking
 from baton.kvtransfer.page_socket import PageSocket, Stopped, tune
@@ -39,7 +42,6 @@ from baton.wire import Connection, DroppedPeers, Role
 
 PART_BYTES: Final = 32 * 2**20  # a part costs each end a quarter of a millisecond of its core
 NUM_UNANSWERED: Final = 2
-MAX_TRIES: Final = 3
 
 
 class TcpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +105,11 @@ class TcpTransport:
         self.tickets.forget(ticket)
 
     def abort(self, transfer: bytes) -> None:
-        self.tickets.abort(transfer)
+        def cut() -> None:
+            for stream in self._streams:
+                stream.cut(transfer)
+
+        self.tickets.abort(transfer, cut=cut)
 
     def close(self) -> None:
         self.tickets.break_off("the transport was closed")
@@ -112,8 +118,11 @@ class TcpTransport:
             for stream in streams:
                 stream.close()
 
-    def dial(self) -> tuple[PageSocket, bytes]:
-        """A new stream and its key. TransferFailed when there can be none."""
+    def dial(self, on_socket: Callable[[socket.socket], None]) -> tuple[PageSocket, bytes]:
+        """A new stream and its key. TransferFailed when there can be none.
+
+        on_socket: told before anything is waited for, so that another thread can end the wait.
+        """
         host, port = self._address
         settings = self.settings
         try:
@@ -124,6 +133,7 @@ class TcpTransport:
         try:
             tune(sock)
             sock.settimeout(settings.connect_s)
+            on_socket(sock)
             sock.connect((host, port))
             connection = Connection(sock, self._key, Role.CONNECTING, dropped=self._dropped, clock=self.clock)
             connection.handshake(settings.connect_s)
@@ -151,6 +161,8 @@ class _Stream:
         self._tickets = transport.tickets
         self._pages = transport.pool.stream()
         self._socket: PageSocket | None = None
+        self._dialling: socket.socket | None = None
+        self._sending: bytes | None = None  # the transfer in whose pages the thread is
         self._key = b""
         self._is_closed = False
         self._num_sent = self._num_answered = 0
@@ -158,18 +170,37 @@ class _Stream:
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
 
     def connect(self) -> None:
-        self._socket, self._key = self._transport.dial()
+        self._socket, self._key = self._transport.dial(self._note)
         self._num_sent = self._num_answered = 0
+        if self._is_closed:
+            self._socket.close()
+            self._check_open()
+
+    def cut(self, transfer: bytes) -> None:
+        """From another thread, while none may leave pages: break the connection that is held up in these."""
+        if self._sending == transfer and self._socket is not None:
+            self._socket.wake()
 
     def close(self) -> None:
         """From another thread, when the tickets hand out nothing any more."""
         self._is_closed = True
+        if self._dialling is not None:
+            with contextlib.suppress(OSError):  # it may have got no further, or be a stream already
+                self._dialling.shutdown(socket.SHUT_RDWR)
         if self._socket is not None:
             self._socket.wake()
         if self.thread.ident is not None:
             self.thread.join()
         if self._socket is not None:
             self._socket.close()
+
+    def _note(self, sock: socket.socket) -> None:
+        self._dialling = sock
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferFailed("tcp: the transport was closed")
 
     def _run(self) -> None:
         try:
@@ -206,8 +237,14 @@ class _Stream:
             self._header.raw = encode_header(self._key, self._num_sent, header)
             places = self._pages.outgoing(transfer.plan, offset_N, self._header)
             gather_s = clock.now_s() - begun_s
+            self._sending = transfer.id
             stream.send(places, lambda: part.ticket.is_failed)
+        except PeerGone:
+            if not part.ticket.is_failed:
+                raise
+            raise Stopped(part.num_bytes) from None  # `cut`, or as good as that
         finally:
+            self._sending = None
             self._tickets.leave(part)
         self._num_sent += 1
         self._unanswered.append(_Unanswered(part, stream.num_calls - calls_before, gather_s))
@@ -230,10 +267,7 @@ class _Stream:
         if self._is_closed or self._tickets.end_reason is not None:
             return
         for waiting in reversed(unanswered):
-            if waiting.part.num_tries < MAX_TRIES:
-                self._tickets.requeue(waiting.part)
-            else:
-                self._tickets.fail(waiting.part, f"aborts of other transfers cut it off {MAX_TRIES} times")
+            self._tickets.requeue(waiting.part)
         self.connect()
 
     def _open_socket(self) -> PageSocket:

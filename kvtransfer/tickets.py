@@ -16,11 +16,13 @@ A closed or broken queue hands out no part; `take` then returns None.
 import itertools
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 from baton.clock import Clock
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, Spans, TransferStatus
 
+PATIENCE_S: Final = 0.005  # for a thread that is about to leave its pages by itself
 SPLIT_BYTES: Final = 8 * 2**20  # below, a second thread costs more than it brings
 NO_REASON: Final = ""
 
@@ -52,14 +54,13 @@ class Ticket:
 class Part:
     """Units [first, stop) of a ticket's piece."""
 
-    __slots__ = ("first", "num_bytes", "num_tries", "stop", "ticket")
+    __slots__ = ("first", "num_bytes", "stop", "ticket")
 
     def __init__(self, ticket: Ticket, first: int, stop: int) -> None:
         self.ticket = ticket
         self.first = first
         self.stop = stop
         self.num_bytes = (stop - first) * ticket.piece.transfer.plan.unit_bytes
-        self.num_tries = 0
 
 
 class Tickets:
@@ -111,8 +112,11 @@ class Tickets:
             if ticket.status.is_final:
                 del self._tickets[number]
 
-    def abort(self, transfer: bytes, reason: str = "aborted") -> None:
-        """Fail a transfer's tickets; returns when no thread is inside its pages."""
+    def abort(self, transfer: bytes, reason: str = "aborted", cut: Callable[[], None] | None = None) -> None:
+        """Fail a transfer's tickets; returns when no thread is inside its pages.
+
+        cut: makes threads leave that a peer holds up in there; called under the lock, so that none does yet.
+        """
         with self._changed:
             ended = [
                 ticket
@@ -121,6 +125,10 @@ class Tickets:
             ]
             for ticket in ended:
                 self._end(ticket, TransferStatus.FAILED, reason)
+            if cut is not None and not self._changed.wait_for(
+                lambda: transfer not in self._inside, PATIENCE_S
+            ):
+                cut()
             self._changed.wait_for(lambda: transfer not in self._inside)
         self._tell(ended)
 
@@ -219,7 +227,6 @@ class Tickets:
             ticket.status = TransferStatus.SENDING
             ticket.begun_s = self._clock.now_s()
         self._inside[ticket.piece.transfer.id] += 1
-        part.num_tries += 1
         return part
 
     def _end(self, ticket: Ticket, status: TransferStatus, reason: str = NO_REASON) -> None:

@@ -107,7 +107,10 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Fail everything unfinished, stop the threads, give back memory and sockets. Twice is harmless."""
+        """Fail everything unfinished, stop the threads, give back memory and sockets. Twice is harmless.
+
+        An `open` that waits in another thread fails soon; close once more when it has.
+        """
 
 
 def offsets_of(side: Side, first: int, stop: int, pages: Sequence[int]) -> Offsets:
