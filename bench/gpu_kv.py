@@ -170,7 +170,7 @@ def _move(session: Session, way: Way) -> Move:
     return Move(
         way=way,
         layout=_layout(session, 1),
-        num_pages=session.sizes.num_kv_pages,
+        num_pages=max(session.sizes.num_kv_pages, *session.sizes.kv_moved_units),
         num_units=session.sizes.kv_moved_units,
     )
 

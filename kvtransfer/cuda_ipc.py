@@ -27,8 +27,7 @@ from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.transport import OnEnd, Piece
 from baton.wire import DroppedPeers
 
-# Between two looks at the table: half a millisecond within a GPU, and some times as much as the looks cost.
-PART_BYTES: Final = 2**30
+PART_BYTES: Final = 2**29  # a quarter of a millisecond within a GPU: more than a thread needs to prepare one
 
 Count = Annotated[int, Meta(ge=1, le=2**48)]
 Offset = Annotated[int, Meta(ge=0, le=2**48)]
@@ -123,6 +122,7 @@ def open_offer(message: bytes, device: int) -> Tensor:
 class CudaIpcTransport(DirectTransport):
     name = "cuda_ipc"
     inline_bytes = -1  # whoever pushes would wait for the step that computes the pages
+    num_threads = 2  # one prepares a part while the other's is copied
 
     def __init__(
         self,

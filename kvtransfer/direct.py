@@ -1,9 +1,9 @@
 """Sources that write into the destination's pages themselves: what shm and cuda_ipc have in common.
 
 1. `open` asks the destination's door for its pool and maps it, and its table of page generations.
-2. A thread copies part after part. Before each it looks its pages up in the table: where the destination has
-   taken one back, nothing is written. It looks again afterwards: only a part whose pages were the
-   transfer's all the time is finished.
+2. A thread, or two, copies part after part. Before each it looks its pages up in the table: where the
+   destination has taken one back, nothing is written. It looks again afterwards: only a part whose pages
+   were the transfer's all the time is finished.
 3. A source that is stopped between a look and the write, and goes on much later, is why the destination
    keeps an ended transfer's pages out of use until the source has released it or its process is dead.
 
@@ -38,6 +38,7 @@ class DirectTransport:
 
     name: str
     inline_bytes = INLINE_BYTES
+    num_threads = 1
 
     def __init__(
         self,
@@ -61,8 +62,11 @@ class DirectTransport:
         self._incarnation = incarnation
         self._clock = clock or SystemClock()
         self._dropped = dropped
-        self._tickets = Tickets(part_bytes, 1, self._clock, on_end)
-        self._thread = threading.Thread(target=self._run, name=f"{self.name}-source", daemon=True)
+        self._tickets = Tickets(part_bytes, self.num_threads, self._clock, on_end)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{self.name}-source", daemon=True)
+            for _ in range(self.num_threads)
+        ]
         self._door: socket.socket | None = None  # while it is being opened
         self._generations: PeerGenerations | None = None
 
@@ -99,7 +103,8 @@ class DirectTransport:
             self._door = None
         if self.is_broken:
             raise TransferFailed(f"{self.name}: {self._tickets.end_reason}")
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def push(self, piece: Piece) -> int:
         transfer = piece.transfer
@@ -129,8 +134,9 @@ class DirectTransport:
         if (door := self._door) is not None:
             with contextlib.suppress(OSError):  # it may have got no further
                 door.shutdown(socket.SHUT_RDWR)
-        if self._thread.ident is not None:
-            self._thread.join()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
         self.unmap_pages()
         self._generations = None
 

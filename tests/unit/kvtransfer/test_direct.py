@@ -1,0 +1,98 @@
+"""Several threads that write into another's pool, as cuda_ipc has: with shared memory in a GPU's place."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from baton.kvtransfer.landing import Landing, Landings
+from baton.kvtransfer.page_memory import PageMemory, SharedPool
+from baton.kvtransfer.shm import ShmTransport
+from baton.kvtransfer.shm_door import ShmDoor
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.kvtransfer.transport import OutgoingTransfer, Piece, TransferStatus
+from baton.layout import PageLayout
+
+KEY = b"the key of the tests' cluster"
+WRITER = b"source incarnati"
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=8, num_kv_heads=8, head_dim=64, dtype="bfloat16")
+PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
+NUM_PAGES = 128  # 32 MiB: several parts
+SOURCE_PAGES = tuple(torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist())
+PAGES = SOURCE_PAGES[::-1]
+
+
+class TwoThreads(ShmTransport):
+    inline_bytes = -1
+    num_threads = 2
+
+
+class Destination:
+    def __init__(self) -> None:
+        self.shared = SharedPool()
+        self.pool = self.shared.zeros((NUM_PAGES, LAYOUT.page_bytes), torch.uint8)
+        self.landings = Landings(NUM_PAGES)
+        self.door = ShmDoor(self.shared, self.landings, KEY, lambda transfers: None)
+
+    def grant(self, transfer: OutgoingTransfer) -> None:
+        self.shared.generations.grant(PAGES, (1,) * NUM_PAGES)
+        self.landings.add(
+            Landing(
+                id=transfer.id,
+                epoch=transfer.epoch,
+                plan=PLAN,
+                num_units=NUM_PAGES,
+                pages=PAGES,
+                writer=WRITER,
+                may_write_directly=True,
+            )
+        )
+
+
+@pytest.fixture
+def destination() -> Iterator[Destination]:
+    made = Destination()
+    yield made
+    made.door.close()
+    made.shared.close()
+
+
+def outgoing(number: int) -> OutgoingTransfer:
+    return OutgoingTransfer(
+        id=bytes([number]) * 16,
+        epoch=1,
+        plan=PLAN,
+        source_pages=SOURCE_PAGES,
+        destination_pages=PAGES,
+        destination_generations=(1,) * NUM_PAGES,
+    )
+
+
+def test_threads_share_the_parts_and_abort_waits_for_them_all(destination: Destination) -> None:
+    source = torch.randint(0, 256, (NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+    ended = threading.Semaphore(0)
+    transport = TwoThreads(
+        destination.door.address,
+        KEY,
+        PageMemory.of(source),
+        WRITER,
+        on_end=lambda ticket: ended.release(),
+    )
+    destination.grant(outgoing(1))
+    transport.open()
+    tickets = [
+        transport.push(Piece(outgoing(1), first, first + NUM_PAGES // 2)) for first in (0, NUM_PAGES // 2)
+    ]
+    for _ in tickets:
+        assert ended.acquire(timeout=10)
+    assert [transport.poll(ticket).status for ticket in tickets] == [TransferStatus.DONE] * 2
+    assert torch.equal(destination.pool[list(PAGES)], source[list(SOURCE_PAGES)])
+
+    again = transport.push(Piece(outgoing(1), 0, NUM_PAGES))
+    transport.abort(outgoing(1).id)
+    source.zero_()  # ours again, at once
+    left = destination.pool.clone()
+    assert transport.poll(again).status.is_final
+    transport.close()
+    assert torch.equal(destination.pool, left)
