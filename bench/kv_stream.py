@@ -27,8 +27,8 @@ SHAPE: Final = LlamaShape(
     intermediate_size=1408,
     num_layers=8,
     num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
+    num_kv_heads=8,  # the KV of a token and layer is that of an 8B model, 4 KiB
+    head_dim=128,
     vocab_size=4096,
     max_positions=8192 + 64,
 )
