@@ -230,6 +230,8 @@ class DestinationHandoff:
         self._ledger.extend(self._lease_owner, self._timer.deadline_s)
         if self.state is DestinationState.ASKING:
             self.state = DestinationState.RECEIVING
+        if isinstance(message, Wrote):
+            self._parts[message.part].announce(message)
         if not isinstance(message, Commit):
             return []
         self._parts[message.part].commit(message.digests)

@@ -38,10 +38,10 @@ from baton.kvtransfer.outgoing import Outgoing
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.peers import Peers
 from baton.kvtransfer.pool_doors import PoolDoors
+from baton.kvtransfer.reservation import ID_BYTES, check_pull, reservation
 from baton.kvtransfer.source_handoff import SourceHandoff
 from baton.wire import DroppedPeers
 
-ID_BYTES: Final = 16
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
 
 
@@ -80,19 +80,23 @@ class KvEndpoint:
             clock=self._clock,
             dropped=self.dropped,
         )
-        self._peers = Peers(
-            (settings.host, settings.port),
-            settings.key,
-            settings.hello(self.incarnation),
-            self._doors.message(),
-            self._doors.pages,
-            settings.transport,
-            self._inbox.put,
-            self._received,
-            self._lost,
-            clock=self._clock,
-            dropped=self.dropped,
-        )
+        try:
+            self._peers = Peers(
+                (settings.host, settings.port),
+                settings.key,
+                settings.hello(self.incarnation),
+                self._doors.message(),
+                self._doors.pages,
+                settings.transport,
+                self._inbox.put,
+                self._received,
+                self._lost,
+                clock=self._clock,
+                dropped=self.dropped,
+            )
+        except OSError:  # somebody else listens there
+            self._doors.close()
+            raise
 
     @property
     def address(self) -> tuple[str, int]:
@@ -105,15 +109,15 @@ class KvEndpoint:
     # What the owner asks for.
 
     def link(self, address: tuple[str, int]) -> Link:
-        """Connect to another endpoint; a link serves any number of transfers, both ways.
+        """Connect to another endpoint, from any thread; a link serves any number of transfers, both ways.
 
-        TransferFailed when it can't be reached, holds another key or serves another model.
+        TransferFailed, after seconds at worst: it can't be reached, has another key or serves another model.
         """
         return self._peers.dial(address)
 
     def start(self, link: Link, num_units: int, *, deadline_s: float) -> bytes:
         """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`."""
-        request = _reservation(num_units, deadline_s)
+        request = reservation(num_units, deadline_s)
         outgoing = self._depart(link, request)
         transports = self._peers.transports(link)
         if transports is None:
@@ -140,9 +144,12 @@ class KvEndpoint:
         deadline_s: float,
     ) -> bytes:
         """Ask the peer for its pages `wanted`, (page, generation) each. The caller has made room for them."""
-        request = _reservation(num_units, deadline_s)
+        request = reservation(num_units, deadline_s)
+        check_pull(wanted, self._terms(link, is_source=False).num_destination_pages(num_units))
         incoming = self._arrive(link, request)
         incoming.perform(incoming.handoff.pull(adopter, link.hello.incarnation, wanted, self._doors.names))
+        if self._peers.transports(link) is None:
+            incoming.perform(incoming.handoff.peer_lost())
         return request.transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
@@ -154,7 +161,7 @@ class KvEndpoint:
     def poll(self) -> list[Ended]:
         """Do what is due, without waiting; the transfers that have ended since the last call."""
         with contextlib.suppress(Empty):
-            for _ in range(self._inbox.qsize()):  # no more than is there now: peers may be faster than we are
+            for _ in range(self._inbox.qsize()):  # no more than is there: peers may be faster than we are
                 self._inbox.get_nowait()()
         if self._clock.now_s() >= self._next_tick_s:
             self._tick()
@@ -218,7 +225,7 @@ class KvEndpoint:
             link.send(answer)
 
     def _reserve(self, link: Link, request: Reserve) -> None:
-        if request.transfer in self._incoming or request.num_parts != 1:
+        if self._is_known(request.transfer) or request.num_parts != 1:
             link.drop(WireError("a reservation that was made before, or of several parts", reason="protocol"))
             return
         num_pages = self._terms(link, is_source=False).num_destination_pages(request.num_units)
@@ -230,7 +237,7 @@ class KvEndpoint:
         incoming.perform(incoming.handoff.grant(adopter, self._doors.names))
 
     def _accept_pull(self, link: Link, pull: Pull) -> None:
-        if pull.transfer in self._outgoing or pull.num_parts != 1:
+        if self._is_known(pull.transfer) or pull.num_parts != 1:
             link.drop(WireError("a pull that was asked for before, or of several parts", reason="protocol"))
             return
         outgoing = self._depart(link, pull)
@@ -238,15 +245,13 @@ class KvEndpoint:
         assert transports is not None, "a message came over a link that is lost"
         transports.when_settled(lambda: outgoing.accept_pull(self.incarnation))
 
+    def _is_known(self, transfer: bytes) -> bool:
+        """Ids are minted once; one that comes again is no new transfer's."""
+        is_open = transfer in self._outgoing or transfer in self._incoming
+        return is_open or self._doors.landings.is_known(transfer)
+
     def _terms(self, link: Link, *, is_source: bool) -> Terms:
-        plan = self.settings.plan(link.hello, is_source=is_source)
-        return Terms(
-            ledger=self._ledger,
-            clock=self._clock,
-            timing=self.settings.timing,
-            source_units_per_page=plan.source.units_per_page,
-            destination_units_per_page=plan.destination.units_per_page,
-        )
+        return self.settings.terms(link.hello, self._ledger, self._clock, is_source=is_source)
 
     def _depart(self, link: Link, request: Reserve | Pull) -> Outgoing:
         outgoing = Outgoing(
@@ -293,8 +298,3 @@ class KvEndpoint:
             end.perform(end.handoff.tick())
         self._outgoing = {id_: end for id_, end in self._outgoing.items() if not end.is_over}
         self._incoming = {id_: end for id_, end in self._incoming.items() if not end.is_over}
-
-
-def _reservation(num_units: int, deadline_s: float) -> Reserve:
-    deadline_ms = max(1, round(deadline_s * 1000))
-    return Reserve(transfer=secrets.token_bytes(ID_BYTES), num_units=num_units, deadline_ms=deadline_ms)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton.clock import Clock
 from baton.kvtransfer.choose import AUTO
-from baton.kvtransfer.handoff import Timing
-from baton.kvtransfer.ledger import Owner
+from baton.kvtransfer.handoff import Terms, Timing
+from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.messages import PROTOCOL, Hello, Reserve
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.layout import PageLayout
@@ -37,6 +38,16 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ours, theirs = (self.layout, self.rank), (peer.layout, peer.rank)
         (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
         return plan_transfer(source, destination, source_rank, rank)
+
+    def terms(self, peer: Hello, ledger: PageLedger, clock: Clock, *, is_source: bool) -> Terms:
+        plan = self.plan(peer, is_source=is_source)
+        return Terms(
+            ledger=ledger,
+            clock=clock,
+            timing=self.timing,
+            source_units_per_page=plan.source.units_per_page,
+            destination_units_per_page=plan.destination.units_per_page,
+        )
 
 
 # Asked for each reservation with the pages that it needs: makes room for them and says who adopts them.

@@ -12,14 +12,22 @@ class LandingPart:
         self.digests = b""
         self.corrupt: tuple[int, ...] | None = None  # units; None: not compared yet
         self.was_corrupt = False
+        self._num_announced = 0  # units that its source has said to be written: each is read to be hashed
 
     def may_say(self, message: Wrote | Commit, num_units: int) -> bool:
-        """A part that has committed is silent, unless its units came damaged."""
+        """A part that has committed is silent, unless its units came damaged.
+
+        Each unit is announced once, and once more if it came damaged.
+        """
         if self.is_committed:
             return False
         if isinstance(message, Wrote):
-            return message.stop <= num_units
+            num_announced = self._num_announced + message.stop - message.first
+            return message.stop <= num_units and num_announced <= num_units * (1 + self.was_corrupt)
         return len(message.digests) == num_units * DIGEST_BYTES
+
+    def announce(self, message: Wrote) -> None:
+        self._num_announced += message.stop - message.first
 
     def commit(self, digests: bytes) -> None:
         self.is_committed, self.digests = True, digests

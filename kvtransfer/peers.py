@@ -1,14 +1,13 @@
 """Whom an endpoint talks to: links that it dialled and links that it answered, and the transports of each."""
 
-import contextlib
 import logging
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, TransferFailed, WireError
+from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
 from baton.kvtransfer.cuda_ipc import CudaIpcTransport
 from baton.kvtransfer.group import GroupTransport
@@ -28,6 +27,7 @@ from baton.wire import DroppedPeers
 logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 1024
+MAX_LINKS_OF_PEER: Final = 64  # that it dialled and that we did
 
 
 class Peers:
@@ -61,20 +61,20 @@ class Peers:
         self._clock = clock
         self._dropped = dropped
         self._links: dict[Link, PeerTransports] = {}
+        self._joining: set[Link] = set()  # greeted, and not yet let in
         self._is_closed = False
-        self._listener = socket.create_server(listen, backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept_all, name="kv-accept", daemon=True)
-        self._acceptor.start()
+        self._acceptor = Acceptor(listen, self._answer, "kv", dropped)
+        self.address = self._acceptor.address
 
     def dial(self, address: tuple[str, int]) -> Link:
+        """From any thread."""
         link = dial(address, self._key, self._hello, self._doors, self._clock, self._dropped)
         self._add(link)
         return link
 
     def link_to(self, incarnation: bytes) -> Link | None:
         """Any link to that very process."""
-        links = (link for link in self._links if link.hello.incarnation == incarnation)
+        links = (link for link in list(self._links) if link.hello.incarnation == incarnation)
         return next(links, None)
 
     def transports(self, link: Link) -> PeerTransports | None:
@@ -83,27 +83,13 @@ class Peers:
 
     def close(self) -> None:
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-        for link, transports in self._links.items():
+        self._acceptor.close()
+        for link in self._joining:
+            link.close()
+        for link, transports in list(self._links.items()):
             link.close()
             transports.close()
-
-    def _accept_all(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self._is_closed:
-                    logger.warning("no peer accepted: %s", error)
-                continue
-            if len(self._links) >= MAX_LINKS:
-                self._dropped.add("crowd")
-                sock.close()
-                continue
-            threading.Thread(target=self._answer, args=(sock,), name="kv-answer", daemon=True).start()
+        self._links.clear()
 
     def _answer(self, sock: socket.socket) -> None:
         try:
@@ -111,19 +97,26 @@ class Peers:
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a peer was not let in: %s", error)
             return
+        self._joining.add(link)
         self._post(lambda: self._let_in(link))
 
     def _let_in(self, link: Link) -> None:
+        self._joining.discard(link)
+        num_theirs = sum(link.hello.incarnation == other.hello.incarnation for other in list(self._links))
+        if len(self._links) >= MAX_LINKS or num_theirs >= MAX_LINKS_OF_PEER:
+            link.drop(WireError(f"{len(self._links)} links, {num_theirs} to this peer", reason="crowd"))
+            link.close()
+            return
         try:
             self._add(link)
-        except ConfigError as error:
+        except (BatonError, OSError) as error:
             logger.warning("a peer was not let in: %s", error)
 
     def _add(self, link: Link) -> None:
         """ConfigError, and the link is closed, when the transport asked for cannot serve the peer."""
         if self._is_closed:
             link.close()
-            return
+            raise TransferFailed("the endpoint is closed")
         try:
             names = self._order(link)
         except ConfigError:

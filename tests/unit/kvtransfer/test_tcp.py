@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -219,11 +220,15 @@ def test_an_abort_in_the_middle_of_a_part_costs_others_nothing_but_time(
     transport.close()
 
 
+def is_sending(transport: TcpTransport, ticket: int) -> bool:
+    return transport.poll(ticket).status == TransferStatus.SENDING
+
+
 def test_no_number_of_aborts_costs_another_transfer_its_pages(memory: PageMemory) -> None:
     num_aborts = 5
     settings = TcpSettings(num_streams=1, connect_s=2.0, stall_s=8.0, part_s=10.0)
     listener = socket.create_server(("127.0.0.1", 0))
-    streams = []
+    streams: list[socket.socket] = []
 
     def serve() -> None:
         while len(streams) <= num_aborts:
@@ -241,10 +246,11 @@ def test_no_number_of_aborts_costs_another_transfer_its_pages(memory: PageMemory
     tickets = [transport.push(each) for each in aborted]
     transport.open()
     for number, ticket in enumerate(tickets):
-        wait_for(lambda ticket=ticket: transport.poll(ticket).status == TransferStatus.SENDING)
+        wait_for(partial(is_sending, transport, ticket))
         time.sleep(0.05)
         transport.abort(aborted[number].transfer.id)
-        wait_for(lambda number=number: len(streams) == number + 2)
+        while len(streams) < number + 2:
+            time.sleep(0.001)
     assert outcome(transport, innocent).status == TransferStatus.DONE
     thread.join()
     transport.close()

@@ -1,0 +1,28 @@
+"""What our own side may ask a peer for. Anything else would cost us the link, and all who use it."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from baton.kvtransfer.messages import MAX_DURATION_MS, MAX_PAGES, MAX_PULLED_PAGES, Reserve
+
+ID_BYTES: Final = 16
+
+
+def reservation(num_units: int, deadline_s: float) -> Reserve:
+    """A new transfer. ValueError for what no message can ask for."""
+    if not 1 <= num_units <= MAX_PAGES:
+        raise ValueError(f"{num_units} units are no transfer, 1 to {MAX_PAGES} are")
+    if not 0 < deadline_s <= MAX_DURATION_MS / 1000:
+        raise ValueError(f"a transfer within {deadline_s} s, {MAX_DURATION_MS // 1000} are most")
+    deadline_ms = max(1, round(deadline_s * 1000))
+    return Reserve(transfer=secrets.token_bytes(ID_BYTES), num_units=num_units, deadline_ms=deadline_ms)
+
+
+def check_pull(wanted: Sequence[tuple[int, int]], num_pages: int) -> None:
+    """wanted: pages of the holder, with their generations. num_pages: of ours. ValueError as above."""
+    if not 1 <= len(wanted) <= MAX_PULLED_PAGES or num_pages > MAX_PULLED_PAGES:
+        raise ValueError(f"{len(wanted)} pages into {num_pages}, {MAX_PULLED_PAGES} of each are most")
+    for page, generation in wanted:
+        if not 0 <= page < 2**31 or not 0 <= generation < 2**32:
+            raise ValueError(f"there is no page {page} of generation {generation}")

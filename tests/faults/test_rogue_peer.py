@@ -1,0 +1,191 @@
+"""A peer that holds the key and keeps no rule: it is dropped, and nobody else feels anything."""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+
+from baton.errors import PeerGone
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.messages import Abort, Pull, Released, Reserve, Wrote
+from baton.kvtransfer.peers import MAX_LINKS_OF_PEER
+from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from tests.rogue_peer import RoguePeer
+from tests.transfer_ends import wait_for
+
+AT_ONCE_S = 0.1  # far less than anybody's deadline
+NUM_UNITS = 4
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    made = Host(is_shared=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Who connects here waits for an answer that never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def answer_s(host: Host) -> float:
+    """How long the host's own thread was busy with something else."""
+    started_s = time.monotonic()
+    host.counts()
+    return time.monotonic() - started_s
+
+
+def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
+    """A pull that the host agrees to: it opens a transport to the peer."""
+    wanted, _ = host.known_pages(num_pages)
+    pull = Pull(
+        transfer=secrets.token_bytes(16),
+        epoch=1,
+        deadline_ms=10_000,
+        num_units=num_pages,
+        holder=peer.hello.incarnation,
+        wanted_pages=tuple(page for page, _ in wanted),
+        wanted_generations=tuple(generation for _, generation in wanted),
+        pages=tuple(range(num_pages)),
+        generations=(1,) * num_pages,
+    )
+    peer.say(pull)
+    return pull.transfer
+
+
+def test_a_transfer_that_has_ended_cannot_be_reserved_again(host: Host) -> None:
+    with RoguePeer(host.address()) as peer:
+        grant = peer.reserve(NUM_UNITS)
+        peer.say(Abort(transfer=grant.transfer, epoch=grant.epoch, reason=""))
+        peer.say(Released(transfer=grant.transfer, epoch=grant.epoch))
+        wait_for(lambda: host.counts()["open"] == 0)
+        peer.say(Reserve(transfer=grant.transfer, num_units=NUM_UNITS, deadline_ms=1000))
+        with pytest.raises(PeerGone):
+            peer.connection.recv(5.0)
+    counts = host.counts()
+    assert (counts["FREE"], counts["protocol"]) == (NUM_PAGES, 1)
+
+
+def test_a_way_to_a_peer_that_opens_never_holds_nobody_up(host: Host, silent_port: int) -> None:
+    with RoguePeer(host.address(), tcp_port=silent_port) as peer:
+        ask_for_pages_of(host, peer)
+        wait_for(lambda: host.counts()["open"] == 1)
+        time.sleep(0.05)
+    slowest_s = 0.0
+    for _ in range(20):
+        slowest_s = max(slowest_s, answer_s(host))
+        time.sleep(0.01)
+    assert slowest_s < AT_ONCE_S
+    wait_for(lambda: host.counts()["open"] == 0)
+
+
+def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    host = Host(is_shared=False)
+    with RoguePeer(host.address(), tcp_port=silent_port) as peer:
+        ask_for_pages_of(host, peer)
+        wait_for(lambda: host.counts()["open"] == 1)
+        time.sleep(0.05)
+        started_s = time.monotonic()
+        host.close()
+        assert time.monotonic() - started_s < 1.0
+        with pytest.raises(PeerGone):
+            peer.connection.recv(5.0)
+    wait_for(lambda: set(threading.enumerate()) <= threads)
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_a_peer_that_joined_unseen_hears_of_the_end() -> None:
+    host = Host(is_shared=False)
+    address = host.address()
+    host._is_closed = True  # its loop ends, nobody polls
+    host._thread.join()
+    with RoguePeer(address) as peer:
+        host.endpoint.close()
+        with pytest.raises(PeerGone):
+            peer.connection.recv(5.0)
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(host: Host) -> None:
+    strangers = [socket.create_connection(host.address()) for _ in range(300)]
+    try:
+        wait_for(lambda: sum(thread.name == "kv-answer" for thread in threading.enumerate()) <= 64)
+        with RoguePeer(host.address()) as peer:
+            peer.reserve(1)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_peer_that_the_chosen_transport_cannot_reach_is_refused(transport: str) -> None:
+    host = Host(transport=transport)
+    try:
+        with RoguePeer(host.address(), host="another", shm_address="x") as peer:
+            if transport == "shm":
+                with pytest.raises(PeerGone):
+                    peer.connection.recv(5.0)
+        assert answer_s(host) < AT_ONCE_S
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize("num_units", [0, 2**16 + 1])
+def test_a_transfer_that_no_message_can_ask_for_is_the_callers_mistake(host: Host, num_units: int) -> None:
+    with HostProcess() as destination:
+        address = destination.call("address")
+        with pytest.raises(ValueError, match="are no transfer"):
+            host.send(address, num_units)
+        assert host.send(address, NUM_UNITS) == "handed_over"
+        assert "malformed" not in destination.call("counts")
+
+
+def test_a_pull_over_a_lost_link_ends_at_once(host: Host) -> None:
+    with HostProcess() as holder:
+        wanted, _ = holder.call("known_pages", 2)
+        link = host._call(lambda: host._link(tuple(holder.call("address"))))
+    wait_for(lambda: link.is_lost)
+    transfer = host._call(lambda: host.endpoint.pull(link, wanted, 2, "sequence", deadline_s=10))
+    started_s = time.monotonic()
+    assert host.outcome(transfer.hex()) == "recompute"
+    assert time.monotonic() - started_s < 1.0
+    wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
+
+
+def test_an_endpoint_whose_port_is_taken_leaves_nothing_behind(host: Host) -> None:
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    settings = msgspec.structs.replace(host.endpoint.settings, port=host.address()[1])
+    with pytest.raises(OSError, match="in use"):
+        KvEndpoint(settings, host.pool, host.ledger)
+    wait_for(lambda: set(threading.enumerate()) <= threads)
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_thousands_of_links_of_one_peer_keep_no_other_out(host: Host) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(RoguePeer(host.address()))
+        for _ in range(MAX_LINKS_OF_PEER + 3):
+            stack.enter_context(RoguePeer(host.address(), incarnation=first.incarnation))
+        wait_for(lambda: host.counts().get("crowd") == 4)
+        stack.enter_context(RoguePeer(host.address())).reserve(1)
+        first.reserve(1)
+
+
+def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
+    with RoguePeer(host.address()) as peer:
+        grant = peer.reserve(NUM_UNITS)
+        for _ in range(3):
+            peer.say(Wrote(transfer=grant.transfer, epoch=grant.epoch, first=0, stop=NUM_UNITS))
+        with pytest.raises(PeerGone):
+            peer.hear(Abort)
+    wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
+    assert host.counts()["protocol"] == 1

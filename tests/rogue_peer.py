@@ -1,0 +1,65 @@
+"""A peer that holds the cluster's key and keeps no rule: it says what a test tells it to."""
+
+import secrets
+import socket
+from typing import Final, Self, TypeVar
+
+from baton.kvtransfer.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Doors,
+    Extend,
+    Grant,
+    Hello,
+    Message,
+    Reserve,
+    decode,
+    encode,
+)
+from baton.wire import Connection, Role
+from tests.endpoint_host import KEY, layout
+
+ANSWER_S: Final = 5.0
+Wanted = TypeVar("Wanted", bound=Message)
+
+
+class RoguePeer:
+    """Dials a host, as another endpoint would, and greets it."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        incarnation: bytes = b"",
+        host: str = "elsewhere",
+        tcp_port: int = 0,
+        shm_address: str = "",
+    ) -> None:
+        """host, tcp_port, shm_address: what it says about the ways to its pages."""
+        self.connection = Connection(socket.create_connection(address), KEY, Role.CONNECTING).handshake()
+        self.incarnation = incarnation or secrets.token_bytes(16)
+        self.say(Hello(protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()))
+        self.hello = self.hear(Hello)
+        self.say(Doors(host=host, device="cpu", tcp_port=tcp_port, shm_address=shm_address))
+        self.doors = self.hear(Doors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+    def say(self, message: AnyMessage) -> None:
+        self.connection.send(encode(message))
+
+    def hear(self, kind: type[Wanted]) -> Wanted:
+        """The next message, but for heartbeats, which is of this kind."""
+        while isinstance(message := decode(self.connection.recv(ANSWER_S)), Extend):
+            continue
+        assert isinstance(message, kind), message
+        return message
+
+    def reserve(self, num_units: int, transfer: bytes = b"") -> Grant:
+        transfer = transfer or secrets.token_bytes(16)
+        self.say(Reserve(transfer=transfer, num_units=num_units, deadline_ms=10_000))
+        return self.hear(Grant)
