@@ -1,6 +1,7 @@
 """Page bytes through torch.distributed, at the source: gloo between CPUs, NCCL between GPUs.
 
-1. `open` meets the destination rank: a process group of the two, which nobody else is part of.
+1. `open` meets the destination rank: a process group of the two, which nobody else is part of. A thread does
+   it, for torch lets nobody out who waits for a peer; whoever opens goes when the transport is closed.
 2. A piece is cut into parts of some MiB. The sending thread packs a part into a slot and starts its message.
 3. The answering thread waits for each answer in turn; it makes the part finished, or failed where the
    destination refused it, and the slot free.
@@ -8,8 +9,10 @@
    the group is aborted. A new transport with a new meeting takes its place; other pairs never notice.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from queue import SimpleQueue
 from typing import Final
 
@@ -17,7 +20,7 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError
+from baton.errors import BatonError, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
 from baton.kvtransfer.pair import SOURCE, GroupName, GroupSettings, Meeting
@@ -64,17 +67,15 @@ class GroupTransport:
         self._clock = clock or SystemClock()
         self._tickets = Tickets(PART_BYTES, 1, self._clock, on_end)
         self._channel: PairChannel | None = None
+        self._meeting_up: Future[PairChannel] = Future()
         self._free: SimpleQueue[int | None] = SimpleQueue()  # slots; None: there will be no more
         self._sent: SimpleQueue[_Sent | None] = SimpleQueue()
         loops = (self._send_parts, self._read_answers)
         self._threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in loops]
 
     def open(self) -> None:
-        meeting = self._meet()
-        self._key = meeting.record_key
-        self._channel = join_pair(
-            self._group_name, meeting, SOURCE, self._packing, self._plan, self._settings
-        )
+        threading.Thread(target=self._meet_up, name=f"{self.name}-meet", daemon=True).start()
+        self._channel = self._meeting_up.result()
         for slot in range(NUM_SLOTS):
             self._free.put(slot)
         for thread in self._threads:
@@ -107,6 +108,27 @@ class GroupTransport:
                 thread.join()
         self._channel = None
 
+    def _meet_up(self) -> None:
+        try:
+            meeting = self._meet()
+            self._key = meeting.record_key
+            channel = join_pair(self._group_name, meeting, SOURCE, self._packing, self._plan, self._settings)
+        except Exception as error:
+            self._settle_meeting(error)
+        else:
+            if not self._settle_meeting(channel):
+                channel.abort()
+
+    def _settle_meeting(self, outcome: PairChannel | Exception) -> bool:
+        """Whether this is the outcome: the first one is."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(outcome, Exception):
+                self._meeting_up.set_exception(outcome)
+            else:
+                self._meeting_up.set_result(outcome)
+            return True
+        return False
+
     def _run(self, loop: Callable[[PairChannel], None]) -> None:
         assert self._channel is not None
         try:
@@ -120,6 +142,7 @@ class GroupTransport:
     def _break(self, reason: str) -> None:
         """Fail everything, now and later, and have both threads end."""
         self._tickets.break_off(reason)
+        self._settle_meeting(TransferFailed(f"{self.name}: {reason}"))
         if self._channel is not None:
             self._channel.abort()
         self._free.put(None)
