@@ -106,7 +106,8 @@ class DevicePages:
         self._ordering = threading.Lock()
 
     def staging(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
+        with torch.cuda.stream(self.stream):  # memory of another one may still be in use by its work
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
 
     def host_staging(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
