@@ -79,11 +79,16 @@ class Incoming:
             self.link.drop(error)
             actions = self.handoff.peer_lost()
         else:
-            if isinstance(message, Wrote) and self.handoff.state is DestinationState.RECEIVING:
+            if isinstance(message, Wrote) and self._is_current(message):
                 num_bytes = (message.stop - message.first) * self._plan.unit_bytes
                 taking = self._hashing.submit(num_bytes, self._take_digests, message.first, message.stop)
                 self._taking.append(taking)
         self.perform(actions)
+
+    def _is_current(self, wrote: Wrote) -> bool:
+        """Whether the hand-off, which has heard it, took it for more than a stale word."""
+        handoff = self.handoff
+        return wrote.epoch == handoff.epoch and handoff.state is DestinationState.RECEIVING
 
     def _open_landing(self) -> None:
         landing = Landing(

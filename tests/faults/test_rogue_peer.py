@@ -189,3 +189,11 @@ def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
             peer.hear(Abort)
     wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
     assert host.counts()["protocol"] == 1
+
+
+def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:
+    with RoguePeer(host.address()) as peer:
+        grant = peer.reserve(NUM_UNITS)
+        peer.say(Wrote(transfer=grant.transfer, epoch=grant.epoch + 1, first=0, stop=9 * NUM_UNITS))
+        assert peer.reserve(1).epoch > grant.epoch
+    wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
