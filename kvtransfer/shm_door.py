@@ -20,6 +20,7 @@ import msgspec
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
+from baton.kvtransfer.acceptor import PAUSE_S
 from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.page_memory import PageGenerations, SharedPool
 from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
@@ -67,6 +68,7 @@ class PoolDoor:
         self._read_only = generations.file.read_only()
         self._watch = ProcessWatch()
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._incarnations: set[bytes] = set()  # of processes that are watched
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._is_closed = False
@@ -83,6 +85,7 @@ class PoolDoor:
             if self._is_closed:
                 return
             self._is_closed = True
+            self._closing.set()
             threads = list(self._threads.items())
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -102,6 +105,7 @@ class PoolDoor:
             except OSError as error:
                 if not self._is_closed:
                     logger.warning("no source accepted: %s", error)
+                    self._closing.wait(PAUSE_S)
                 continue
             thread = threading.Thread(target=self._serve, args=(sock,), name="shm-door", daemon=True)
             with self._lock:
@@ -109,8 +113,13 @@ class PoolDoor:
                     self._dropped.add("crowd")
                     sock.close()
                     continue
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no thread is to be had
+                    logger.warning("no source accepted: %s", error)
+                    sock.close()
+                    continue
                 self._threads[thread] = sock
-                thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

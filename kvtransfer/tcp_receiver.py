@@ -18,6 +18,7 @@ from typing import Final
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
+from baton.kvtransfer.acceptor import PAUSE_S
 from baton.kvtransfer.landing import Landings, Writing
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import PagePacking
@@ -70,6 +71,7 @@ class TcpReceiver:
         self._key = key
         self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._threads: dict[threading.Thread, socket.socket | PageSocket] = {}
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -84,6 +86,7 @@ class TcpReceiver:
 
     def close(self) -> None:
         """End all streams and threads; no page is written any more when it returns."""
+        self._closing.set()
         with self._lock:
             self.is_closed = True
             ends = list(self._threads.items())
@@ -102,6 +105,7 @@ class TcpReceiver:
             except OSError as error:
                 if not self.is_closed:
                     logger.warning("no stream accepted: %s", error)
+                    self._closing.wait(PAUSE_S)
                 continue
             self._start(sock)
 
@@ -113,8 +117,14 @@ class TcpReceiver:
                 self.dropped.add("crowd")
                 sock.close()
                 return
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is to be had
+                logger.warning("no stream accepted: %s", error)
+                self._unproven.release()
+                sock.close()
+                return
             self._threads[thread] = sock
-            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         me = threading.current_thread()

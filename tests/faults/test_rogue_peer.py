@@ -1,6 +1,7 @@
 """A peer that holds the key and keeps no rule: it is dropped, and nobody else feels anything."""
 
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -15,7 +16,8 @@ from baton.errors import PeerGone
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.messages import Abort, Pull, Released, Reserve, Wrote
 from baton.kvtransfer.peers import MAX_LINKS_OF_PEER
-from tests.endpoint_host import NUM_PAGES, Host, HostProcess
+from baton.wire import Connection, Role
+from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
 from tests.rogue_peer import RoguePeer
 from tests.transfer_ends import wait_for
 
@@ -189,6 +191,33 @@ def test_writing_the_same_units_without_end_is_no_transfer(host: Host) -> None:
             peer.hear(Abort)
     wait_for(lambda: host.counts()["FREE"] == NUM_PAGES)
     assert host.counts()["protocol"] == 1
+
+
+def test_without_files_or_threads_the_doors_wait_and_live_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    port = host.endpoint._doors.message().tcp_port
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = socket.socket()
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, limit[1]))
+        client.connect(("127.0.0.1", port))
+        time.sleep(0.05)
+        busy_s = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - busy_s < 0.15
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        client.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as sock:
+            assert sock.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        Connection(sock, KEY, Role.CONNECTING).handshake().close()
 
 
 def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:
