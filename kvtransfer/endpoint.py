@@ -180,6 +180,9 @@ class KvEndpoint:
 
     def close(self) -> None:
         """End every link and thread. Transfers that are open are lost; nothing is written on return."""
+        self._peers.stop()
+        for outgoing in list(self._outgoing.values()):
+            outgoing.let_go()
         self._peers.close()
         self._doors.close()
         self._hashing.close()
@@ -218,10 +221,9 @@ class KvEndpoint:
         """To the end of its transfer, whichever link of the same process it came over."""
         transfer: bytes = getattr(message, "transfer", b"")
         end = self._outgoing.get(transfer) or self._incoming.get(transfer)
-        answer = answer_to_unknown(message)
         if end is not None and end.link.hello.incarnation == link.hello.incarnation:
             end.receive(message)
-        elif answer is not None:
+        elif (answer := answer_to_unknown(message)) is not None:
             link.send(answer)
 
     def _reserve(self, link: Link, request: Reserve) -> None:
@@ -247,8 +249,7 @@ class KvEndpoint:
 
     def _is_known(self, transfer: bytes) -> bool:
         """Ids are minted once; one that comes again is no new transfer's."""
-        is_open = transfer in self._outgoing or transfer in self._incoming
-        return is_open or self._doors.landings.is_known(transfer)
+        return any(transfer in ends for ends in (self._outgoing, self._incoming, self._doors.landings))
 
     def _terms(self, link: Link, *, is_source: bool) -> Terms:
         return self.settings.terms(link.hello, self._ledger, self._clock, is_source=is_source)
@@ -286,9 +287,8 @@ class KvEndpoint:
     def _finished(self, end: Outgoing | Incoming, finished: Finished) -> None:
         handoff = end.handoff
         times = end.timeline.times() if isinstance(end, Outgoing) else None
-        self._ended.append(
-            Ended(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
-        )
+        ended = Ended(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
+        self._ended.append(ended)
 
     def _tick(self) -> None:
         self._next_tick_s = self._clock.now_s() + TICK_S

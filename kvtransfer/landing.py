@@ -212,7 +212,7 @@ class Landings:
         with self._lock:
             return len(self._states)
 
-    def is_known(self, transfer: bytes) -> bool:
+    def __contains__(self, transfer: bytes) -> bool:
         """Whether there is a landing of this id, or was one not long ago."""
         with self._lock:
             return transfer in self._states or transfer in self._ended

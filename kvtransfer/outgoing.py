@@ -84,6 +84,10 @@ class Outgoing:
                     self.timeline.finished()
                     self._on_finished(self, action)
 
+    def let_go(self) -> None:
+        """The transports are closed for good: the peer's pages are its own again."""
+        self.perform(self.handoff.released())
+
     def receive(self, message: AnyMessage) -> None:
         try:
             actions = self.handoff.receive(message)

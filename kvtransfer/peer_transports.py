@@ -49,6 +49,7 @@ class PeerTransports:
         self._waiting: list[_Delivery] = []  # for a transport to open
         self._unsettled: list[Call] = []  # as well
         self._under_way: dict[int, _Delivery] = {}  # by ticket of the present transport
+        self._lock = threading.Lock()  # a thread is started before it is joined
         self._is_closed = False
 
     @property
@@ -76,7 +77,9 @@ class PeerTransports:
             self._transport.abort(transfer)
 
     def close(self) -> None:
-        self._is_closed = True
+        """From any thread."""
+        with self._lock:
+            self._is_closed = True
         if self._opening is not None:
             thread, transport = self._opening
             transport.close()
@@ -111,8 +114,10 @@ class PeerTransports:
         generation = len(self._names)  # tells the tickets of one transport from those of the next
         transport = self._make(name, lambda ticket: self._post(partial(self._ended, generation, ticket)))
         thread = threading.Thread(target=self._open, args=(name, transport), name="kv-open", daemon=True)
-        self._opening = thread, transport
-        thread.start()
+        with self._lock:
+            if not self._is_closed:
+                self._opening = thread, transport
+                thread.start()
 
     def _open(self, name: TransportName, transport: Transport) -> None:
         try:

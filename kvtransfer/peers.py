@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -62,6 +63,7 @@ class Peers:
         self._dropped = dropped
         self._links: dict[Link, PeerTransports] = {}
         self._joining: set[Link] = set()  # greeted, and not yet let in
+        self._lock = threading.Lock()  # a link is started before it is closed
         self._is_closed = False
         self._acceptor = Acceptor(listen, self._answer, "kv", dropped)
         self.address = self._acceptor.address
@@ -81,14 +83,20 @@ class Peers:
         """None: the link is lost."""
         return self._links.get(link)
 
-    def close(self) -> None:
-        self._is_closed = True
-        self._acceptor.close()
-        for link in self._joining:
-            link.close()
-        for link, transports in list(self._links.items()):
-            link.close()
+    def stop(self) -> None:
+        """No page leaves any more, and none will; links live on. From any thread."""
+        with self._lock:
+            self._is_closed = True
+        for transports in list(self._links.values()):
             transports.close()
+
+    def close(self) -> None:
+        self.stop()
+        self._acceptor.close()
+        for link in list(self._joining):
+            link.close()
+        for link in list(self._links):
+            link.close()
         self._links.clear()
 
     def _answer(self, sock: socket.socket) -> None:
@@ -113,19 +121,25 @@ class Peers:
             logger.warning("a peer was not let in: %s", error)
 
     def _add(self, link: Link) -> None:
-        """ConfigError, and the link is closed, when the transport asked for cannot serve the peer."""
-        if self._is_closed:
-            link.close()
-            raise TransferFailed("the endpoint is closed")
+        """ConfigError when the transport asked for cannot serve the peer, TransferFailed after `close`.
+
+        The link is closed then.
+        """
         try:
             names = self._order(link)
         except ConfigError:
             link.close()
             raise
-        self._links[link] = PeerTransports(
+        transports = PeerTransports(
             names, lambda name, on_end: self._make(link, name, on_end), self._post, self.counters
         )
-        link.start(self._post, self._on_message, lambda: self._remove(link))
+        with self._lock:
+            if not self._is_closed:
+                self._links[link] = transports
+                link.start(self._post, self._on_message, lambda: self._remove(link))
+                return
+        link.close()
+        raise TransferFailed("the endpoint is closed")
 
     def _remove(self, link: Link) -> None:
         """Whoever has transfers over it hears first: their pieces end before the transports do."""

@@ -151,7 +151,7 @@ class SourceHandoff:
             part.in_flight.clear()
         self._readers.leave_all()
         self.state = SourceState.CLOSED
-        return self._released() if self.epoch else []
+        return self.released() if self.epoch else []
 
     def abort(self, reason: str) -> list[Action]:
         return self._fail(reason, Outcome.CANCELLED)
@@ -175,7 +175,7 @@ class SourceHandoff:
         """message: one that names this transfer."""
         if self.state in _ENDED:
             is_asked = isinstance(message, Abort) and self.state is SourceState.CLOSED
-            return self._released() if is_asked else []
+            return self.released() if is_asked else []
         match message, self.state:
             case Grant(), SourceState.RESERVING:
                 return self._granted(message)
@@ -257,7 +257,8 @@ class SourceHandoff:
             self._ledger.extend(self._lease_owner, self._timer.deadline_s)
         return []
 
-    def _released(self) -> list[Action]:
+    def released(self) -> list[Action]:
+        """Say that no byte can be written any more: no push runs, and none will."""
         if not self.epoch:
             return [Send(Abort(transfer=self.transfer, epoch=0, reason="nothing was granted"))]
         numbers = range(len(self._parts))

@@ -1,11 +1,13 @@
 """The link breaks while both processes live: neither may hold the other's pages for good."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from tests.endpoint_host import Host, HostProcess
+from tests.endpoint_host import NUM_PAGES, Host, HostProcess
 from tests.faults.test_endpoint import BACK_S, NUM_UNITS, all_back_s
+from tests.transfer_ends import wait_for
 
 POINTS = ("start", "after Grant", "half", "all", "before Verified")
 
@@ -40,3 +42,19 @@ def test_pages_come_back_over_the_next_link(
     assert source.send(address, NUM_UNITS) == "handed_over"
     assert all_back_s(source, destination) < BACK_S
     assert {end[0] for end in destination.call("ended")} <= {"adopted", "recompute"}
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_pages_come_back_from_a_source_that_closes_and_whose_process_lives(
+    destination: HostProcess, transport: str
+) -> None:
+    address = destination.call("address")
+    for point in ("granted", "asked"):
+        source = Host(is_shared=False, transport=transport)
+        link = source._call(partial(source._link, tuple(address)))
+        transfer = source._call(partial(source.endpoint.start, link, NUM_UNITS, deadline_s=10))
+        if point == "granted":
+            wait_for(lambda: destination.call("counts")["FREE"] < NUM_PAGES)
+        source.close()
+        assert transfer not in source._ended
+        wait_for(lambda: destination.call("counts")["FREE"] == NUM_PAGES)

@@ -100,6 +100,7 @@ def test_an_endpoint_closes_at_once_while_a_way_opens(silent_port: int) -> None:
         started_s = time.monotonic()
         host.close()
         assert time.monotonic() - started_s < 1.0
+        peer.hear(Abort)
         with pytest.raises(PeerGone):
             peer.connection.recv(5.0)
     wait_for(lambda: set(threading.enumerate()) <= threads)
