@@ -2,8 +2,8 @@
 
 1. `when_settled` opens a transport, in a thread: connecting may take seconds. `push` takes a piece and the
    call to make when it has ended.
-2. A piece that fails is pushed again, over the next transport if this one is broken, else over the same one
-   and then the next: a piece has as many tries as there are transports.
+2. A piece that fails is pushed again, over the next transport if this one is broken, else over the same one:
+   a piece has as many tries as there are transports.
 3. With no transport left, or no try, the piece has failed for good.
 
 All calls are made by the endpoint's thread, `post` brings the others' news there.
@@ -27,10 +27,10 @@ Ended: TypeAlias = Callable[[Progress], None]
 
 
 class _Delivery:
-    def __init__(self, piece: Piece, on_end: Ended, num_tries: int) -> None:
+    def __init__(self, piece: Piece, on_end: Ended) -> None:
         self.piece = piece
         self.on_end = on_end
-        self.num_tries = num_tries
+        self.num_tries = 0
         self.is_cancelled = False
 
 
@@ -67,7 +67,7 @@ class PeerTransports:
 
     def push(self, piece: Piece, on_end: Ended) -> None:
         """on_end: called later, never from within, with the outcome."""
-        self._deliver(_Delivery(piece, on_end, 0))
+        self._deliver(_Delivery(piece, on_end))
 
     def abort(self, transfer: bytes) -> None:
         """On return nobody here reads or writes for the transfer; its pieces' `on_end` are not called."""
