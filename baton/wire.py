@@ -13,12 +13,10 @@ The life of a connection:
 
 import array
 import contextlib
-import hmac
 import math
 import os
 import select
 import socket
-import struct
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,6 +26,7 @@ from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
 from baton.clock import Clock, SystemClock
 from baton.errors import PeerGone, WireError
 from baton.frames import MAX_CONTROL_BYTES, FrameReader, encode_frame
+from baton.seal import MAX_BODY_BYTES, Seals
 from baton.sockets import MAX_DESCRIPTORS, Rights, keep_alive, rights_of
 
 __all__ = [
@@ -40,14 +39,10 @@ __all__ = [
     "encode_frame",
 ]
 
-SEAL_BYTES: Final = 16
-MAX_BODY_BYTES: Final = MAX_CONTROL_BYTES - 1 - SEAL_BYTES
 FRAME_TIMEOUT_S: Final = 10.0  # from a frame's first byte to its last
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 
-_PEER: Final = {Role.CONNECTING: Role.ACCEPTING, Role.ACCEPTING: Role.CONNECTING}
 _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-_SEALED: Final = struct.Struct(">10sQ")  # who sends, how many frames it sent before
 
 
 class DroppedPeers:
@@ -87,7 +82,7 @@ class Connection:
         self._reader = FrameReader(MAX_CHALLENGE_BYTES + 1)
         self._frame_deadline_s = math.inf
         self._descriptors: list[int] = []
-        self._num_sent = self._num_received = 0
+        self._seals: Seals | None = None  # from the handshake on
         self._send_lock, self._recv_lock = threading.RLock(), threading.RLock()
         self._close_lock = threading.Lock()
         self._is_closed = self._is_dropped = False
@@ -143,9 +138,7 @@ class Connection:
         """The next frame, sealed; it must be written whole and before the one after it (see outbox.py)."""
         if self._is_closed:
             raise PeerGone("the connection is closed")
-        frame = encode_frame(body + self._seal(self._role, self._num_sent, body))
-        self._num_sent += 1
-        return frame
+        return encode_frame(self._sealing().seal(body))
 
     def write_some(self, view: memoryview) -> int:
         """How many bytes the kernel took, without waiting: 0 when there is no room."""
@@ -174,14 +167,9 @@ class Connection:
         with self._recv_lock:
             deadline_s = math.inf if timeout_s is None else self._clock.now_s() + timeout_s
             try:
-                frame = self._recv_frame(deadline_s)
-                body, seal = frame[:-SEAL_BYTES], frame[-SEAL_BYTES:]
-                if not hmac.compare_digest(seal, self._seal(_PEER[self._role], self._num_received, body)):
-                    raise WireError("a frame was changed, repeated or left out", reason="seal")
+                return self._sealing().open(self._recv_frame(deadline_s))
             except WireError as error:
                 raise self.drop(error) from None
-            self._num_received += 1
-            return body
 
     def take_descriptors(self) -> list[int]:
         """Open files that came with the frames received so far; closing them is the caller's from now on."""
@@ -228,8 +216,10 @@ class Connection:
             if answer is not None:
                 self._send_all(encode_frame(answer), [], deadline_s)
 
-    def _seal(self, sender: Role, number: int, body: bytes) -> bytes:
-        return hmac.digest(self.session_key, _SEALED.pack(sender.value, number) + body, "sha256")[:SEAL_BYTES]
+    def _sealing(self) -> Seals:
+        if self._seals is None:
+            self._seals = Seals(self.session_key, self._role)
+        return self._seals
 
     def _send_all(self, frame: bytes, rights: Rights, deadline_s: float) -> None:
         view = memoryview(frame)

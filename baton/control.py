@@ -1,0 +1,315 @@
+"""What gateways, the router and workers say to each other: a request's way through the cluster.
+
+One attempt at a request, by messages (`->` names the connection it goes over):
+
+1. gateway -> router   Submit. The router answers Routed, or Rejected.
+2. router -> decode    Dispatch, with the prefill worker that was chosen; none: decode computes it all.
+3. decode -> prefill   Prefill. Pages follow over `kvtransfer`, under the transfer id that it names.
+4. prefill -> gateway  Tokens: the first one. prefill -> decode: Prefilled, or PrefillFailed.
+5. decode -> gateway   Tokens, one message a step for all of the gateway's requests, or AttemptFailed.
+6. gateway -> router   Ended, whatever the end was. Cancel goes gateway -> decode -> prefill.
+
+Beside requests: everybody's first message is a Hello; workers send a Beat every second; the router sends
+Members to all whenever that list changes, and each answers Reachable with those it holds connections to.
+
+Request ids are minted by gateways, one a choice, 128 bit; attempts count from 0. Every list and every
+integer has a bound in its type, so it is refused while it is decoded. Times are durations.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import WireError
+from baton.request import FinishReason, Request, TokenLogprobs
+from baton.seal import MAX_BODY_BYTES
+
+PROTOCOL: Final = 1
+MAX_WORKERS: Final = 1024
+MAX_EVENTS: Final = 16_384  # in one message
+
+Name: TypeAlias = Annotated[str, Meta(max_length=128)]
+Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=512)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
+Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """One of the classes below."""
+
+
+class Kind(StrEnum):
+    """What a process is to the others."""
+
+    GATEWAY = "gateway"
+    ROUTER = "router"
+    WORKER = "worker"
+    OPERATOR = "operator"  # the command line: it asks, and serves nothing
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker says of itself; it holds for one life of its process, which `id` names."""
+
+    id: Id
+    name: Name  # the operator's, as "decode-0": the same after a restart
+    role: WorkerRole
+    model: Name  # as the API names it
+    fingerprint: Name  # of the weights; requests move only between equal ones
+    address: Address  # of its control connections
+    kv_address: Address
+    page_size: Count
+    num_pages: Count
+    max_num_seqs: Count
+    max_model_len: Count
+    tensor_parallel_size: Count = 1
+
+
+class Hello(Message, frozen=True):
+    """The first message each way on every control connection."""
+
+    process: Kind
+    id: Id
+    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)] = PROTOCOL
+    worker: Worker | None = None  # of a worker
+
+
+class Members(Message, frozen=True):
+    """Router to all: the workers that are alive. What is not in it any more is dead, however it looks."""
+
+    workers: Annotated[tuple[Worker, ...], Meta(max_length=MAX_WORKERS)]
+
+
+class Reachable(Message, frozen=True):
+    """To the router: the workers that the sender could send a message, or pages, to."""
+
+    workers: Ids
+
+
+class Submit(Message, frozen=True):
+    """Gateway to router: find a pair for this attempt."""
+
+    request: Request
+    beside: Annotated[str, Meta(max_length=32)] = ""  # a decode worker that holds the prompt already
+    avoid: Ids = ()  # workers that failed this request
+
+
+class Routed(Message, frozen=True):
+    """Router to gateway: the attempt is under way there."""
+
+    request_id: Id
+    attempt: Attempt
+    decode: Id
+    prefill: Annotated[str, Meta(max_length=32)] = ""
+    reason: Reason = ""
+
+
+class Rejected(Message, frozen=True):
+    """Router to gateway: nobody can take the attempt now."""
+
+    request_id: Id
+    attempt: Attempt
+    reason: Reason
+    retry_after_s: Seconds
+
+
+class Ended(Message, frozen=True):
+    """Gateway to router: these attempts take up no capacity any more."""
+
+    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
+
+
+class Dispatch(Message, frozen=True):
+    """Router to a decode worker."""
+
+    request: Request
+    gateway: Id  # that the tokens go to
+    prefill: Annotated[str, Meta(max_length=32)] = ""  # a worker's id; "": compute the prompt here
+
+
+class Prefill(Message, frozen=True):
+    """Decode to prefill worker: compute the prompt, send its pages, then the first token.
+
+    The decode worker holds [0, num_held_tokens) of the prompt already, a whole number of pages of both.
+    """
+
+    request: Request
+    gateway: Id
+    transfer: TransferId
+    num_held_tokens: Count = 0
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One token of one attempt; `index` counts all generated ones, those of earlier attempts too.
+
+    The last one has a finish reason; `token_id` is None only where it ended without a token.
+    """
+
+    request_id: Id
+    attempt: Attempt
+    index: Count
+    token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: Count = 0  # of the prompt; said with the first token of an attempt
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
+
+
+class Tokens(Message, frozen=True):
+    """Worker to gateway: what a step has made for its requests, in order."""
+
+    events: Annotated[tuple[TokenEvent, ...], Meta(max_length=MAX_EVENTS)]
+
+
+class Prefilled(Message, frozen=True):
+    """Prefill to decode worker: the first token, which the gateway has been sent as well."""
+
+    event: TokenEvent
+
+
+class Failure(StrEnum):
+    """Why an attempt has ended without an answer, by what the gateway does about it."""
+
+    INVALID = "invalid"  # the request can't run anywhere: tell the client
+    LOST = "lost"  # a process died, or its pages did: replay elsewhere
+    BUSY = "busy"  # no room now: replay elsewhere or later
+    ERROR = "error"  # the request made a worker fail: never replay it without end
+
+
+class PrefillFailed(Message, frozen=True):
+    """Prefill to decode worker: there will be no first token."""
+
+    request_id: Id
+    attempt: Attempt
+    failure: Failure
+    reason: Reason
+
+
+class AttemptFailed(Message, frozen=True):
+    """Decode worker to gateway: nothing of this attempt will follow."""
+
+    request_id: Id
+    attempt: Attempt
+    failure: Failure
+    reason: Reason
+    worker: Annotated[str, Meta(max_length=32)] = ""  # whose fault it was, if another's than the sender's
+
+
+class Cancel(Message, frozen=True):
+    """Nobody wants the attempt any more. It is not answered."""
+
+    request_id: Id
+    attempt: Attempt
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's own count of what it has, for operators and for a router that has just started."""
+
+    num_running: Count = 0
+    num_waiting: Count = 0  # sequences that have no pages yet
+    num_incoming: Count = 0  # transfers that hold pages here
+    num_outgoing: Count = 0
+    pages: dict[Annotated[str, Meta(max_length=16)], Count] = {}  # by state: free, active, cached ...
+    prefix_queries_tokens: Count = 0  # in all, and of these the ones found
+    prefix_hits_tokens: Count = 0
+    num_preemptions: Count = 0
+    num_tokens: Count = 0  # generated in all
+    kv_bytes: Count = 0  # moved in all, out of this worker
+    counters: dict[
+        Annotated[str, Meta(max_length=64)], Count
+    ] = {}  # of transports, fall-backs, dropped peers
+
+
+class Beat(Message, frozen=True):
+    """Worker to router, every second. A router that misses several takes the worker for dead."""
+
+    load: Load
+    is_draining: bool = False
+    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)] = ()  # that it works on
+
+
+class Drain(Message, frozen=True):
+    """Operator to router, router to worker: take nothing new, finish what runs, then end."""
+
+    worker: Name  # its name or id
+
+
+class StatusQuery(Message, frozen=True):
+    """Operator to router."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    worker: Worker
+    load: Load
+    num_attempts: Count  # by the router's own books
+    beat_age_s: Seconds
+    is_draining: bool = False
+
+
+class Status(Message, frozen=True):
+    """Router to operator or gateway."""
+
+    workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
+    num_gateways: Count = 0
+    num_attempts: Count = 0
+    counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Members
+    | Reachable
+    | Submit
+    | Routed
+    | Rejected
+    | Ended
+    | Dispatch
+    | Prefill
+    | Tokens
+    | Prefilled
+    | PrefillFailed
+    | AttemptFailed
+    | Cancel
+    | Beat
+    | Drain
+    | StatusQuery
+    | Status
+)
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """A frame's body. WireError for what no frame holds: nothing of it has been sent then."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(
+            f"a {type(message).__name__} of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length"
+        )
+    return body
+
+
+def decode(body: bytes) -> AnyMessage:
+    """WireError for anything that is no message, or has a value out of its bounds."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"a message that can't be read: {error}", reason="message") from error

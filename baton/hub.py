@@ -1,0 +1,259 @@
+"""Hosts a node on an asyncio loop: listens, dials, and carries messages between it and its peers.
+
+The life of a connection, at either end:
+
+1. A socket is accepted, or one that `dial` asked for is connected. Both ends prove that they hold the
+   cluster's key (challenge.py), then say Hello; all within HANDSHAKE_TIMEOUT_S, or the socket is closed.
+2. The node hears `joined`, then `received` for every message, in order.
+3. A peer that breaks a rule, or lets more than MAX_UNSENT_BYTES wait for it, is dropped, and counted by
+   reason. The node hears `left`, as it does for a peer that went by itself.
+
+Frames that are sent during one turn of the loop leave in one write.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
+from baton.control import PROTOCOL, Address, AnyMessage, Hello, decode, encode
+from baton.errors import WireError
+from baton.frames import FrameReader, encode_frame
+from baton.node import TICK_S, Node
+from baton.seal import Seals
+from baton.sockets import keep_alive
+from baton.wire import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, DroppedPeers
+
+MAX_UNSENT_BYTES: Final = 16 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class Hub:
+    """Of one node; made and used on its loop's thread."""
+
+    def __init__(self, key: bytes, *, dropped: DroppedPeers | None = None) -> None:
+        self.dropped = dropped or DroppedPeers()
+        self._key = key
+        self._node: Node | None = None
+        self._server: asyncio.Server | None = None
+        self._links: set[HubLink] = set()
+        self._dialing: dict[Address, asyncio.Task[None]] = {}  # until its connection has ended
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
+        """Where the node is reached from now on; `serve` must follow before anybody is answered.
+
+        Raises OSError when the port is somebody else's.
+        """
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: HubLink(self, Role.ACCEPTING), host, port)
+        bound = self._server.sockets[0].getsockname()
+        return Address(bound[0], bound[1])
+
+    def serve(self, node: Node) -> None:
+        self._node = node
+        self._ticker = asyncio.get_running_loop().create_task(self._tick(node))
+
+    @property
+    def node(self) -> Node | None:
+        return self._node
+
+    @property
+    def key(self) -> bytes:
+        return self._key
+
+    def dial(self, address: Address) -> None:
+        """See node.Dial."""
+        if address not in self._dialing:
+            self._dialing[address] = asyncio.get_running_loop().create_task(self._connect(address))
+
+    async def close(self) -> None:
+        """End every connection; the node hears `left` for each."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [*self._dialing.values(), *([self._ticker] if self._ticker else [])]
+        for task in tasks:
+            task.cancel()
+        for link in list(self._links):
+            link.close()
+        await asyncio.gather(
+            *tasks, *(link.ended.wait() for link in list(self._links)), return_exceptions=True
+        )
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def opened(self, link: "HubLink") -> None:
+        self._links.add(link)
+
+    def closed(self, link: "HubLink") -> None:
+        self._links.discard(link)
+
+    async def _connect(self, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        link = HubLink(self, Role.CONNECTING)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await loop.create_connection(lambda: link, address.host, address.port)
+            await link.ended.wait()
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
+        finally:
+            del self._dialing[address]
+
+    async def _tick(self, node: Node) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            node.tick()
+
+
+class HubLink(asyncio.Protocol):
+    """One connection; a Peer to the node once the other end has said Hello."""
+
+    def __init__(self, hub: Hub, role: Role) -> None:
+        self.ended = asyncio.Event()
+        self._hub = hub
+        self._role = role
+        self._challenge = Challenge(hub.key, role)
+        self._reader = FrameReader(MAX_CHALLENGE_BYTES + 1)
+        self._seals: Seals | None = None
+        self._hello: Hello | None = None
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def hello(self) -> Hello:
+        assert self._hello is not None, "nobody has been told of this peer yet"
+        return self._hello
+
+    def send(self, message: AnyMessage) -> None:
+        """See Peer. WireError, and nothing is sent, for a message that fits no frame."""
+        body = encode(message)
+        if self._seals is None or self._transport is None or self._transport.is_closing():
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(encode_frame(self._seals.seal(body)))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._hub.opened(self)
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._must_end_within(HANDSHAKE_TIMEOUT_S, "the peer did not prove itself in time", "handshake")
+        if self._role is Role.CONNECTING:
+            transport.write(encode_frame(self._challenge.first()))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._feed(data)
+        except WireError as error:
+            self._drop(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget_deadline()
+        self._unsent.clear()
+        self._hub.closed(self)
+        self.ended.set()
+        if self._hello is not None and self._hub.node is not None:
+            self._hub.node.left(self)
+
+    # Bytes to messages.
+
+    def _feed(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            # The challenge's reader is exchanged for a larger one in the middle of what has come.
+            reader = self._reader
+            taken = min(len(view), reader.num_wanted) if self._seals is None else len(view)
+            for body in reader.feed(view[:taken]):
+                self._take(body)
+                if self._transport is None or self._transport.is_closing():
+                    return
+            view = view[taken:]
+        if self._hello is not None:
+            self._watch_frame()
+
+    def _take(self, body: bytes) -> None:
+        if self._seals is None:
+            self._prove(body)
+            return
+        message = decode(self._seals.open(body))
+        if self._hello is None:
+            self._greet(message)
+        elif self._hub.node is not None:
+            self._hub.node.received(self, message)
+
+    def _prove(self, body: bytes) -> None:
+        assert self._transport is not None
+        answer = self._challenge.receive(body)
+        if answer is not None:
+            self._transport.write(encode_frame(answer))
+        session_key = self._challenge.session_key
+        if session_key is None:
+            return
+        if self._hub.node is None:
+            raise WireError("we are not ready yet", reason="early")
+        self._reader = FrameReader()
+        self._seals = Seals(session_key, self._role)
+        self.send(self._hub.node.hello)
+
+    def _greet(self, message: AnyMessage) -> None:
+        if not isinstance(message, Hello):
+            raise WireError(f"a {type(message).__name__} came before the Hello", reason="protocol")
+        if message.protocol != PROTOCOL:
+            raise WireError(
+                f"the peer speaks protocol {message.protocol}, we speak {PROTOCOL}", reason="version"
+            )
+        self._forget_deadline()
+        self._hello = message
+        assert self._hub.node is not None
+        self._hub.node.joined(self)
+
+    def _flush(self) -> None:
+        transport, unsent = self._transport, self._unsent
+        if transport is None or not unsent or transport.is_closing():
+            return
+        self._unsent = []
+        transport.writelines(unsent)
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._drop(
+                WireError(f"{transport.get_write_buffer_size()} bytes wait for the peer", reason="slow")
+            )
+
+    # Ends.
+
+    def _drop(self, error: WireError) -> None:
+        logger.warning("a peer was dropped: %s", error)
+        self._hub.dropped.add(error.reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _watch_frame(self) -> None:
+        """A frame that has begun must end in time."""
+        if not self._reader.has_begun:
+            self._forget_deadline()
+        elif self._deadline is None:
+            self._must_end_within(FRAME_TIMEOUT_S, "a frame took too long to arrive", "slow")
+
+    def _must_end_within(self, seconds: float, complaint: str, reason: str) -> None:
+        late: Callable[[], None] = lambda: self._drop(WireError(complaint, reason=reason))  # noqa: E731
+        self._deadline = asyncio.get_running_loop().call_later(seconds, late)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
