@@ -21,6 +21,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"  # something went wrong with this one alone; StepOutput.error says what
 
 
 class _NamesTheNearest(msgspec.StructMeta):
@@ -150,7 +151,13 @@ class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client."""
+    """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
+
+    A later attempt names the tokens that earlier ones have given in `generated_token_ids`: the answer goes on
+    after them as if nothing had happened, if the seed is the same. One choice alone of a client's request with
+    several is a request with `n` 1, the same seed, and its number in `choice`. Both raise InvalidRequest for
+    more than one choice, and so do answers that have all their `max_tokens`.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -161,6 +168,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     sla: Sla = Sla()
     arrival_s: float = 0.0
     attempt: int = 0
+    generated_token_ids: tuple[int, ...] = ()
+    choice: int = 0
+
+    def __post_init__(self) -> None:
+        _check_integer("choice", self.choice)
+        _check("choice", self.choice, 0, MAX_CHOICES - 1)
+        num_generated, sampling = len(self.generated_token_ids), self.sampling
+        if sampling.n > 1 and (num_generated or self.choice):
+            raise InvalidRequest(f"one choice goes on, or is asked for alone: n must be 1, got {sampling.n}")
+        if sampling.max_tokens is not None and num_generated >= sampling.max_tokens:
+            raise InvalidRequest(
+                f"generated_token_ids: {num_generated} tokens are there, max_tokens is {sampling.max_tokens}"
+            )
+
+    @property
+    def choices(self) -> range:
+        """The numbers of the choices that are asked for."""
+        return range(self.choice, self.choice + self.sampling.n)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,14 +200,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One token of one choice of one request; with `finish_reason` set, the last that will come.
 
-    `token_id` is None only when a sequence ended without sampling (abort).
+    `token_id` is None only when a sequence ended without sampling (abort, error).
     """
 
     request_id: str
     choice: int
-    index: int  # 0 is the first generated token
+    index: int  # 0 is the first generated token, of whichever attempt
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens whose KV was there already: cached, or brought along
+    error: str | None = None  # with FinishReason.ERROR

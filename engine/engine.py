@@ -78,7 +78,7 @@ class Engine:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
-        for choice in range(sampling.n):
+        for choice in request.choices:
             sequence = Sequence.from_request(
                 request,
                 choice,

@@ -8,14 +8,17 @@ from baton.request import Request, SamplingParams
 
 def check_request(request: Request, *, vocab_size: int, max_model_len: int) -> None:
     """Raise InvalidRequest, naming the field, for what would fail or mean nothing once it runs."""
-    num_tokens = len(request.token_ids)
+    num_tokens, num_generated = len(request.token_ids), len(request.generated_token_ids)
     if not num_tokens:
         raise InvalidRequest("the prompt is empty: at least one token is needed")
-    if num_tokens >= max_model_len:
+    if num_tokens + num_generated >= max_model_len:
+        begun = f" and {num_generated} of the answer" if num_generated else ""
         raise InvalidRequest(
-            f"the prompt has {num_tokens} tokens; the model takes {max_model_len}, one of them for the answer"
+            f"the prompt has {num_tokens} tokens{begun}; the model takes {max_model_len}, "
+            "one of them for the answer"
         )
     _check_ids("prompt token", request.token_ids, vocab_size)
+    _check_ids("generated_token_ids", request.generated_token_ids, vocab_size)
     check_sampling(request.sampling, vocab_size=vocab_size)
 
 

@@ -71,17 +71,19 @@ class Scheduler:
             raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
         num_slots = self.pool.num_pages * self.pool.page_size
         max_num_tokens = min(sequence.max_num_tokens, num_slots)
-        if sequence.num_prompt_tokens >= max_num_tokens:
+        if sequence.num_tokens >= max_num_tokens:
+            begun = sequence.num_generated_tokens
             raise InvalidRequest(
-                f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens; the model "
-                f"and its KV pages hold {max_num_tokens}, one of them for the answer"
+                f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
+                f"{f' and {begun} of the answer' if begun else ''}; the model and its KV pages hold "
+                f"{max_num_tokens}, one of them for the answer"
             )
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
         serial = next(self._serials)
         sequence.rank = (sequence.priority, sequence.arrival_s, serial)
         sequence.table_version = serial << 32
-        self._cache.extend_keys(sequence, sequence.num_prompt_tokens // self.pool.page_size)
+        self._cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
         self._queues.wait(sequence)
         self._version += 1
 

@@ -66,7 +66,10 @@ class Sequence:
     def from_request(
         cls, request: Request, choice: int, *, max_model_len: int, eos_token_ids: Collection[int] = ()
     ) -> Self:
-        """Start choice `choice` of `request`; a sequence never grows past `max_model_len` tokens."""
+        """Start choice `choice` of `request`, or go on with it after the tokens that it has already.
+
+        A sequence never grows past `max_model_len` tokens.
+        """
         sampling = request.sampling
         num_prompt_tokens = len(request.token_ids)
         room = max_model_len - num_prompt_tokens
@@ -75,7 +78,7 @@ class Sequence:
         return cls(
             key=(request.request_id, choice),
             sampling=sampling,
-            token_ids=list(request.token_ids),
+            token_ids=[*request.token_ids, *request.generated_token_ids],
             num_prompt_tokens=num_prompt_tokens,
             min_num_tokens=num_prompt_tokens + sampling.min_tokens,
             max_num_tokens=num_prompt_tokens + most,
