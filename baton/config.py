@@ -4,32 +4,17 @@ Each struct refuses values outside their range when it is made; `engine_config` 
 and wrong types, and is what configuration files and the command line go through.
 """
 
-import difflib
 import logging
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal
 
 import msgspec
 
+from baton.config_tree import build
 from baton.errors import ConfigError
-
-StructT = TypeVar("StructT", bound=msgspec.Struct)
-
-BYTE_UNITS: Final = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
 
 # Far beyond any step that a machine could finish; they bound what is allocated for one.
 MAX_NUM_SEQS: Final = 2**16
@@ -71,8 +56,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _at_least("cache.host_cache_memory_bytes", self.host_cache_memory_bytes, 0)
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # a local directory in Hugging Face layout
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an engine runs, whatever its model."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -83,12 +69,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("model: expected a directory, got an empty string")
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, an answer of one
         _between("seed", self.seed, 0, 2**63 - 1)
+
+
+class EngineConfig(EngineSettings, frozen=True):
+    model: str  # a local directory in Hugging Face layout
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model: expected a directory, got an empty string")
+        super().__post_init__()
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
@@ -98,16 +91,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
     "4GiB", and a part may be its struct, CacheConfig(page_size=16). Raises ConfigError with the full dotted
     key on an unknown key, a wrong type or a bad value.
     """
-    return _build(EngineConfig, settings, "")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes that "4GiB", "512 MiB", "1.5GB" or "4096" stand for; raises ConfigError otherwise."""
-    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", text)
-    unit = BYTE_UNITS.get(match[2] or "B") if match else None
-    if match is None or unit is None:
-        raise ConfigError(f'expected a size such as "4GiB" (units {", ".join(BYTE_UNITS)}), got {text!r}')
-    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+    return build(EngineConfig, settings)
 
 
 def cache_directory() -> Path:
@@ -126,74 +110,6 @@ def log_level() -> int:
     if name.upper() not in levels:
         raise ConfigError(f"BATON_LOG_LEVEL: expected one of {', '.join(levels)}, got {name!r}")
     return levels[name.upper()]
-
-
-def _build(struct_type: type[StructT], settings: object, prefix: str) -> StructT:
-    if isinstance(settings, struct_type):  # nothing has checked its types
-        settings = msgspec.structs.asdict(settings)
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
-    fields = {_join(prefix, field.name): field for field in msgspec.structs.fields(struct_type)}
-    values = {}
-    for name, value in settings.items():
-        key = _join(prefix, name)
-        if key not in fields:
-            raise ConfigError(_unknown_key(key, _known_keys(struct_type, prefix)))
-        values[fields[key].name] = _value(fields[key].type, value, key)
-    for key, field in fields.items():
-        if field.required and field.name not in values:
-            raise ConfigError(f"{key}: expected a value, got none")
-    return struct_type(**values)
-
-
-def _join(prefix: str, name: object) -> str:
-    return f"{prefix}.{name}" if prefix else str(name)
-
-
-def _value(expected: Any, value: object, key: str) -> Any:
-    if _is_struct(expected):
-        return _build(expected, value, key)
-    if key.endswith("_bytes") and isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
-    try:
-        return msgspec.convert(value, expected)
-    except msgspec.ValidationError:
-        raise ConfigError(f"{key}: expected {_describe(expected)}, got {_show(value)}") from None
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    # Leaves are compared alone: a shared prefix would make any two keys of one section look alike.
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
-    hint = f"did you mean {leaves[nearest[0]]!r}?" if nearest else f"known keys are {', '.join(known)}"
-    return f"unknown configuration key {key!r}; {hint}"
-
-
-def _known_keys(struct_type: type[msgspec.Struct], prefix: str) -> list[str]:
-    """Dotted keys of a struct and of those inside it, outermost first."""
-    fields = msgspec.structs.fields(struct_type)
-    own = [_join(prefix, field.name) for field in fields]
-    nested = [
-        _known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)
-    ]
-    return own + [key for keys in nested for key in keys]
-
-
-def _is_struct(expected: Any) -> bool:
-    return isinstance(expected, type) and issubclass(expected, msgspec.Struct)
-
-
-def _describe(expected: Any) -> str:
-    if get_origin(expected) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(expected))
-    return expected.__name__ if isinstance(expected, type) and not get_args(expected) else str(expected)
-
-
-def _show(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
 
 
 def _at_least(key: str, value: float, low: float) -> None:

@@ -7,15 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import (
-    BYTE_UNITS,
     CacheConfig,
     EngineConfig,
     SchedulerConfig,
     cache_directory,
     engine_config,
     log_level,
-    parse_bytes,
 )
+from baton.config_tree import BYTE_UNITS, parse_bytes
 from baton.errors import ConfigError
 
 

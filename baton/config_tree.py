@@ -1,0 +1,108 @@
+"""From plain mappings, of files, the environment and the command line, to the structs that they spell out.
+
+Keys are field names, dotted where a struct lies in another. What is wrong is told with the full key, and an
+unknown key with the nearest known one.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+
+from baton.errors import ConfigError
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+BYTE_UNITS: Final = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def build(struct_type: type[StructT], settings: object, prefix: str = "") -> StructT:
+    """The struct that a nested mapping spells out; a part may be its struct already.
+
+    Sizes in bytes may be written "4GiB". Raises ConfigError with the full dotted key on an unknown key, a
+    wrong type or a bad value; what a struct's own checks refuse is told in their words.
+    """
+    if isinstance(settings, struct_type):  # nothing has checked its types
+        settings = msgspec.structs.asdict(settings)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
+    fields = {_join(prefix, field.name): field for field in msgspec.structs.fields(struct_type)}
+    values = {}
+    for name, value in settings.items():
+        key = _join(prefix, name)
+        if key not in fields:
+            raise ConfigError(_unknown_key(key, known_keys(struct_type, prefix)))
+        values[fields[key].name] = _value(fields[key].type, value, key)
+    for key, field in fields.items():
+        if field.required and field.name not in values:
+            raise ConfigError(f"{key}: expected a value, got none")
+    return struct_type(**values)
+
+
+def _join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def _value(expected: Any, value: object, key: str) -> Any:
+    if _is_struct(expected):
+        return build(expected, value, key)
+    if key.endswith("_bytes") and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    try:
+        return msgspec.convert(value, expected)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{key}: expected {_describe(expected)}, got {_show(value)}") from None
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    # Leaves are compared alone: a shared prefix would make any two keys of one section look alike.
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
+    hint = f"did you mean {leaves[nearest[0]]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    return f"unknown configuration key {key!r}; {hint}"
+
+
+def known_keys(struct_type: type[msgspec.Struct], prefix: str) -> list[str]:
+    """Dotted keys of a struct and of those inside it, outermost first."""
+    fields = msgspec.structs.fields(struct_type)
+    own = [_join(prefix, field.name) for field in fields]
+    nested = [known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)]
+    return own + [key for keys in nested for key in keys]
+
+
+def _is_struct(expected: Any) -> bool:
+    return isinstance(expected, type) and issubclass(expected, msgspec.Struct)
+
+
+def _describe(expected: Any) -> str:
+    if get_origin(expected) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(expected))
+    return expected.__name__ if isinstance(expected, type) and not get_args(expected) else str(expected)
+
+
+def _show(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that "4GiB", "512 MiB", "1.5GB" or "4096" stand for; raises ConfigError otherwise."""
+    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", text)
+    unit = BYTE_UNITS.get(match[2] or "B") if match else None
+    if match is None or unit is None:
+        raise ConfigError(f'expected a size such as "4GiB" (units {", ".join(BYTE_UNITS)}), got {text!r}')
+    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)

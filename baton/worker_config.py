@@ -1,0 +1,34 @@
+"""What a worker is told when its process starts.
+
+Both kinds of workers are run by the same call, in a process of their own:
+
+    run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.Event) -> None
+
+`key` is the cluster's and never part of a configuration. The worker loads its model, listens, dials the
+router and calls `ready` with the address of its control connections; it serves until `stop` is set, which
+means drain: take nothing new, finish what runs for at most `drain_timeout_s`, then return.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.config import EngineConfig
+from baton.control import Address, Name, WorkerRole
+
+Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
+TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "tcp"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    role: WorkerRole
+    name: Name  # as "decode-0"; a replacement that is started under it fences the one before
+    model_name: Name  # as the API names it
+    engine: EngineConfig
+    router: Address
+    host: str = "127.0.0.1"  # listens there, for control connections and for pages
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of control connections; 0: one that is free
+    transport: TransportChoice = "auto"
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
