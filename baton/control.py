@@ -7,7 +7,8 @@ One attempt at a request, by messages (`->` names the connection it goes over):
 3. decode -> prefill   Prefill. Pages follow over `kvtransfer`, under the transfer id that it names.
 4. prefill -> gateway  Tokens: the first one. prefill -> decode: Prefilled, or PrefillFailed.
 5. decode -> gateway   Tokens, one message a step for all of the gateway's requests, or AttemptFailed.
-6. gateway -> router   Ended, whatever the end was. Cancel goes gateway -> decode -> prefill.
+6. gateway -> router   Started at the first token, Ended at the end, whatever it was. Cancel goes gateway ->
+   decode -> prefill, and may come before the Dispatch that it is about: they travel by different ways.
 
 Beside requests: everybody's first message is a Hello; workers send a Beat every second; the router sends
 Members to all whenever that list changes, and each answers Reachable with those it holds connections to.
@@ -92,9 +93,14 @@ class Hello(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Router to all: the workers that are alive. What is not in it any more is dead, however it looks."""
+    """Router to all: the workers that are alive. What is not in it any more is dead, however it looks.
+
+    A router that has just started does not know them all yet: until its list is complete, who is not in it
+    may be well, and only a connection's end says that a worker is gone.
+    """
 
     workers: Annotated[tuple[Worker, ...], Meta(max_length=MAX_WORKERS)]
+    is_complete: bool = True
 
 
 class Reachable(Message, frozen=True):
@@ -128,6 +134,12 @@ class Rejected(Message, frozen=True):
     attempt: Attempt
     reason: Reason
     retry_after_s: Seconds
+
+
+class Started(Message, frozen=True):
+    """Gateway to router: these attempts have their first token, the prefill worker is done with them."""
+
+    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
 class Ended(Message, frozen=True):
@@ -279,6 +291,7 @@ AnyMessage: TypeAlias = (
     | Submit
     | Routed
     | Rejected
+    | Started
     | Ended
     | Dispatch
     | Prefill

@@ -30,7 +30,7 @@ class Node(Protocol):
     def hello(self) -> Hello: ...
 
     def joined(self, peer: Peer) -> None:
-        """A connection is there, whoever asked for it."""
+        """A connection is there, whoever asked for it. WireError: the peer is dropped, and `left` follows."""
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         """WireError: the peer broke a rule and is dropped, and counted."""
