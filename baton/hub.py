@@ -7,6 +7,9 @@ The life of a connection, at either end:
 2. The node hears `joined`, then `received` for every message, in order.
 3. A peer that breaks a rule, or lets more than MAX_UNSENT_BYTES wait for it, is dropped, and counted by
    reason. The node hears `left`, as it does for a peer that went by itself.
+4. `close` sends what is unsent; a peer that takes none of it for CLOSE_TIMEOUT_S loses it.
+
+At most MAX_STRANGERS sockets may be without a Hello; a further one costs the oldest of them its place.
 
 Frames that are sent during one turn of the loop leave in one write.
 """
@@ -27,6 +30,8 @@ from baton.sockets import keep_alive
 from baton.wire import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, DroppedPeers
 
 MAX_UNSENT_BYTES: Final = 16 << 20
+MAX_STRANGERS: Final = 256
+CLOSE_TIMEOUT_S: Final = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,8 @@ class Hub:
         self._node: Node | None = None
         self._server: asyncio.Server | None = None
         self._links: set[HubLink] = set()
+        self._strangers: dict[HubLink, None] = {}  # accepted, without a Hello yet, oldest first
+        self._is_closed = False
         self._dialing: dict[Address, asyncio.Task[None]] = {}  # until its connection has ended
         self._ticker: asyncio.Task[None] | None = None
 
@@ -67,11 +74,12 @@ class Hub:
 
     def dial(self, address: Address) -> None:
         """See node.Dial."""
-        if address not in self._dialing:
+        if address not in self._dialing and not self._is_closed:
             self._dialing[address] = asyncio.get_running_loop().create_task(self._connect(address))
 
     async def close(self) -> None:
         """End every connection; the node hears `left` for each."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         tasks = [*self._dialing.values(), *([self._ticker] if self._ticker else [])]
@@ -87,9 +95,18 @@ class Hub:
 
     def opened(self, link: "HubLink") -> None:
         self._links.add(link)
+        if link.role is Role.ACCEPTING:
+            self._strangers[link] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                oldest.drop(WireError(f"{MAX_STRANGERS} others have not said Hello yet", reason="crowd"))
+
+    def introduced(self, link: "HubLink") -> None:
+        self._strangers.pop(link, None)
 
     def closed(self, link: "HubLink") -> None:
         self._links.discard(link)
+        self._strangers.pop(link, None)
 
     async def _connect(self, address: Address) -> None:
         loop = asyncio.get_running_loop()
@@ -106,7 +123,10 @@ class Hub:
     async def _tick(self, node: Node) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            node.tick()
+            try:
+                node.tick()
+            except Exception:  # a bug of ours: the next tick may do better, none at all surely would not
+                logger.exception("a tick of %s failed", type(node).__name__)
 
 
 class HubLink(asyncio.Protocol):
@@ -114,8 +134,8 @@ class HubLink(asyncio.Protocol):
 
     def __init__(self, hub: Hub, role: Role) -> None:
         self.ended = asyncio.Event()
+        self.role = role
         self._hub = hub
-        self._role = role
         self._challenge = Challenge(hub.key, role)
         self._reader = FrameReader(MAX_CHALLENGE_BYTES + 1)
         self._seals: Seals | None = None
@@ -142,6 +162,7 @@ class HubLink(asyncio.Protocol):
         if self._transport is not None:
             self._flush()
             self._transport.close()
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     # What asyncio calls.
 
@@ -154,14 +175,14 @@ class HubLink(asyncio.Protocol):
         keep_alive(sock)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._must_end_within(HANDSHAKE_TIMEOUT_S, "the peer did not prove itself in time", "handshake")
-        if self._role is Role.CONNECTING:
+        if self.role is Role.CONNECTING:
             transport.write(encode_frame(self._challenge.first()))
 
     def data_received(self, data: bytes) -> None:
         try:
             self._feed(data)
         except WireError as error:
-            self._drop(error)
+            self.drop(error)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_deadline()
@@ -175,17 +196,19 @@ class HubLink(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         view = memoryview(data)
+        bodies: list[bytes] = []
         while view:
             # The challenge's reader is exchanged for a larger one in the middle of what has come.
             reader = self._reader
             taken = min(len(view), reader.num_wanted) if self._seals is None else len(view)
-            for body in reader.feed(view[:taken]):
+            bodies = reader.feed(view[:taken])
+            for body in bodies:
                 self._take(body)
                 if self._transport is None or self._transport.is_closing():
                     return
             view = view[taken:]
         if self._hello is not None:
-            self._watch_frame()
+            self._watch_frame(has_ended_one=bool(bodies))
 
     def _take(self, body: bytes) -> None:
         if self._seals is None:
@@ -208,8 +231,9 @@ class HubLink(asyncio.Protocol):
         if self._hub.node is None:
             raise WireError("we are not ready yet", reason="early")
         self._reader = FrameReader()
-        self._seals = Seals(session_key, self._role)
+        self._seals = Seals(session_key, self.role)
         self.send(self._hub.node.hello)
+        self._flush()  # also to a peer that is dropped in this very turn: it shall learn whom it has reached
 
     def _greet(self, message: AnyMessage) -> None:
         if not isinstance(message, Hello):
@@ -220,6 +244,7 @@ class HubLink(asyncio.Protocol):
             )
         self._forget_deadline()
         self._hello = message
+        self._hub.introduced(self)
         assert self._hub.node is not None
         self._hub.node.joined(self)
 
@@ -230,27 +255,27 @@ class HubLink(asyncio.Protocol):
         self._unsent = []
         transport.writelines(unsent)
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._drop(
+            self.drop(
                 WireError(f"{transport.get_write_buffer_size()} bytes wait for the peer", reason="slow")
             )
 
     # Ends.
 
-    def _drop(self, error: WireError) -> None:
+    def drop(self, error: WireError) -> None:
         logger.warning("a peer was dropped: %s", error)
         self._hub.dropped.add(error.reason)
         if self._transport is not None:
             self._transport.abort()
 
-    def _watch_frame(self) -> None:
-        """A frame that has begun must end in time."""
-        if not self._reader.has_begun:
+    def _watch_frame(self, has_ended_one: bool) -> None:
+        """A frame that has begun must end in time, however many ended before it."""
+        if has_ended_one or not self._reader.has_begun:
             self._forget_deadline()
-        elif self._deadline is None:
+        if self._reader.has_begun and self._deadline is None:
             self._must_end_within(FRAME_TIMEOUT_S, "a frame took too long to arrive", "slow")
 
     def _must_end_within(self, seconds: float, complaint: str, reason: str) -> None:
-        late: Callable[[], None] = lambda: self._drop(WireError(complaint, reason=reason))  # noqa: E731
+        late: Callable[[], None] = lambda: self.drop(WireError(complaint, reason=reason))  # noqa: E731
         self._deadline = asyncio.get_running_loop().call_later(seconds, late)
 
     def _forget_deadline(self) -> None:

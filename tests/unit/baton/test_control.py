@@ -1,0 +1,150 @@
+"""What a frame's body may say, and what of it is refused."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton import control as c
+from baton.control import decode, encode
+from baton.errors import WireError
+from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
+
+ID, OTHER_ID = "a" * 32, "b" * 32
+
+
+def worker(**changes: Any) -> c.Worker:
+    address = c.Address("127.0.0.1", 4000)
+    settings: dict[str, Any] = {
+        "id": OTHER_ID,
+        "name": "decode-0",
+        "role": c.WorkerRole.DECODE,
+        "model": "tiny",
+        "fingerprint": "f",
+        "address": address,
+        "kv_address": address,
+        "page_size": 16,
+        "num_pages": 100,
+        "max_num_seqs": 8,
+        "max_model_len": 1024,
+    }
+    return c.Worker(**{**settings, **changes})
+
+
+def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
+    request = Request(
+        request_id=ID,
+        token_ids=tuple(rng.randrange(2**17) for _ in range(rng.randrange(1, 50))),
+        sampling=SamplingParams(seed=rng.randrange(2**63), logit_bias={3: 1.5}, stop_token_ids=(1, 2)),
+        cache_salt=rng.randbytes(8),
+        generated_token_ids=tuple(range(rng.randrange(5))),
+    )
+    logprobs = TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=((5, -0.5), (6, -1.5)))
+    event = c.TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs))
+    load = c.Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
+    attempts = ((ID, 0), (OTHER_ID, 2**16))
+    return [
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker()),
+        c.Members(workers=(worker(), worker(id=ID)), is_complete=False),
+        c.Reachable(workers=(ID, OTHER_ID)),
+        c.Submit(request=request, beside=OTHER_ID, avoid=(ID,)),
+        c.Routed(request_id=ID, attempt=1, decode=OTHER_ID, prefill=ID, reason="least loaded"),
+        c.Rejected(request_id=ID, attempt=1, reason="full", retry_after_s=1.5),
+        c.Started(attempts=attempts),
+        c.Ended(attempts=attempts),
+        c.Dispatch(request=request, gateway=ID, prefill=OTHER_ID),
+        c.Prefill(request=request, gateway=ID, transfer=rng.randbytes(16), num_held_tokens=32),
+        c.Tokens(events=(event, event)),
+        c.Prefilled(event=event),
+        c.PrefillFailed(request_id=ID, attempt=0, failure=c.Failure.BUSY, reason="no room"),
+        c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone", worker=OTHER_ID),
+        c.Cancel(request_id=ID, attempt=0),
+        c.Beat(load=load, is_draining=True, attempts=attempts),
+        c.Drain(worker="decode-0"),
+        c.StatusQuery(),
+        c.Status(
+            workers=(c.WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
+            num_gateways=1,
+            counters={"routed": 5},
+        ),
+    ]
+
+
+def test_every_message_survives_the_wire() -> None:
+    messages = one_of_each(random.Random(1))
+    assert {type(message) for message in messages} == set(c.AnyMessage.__args__)
+    for message in messages:
+        assert decode(encode(message)) == message
+
+
+def test_plain_msgpack_reads_a_body() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    for message in one_of_each(random.Random(2)):
+        fields = msgpack.unpackb(encode(message), strict_map_key=False)
+        assert fields["kind"] == type(message).__name__
+        packed = msgpack.packb(fields)
+        assert decode(packed) == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "Nothing"},
+        {"kind": None},
+        {"extra": 1},
+        {"request_id": "A" * 32},
+        {"request_id": "a" * 31},
+        {"request_id": "../" + "a" * 29},
+        {"request_id": 5},
+        {"attempt": -1},
+        {"attempt": 2**16 + 1},
+        {"attempt": 1.5},
+        {"failure": "boredom"},
+        {"reason": "x" * 513},
+        {"worker": "x" * 33},
+    ],
+)
+def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
+    message = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone")
+    fields = msgspec.msgpack.decode(encode(message), type=dict[str, object])
+    assert decode(msgspec.msgpack.encode(fields)) == message
+    with pytest.raises(WireError) as caught:
+        decode(msgspec.msgpack.encode(fields | changes))
+    assert caught.value.reason == "message"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        c.Reachable(workers=(ID,) * (c.MAX_WORKERS + 1)),
+        c.Ended(attempts=((ID, 0),) * (c.MAX_EVENTS + 1)),
+        c.Tokens(events=(c.TokenEvent(ID, 0, 0, -1),)),
+        c.Tokens(events=(c.TokenEvent(ID, 0, 0, 2**31),)),
+        c.Tokens(events=(c.TokenEvent(ID, 0, 2**53 + 1, 1),)),
+        c.Prefill(request=Request(request_id=ID, token_ids=(1,)), gateway=ID, transfer=b"short"),
+        c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=float("nan")),
+        c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=-1.0),
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=c.Address("", 1))),
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=c.Address("h", 0))),
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
+    ],
+)
+def test_what_a_sender_does_not_check_its_receiver_does(message: c.AnyMessage) -> None:
+    with pytest.raises(WireError):
+        decode(encode(message))
+
+
+def test_sampling_out_of_range_is_refused_as_it_is_decoded() -> None:
+    message = c.Submit(request=Request(request_id=ID, token_ids=(1,)))
+    fields = msgspec.msgpack.decode(encode(message), type=dict[str, Any])
+    fields["request"]["sampling"]["temperature"] = -1.0
+    with pytest.raises(WireError, match="temperature"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_longest_prompt_of_a_large_context_fits_a_frame() -> None:
+    request = Request(request_id=ID, token_ids=(150_000,) * 131_072)
+    assert decode(encode(c.Submit(request=request))) == c.Submit(request=request)
+    with pytest.raises(WireError, match="is most"):
+        encode(c.Submit(request=Request(request_id=ID, token_ids=(150_000,) * 262_144)))

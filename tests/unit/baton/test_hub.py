@@ -1,0 +1,185 @@
+"""Over real sockets."""
+
+import asyncio
+import socket
+
+import pytest
+
+from baton import hub as hub_module
+from baton.control import (
+    MAX_EVENTS,
+    Ended,
+    Members,
+    Started,
+    StatusQuery,
+)
+from baton.errors import WireError
+from baton.hub import Hub
+from tests.unit.baton.peers import Recorder, hosted, rogue_after_hello, tokens, until
+from tests.unit.baton.test_control import worker
+
+
+def test_messages_travel_both_ways_in_order() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (_, address), hosted(other) as (hub, _):
+            hub.dial(address)
+            await until(lambda: one.num_joined == other.num_joined == 1)
+            assert one.peers[0].hello == other.hello and other.peers[0].hello == one.hello
+            for number in range(300):
+                one.peers[0].send(tokens(number % 7, number))
+                other.peers[0].send(tokens(1, number))
+            await until(lambda: len(one.messages) == len(other.messages) == 300)
+            assert other.messages == [tokens(number % 7, number) for number in range(300)]
+            assert one.messages == [tokens(1, number) for number in range(300)]
+        assert one.num_left == other.num_left == 1
+
+    asyncio.run(run())
+
+
+def test_dialling_again_does_nothing_while_a_connection_lasts_and_connects_after_it() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (_, address), hosted(other) as (hub, _):
+            for _ in range(3):
+                hub.dial(address)
+            await until(lambda: one.num_joined == 1)
+            hub.dial(address)
+            one.peers[0].close()
+            await until(lambda: one.num_left == other.num_left == 1)
+            assert one.num_joined == 1
+
+            def again() -> bool:
+                hub.dial(address)
+                return one.num_joined == 2
+
+            await until(again)
+            other.peers[0].send(StatusQuery())
+            await until(lambda: one.messages == [StatusQuery()])
+
+    asyncio.run(run())
+
+
+def test_dialling_where_nobody_listens_is_forgotten() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(other) as (hub, _):
+            async with hosted(one) as (_, address):
+                pass
+            hub.dial(address)
+            await until(lambda: address not in hub._dialing)
+            assert other.num_joined == 0
+
+    asyncio.run(run())
+
+
+def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "CLOSE_TIMEOUT_S", 0.1)
+
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            rogue._writer.transport.pause_reading()  # type: ignore[attr-defined]
+            for _ in range(40):
+                node.peers[0].send(tokens(MAX_EVENTS))
+            await asyncio.sleep(0)
+            async with asyncio.timeout(2):
+                await hub.close()
+            assert node.num_left == 1
+
+    asyncio.run(run())
+
+
+def test_what_was_sent_before_close_arrives() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (_, address), hosted(other) as (hub, _):
+            hub.dial(address)
+            await until(lambda: other.num_joined == 1)
+            other.peers[0].send(tokens(MAX_EVENTS))
+            other.peers[0].close()
+            await until(lambda: one.num_left == 1)
+            assert one.messages == [tokens(MAX_EVENTS)]
+
+    asyncio.run(run())
+
+
+def test_message_that_fits_no_frame_is_the_senders_error_and_costs_nothing() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (_, address), hosted(other) as (hub, _):
+            hub.dial(address)
+            await until(lambda: other.num_joined == 1)
+            attempts = (("a" * 32, 0),) * (2 * MAX_EVENTS)
+            with pytest.raises(WireError, match="an Ended of|a Ended of"):
+                other.peers[0].send(Ended(attempts=attempts))
+            other.peers[0].send(Started(attempts=attempts[:1]))
+            await until(lambda: one.messages == [Started(attempts=attempts[:1])])
+
+    asyncio.run(run())
+
+
+def test_peer_of_a_process_that_is_not_ready_comes_again() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        early = Hub(b"k" * 16)
+        address = await early.listen()
+        async with hosted(other) as (hub, _):
+            hub.dial(address)
+            await until(lambda: early.dropped.counts() == {"early": 1})
+            early.serve(one)
+
+            def joined() -> bool:
+                hub.dial(address)
+                return one.num_joined == 1
+
+            await until(joined)
+        await early.close()
+        early.dial(address)
+        assert not early._dialing
+
+    asyncio.run(run())
+
+
+def test_ticks_go_on_after_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "TICK_S", 0.005)
+
+    class Stumbling(Recorder):
+        def tick(self) -> None:
+            super().tick()
+            if self.num_ticks == 1:
+                raise KeyError("a bug")
+
+    async def run() -> None:
+        node = Stumbling("a")
+        async with hosted(node):
+            await until(lambda: node.num_ticks >= 3)
+
+    asyncio.run(run())
+    assert "a tick of Stumbling failed" in caplog.text
+
+
+def test_port_of_somebody_else_is_an_error() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
+            await Hub(b"k" * 16).listen(port=taken.getsockname()[1])
+
+    asyncio.run(run())
+
+
+def test_list_of_all_workers_fits_a_frame() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (_, address), hosted(other) as (hub, _):
+            hub.dial(address)
+            await until(lambda: other.num_joined == 1)
+            members = Members(
+                workers=(worker(name="n" * 128, model="m" * 128, fingerprint="f" * 128),) * 1024
+            )
+            other.peers[0].send(members)
+            await until(lambda: one.messages == [members])
+
+    asyncio.run(run())

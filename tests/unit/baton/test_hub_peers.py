@@ -1,0 +1,223 @@
+"""Peers that keep no rule, over real sockets."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from baton import hub as hub_module
+from baton.control import (
+    MAX_EVENTS,
+    Ended,
+    Hello,
+    Kind,
+    StatusQuery,
+)
+from baton.frames import encode_frame
+from tests.unit.baton.peers import Recorder, Rogue, hosted, rogue_after_hello, tokens, until
+
+
+def test_peer_with_another_key_never_joins() -> None:
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (accepting, address), hosted(other, b"o" * 16) as (hub, _):
+            hub.dial(address)
+            await until(lambda: hub.dropped.counts() == {"key": 1})
+            await until(lambda: address not in hub._dialing)
+            assert one.num_joined == other.num_joined == one.num_left == other.num_left == 0
+            assert not accepting._links
+
+    asyncio.run(run())
+
+
+async def _send_other_protocol(rogue: Rogue) -> None:
+    rogue.write(rogue.frame(Hello(process=Kind.WORKER, id="c" * 32, protocol=7)))
+
+
+async def _send_before_hello(rogue: Rogue) -> None:
+    rogue.write(rogue.frame(StatusQuery()))
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "reason"), [(_send_other_protocol, "version"), (_send_before_hello, "protocol")]
+)
+def test_peer_that_does_not_introduce_itself_is_dropped(
+    misbehave: Callable[[Rogue], Awaitable[None]], reason: str
+) -> None:
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await Rogue.connect(address)
+            await misbehave(rogue)
+            assert isinstance(await rogue.read(), Hello)
+            assert await rogue.read() is None
+            assert hub.dropped.counts() == {reason: 1}
+            assert node.num_joined == node.num_left == 0
+
+    asyncio.run(run())
+
+
+def _replayed(rogue: Rogue) -> bytes:
+    return rogue.frame(StatusQuery()) * 2
+
+
+def _left_out(rogue: Rogue) -> bytes:
+    return rogue.frame(StatusQuery()) + (rogue.frame(StatusQuery()), rogue.frame(StatusQuery()))[1]
+
+
+def _changed(rogue: Rogue) -> bytes:
+    frame = bytearray(rogue.frame(StatusQuery()) + rogue.frame(StatusQuery()))
+    frame[-1] ^= 1
+    return bytes(frame)
+
+
+def _no_message(rogue: Rogue) -> bytes:
+    return rogue.frame(StatusQuery()) + rogue.frame_of(b"\xc1")
+
+
+def _too_long(rogue: Rogue) -> bytes:
+    return rogue.frame(StatusQuery()) + b"\xff\xff\xff\xff\x01"
+
+
+def _refused_by_the_node(rogue: Rogue) -> bytes:
+    return rogue.frame(StatusQuery()) + rogue.frame(Ended(attempts=()))
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        (_replayed, "seal"),
+        (_left_out, "seal"),
+        (_changed, "seal"),
+        (_no_message, "message"),
+        (_too_long, "length"),
+        (_refused_by_the_node, "protocol"),
+    ],
+)
+def test_rule_breaker_is_dropped_and_counted_after_what_it_said_well(
+    frames: Callable[[Rogue], bytes], reason: str
+) -> None:
+    async def run() -> None:
+        node = Recorder("a", refuses=Ended)
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            for byte in frames(rogue):
+                rogue.write(bytes([byte]))
+            assert await rogue.read() is None
+            await until(lambda: node.num_left == 1)
+            assert hub.dropped.counts() == {reason: 1}
+            assert set(node.messages) <= {StatusQuery()}
+
+    asyncio.run(run())
+
+
+def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "FRAME_TIMEOUT_S", 0.1)
+
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            rogue.write(rogue.frame(StatusQuery())[:7])
+            assert await rogue.read() is None
+            await until(lambda: node.num_left == 1)
+            assert hub.dropped.counts() == {"slow": 1}
+
+    asyncio.run(run())
+
+
+def test_stream_of_whole_frames_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "FRAME_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            stream = b"".join(rogue.frame(StatusQuery()) for _ in range(40))
+            size = len(stream) // 40
+            for index in range(39):  # every piece ends in the middle of a frame
+                rogue.write(stream[index * size + 3 * (index > 0) : (index + 1) * size + 3])
+                await until(lambda index=index: len(node.messages) == index + 1)  # type: ignore[misc]
+                await asyncio.sleep(0.01)
+            assert hub.dropped.counts() == {} and node.num_left == 0
+
+    asyncio.run(run())
+
+
+def test_end_of_stream_in_a_frame_is_a_peer_that_left() -> None:
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            rogue.write(rogue.frame(StatusQuery())[:7])
+            await rogue.close()
+            await until(lambda: node.num_left == 1)
+            assert hub.dropped.counts() == {}
+
+    asyncio.run(run())
+
+
+def test_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "HANDSHAKE_TIMEOUT_S", 0.1)
+
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            for first in (b"", b"\0\0\0\x21"):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(first)
+                assert await reader.read() == b""
+                writer.close()
+            assert hub.dropped.counts() == {"handshake": 2}
+
+    asyncio.run(run())
+
+
+def test_crowd_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_STRANGERS", 8)
+
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (accepting, address), hosted(other) as (hub, _):
+            strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
+            hub.dial(address)
+            await until(lambda: one.num_joined == 1)
+            assert len(accepting._links) <= 9
+            assert accepting.dropped.counts()["crowd"] >= 12
+            for _, writer in strangers:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_stranger_gets_no_room_for_more_than_a_challenge() -> None:
+    async def run() -> None:
+        async with hosted(Recorder("a")) as (hub, address):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(encode_frame(bytes(65)))
+            assert await reader.read() == b""
+            assert hub.dropped.counts() == {"length": 1}
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_peer_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_UNSENT_BYTES", 1 << 20)
+
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await rogue_after_hello(address)
+            rogue._writer.transport.pause_reading()  # type: ignore[attr-defined]
+            peer = node.peers[0]
+
+            def dropped() -> bool:
+                peer.send(tokens(MAX_EVENTS))
+                return hub.dropped.counts() == {"slow": 1}
+
+            await until(dropped)
+            await until(lambda: node.num_left == 1)
+            peer.send(StatusQuery())  # to nobody, and no error
+
+    asyncio.run(run())
