@@ -153,10 +153,10 @@ class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
 
-    A later attempt names the tokens that earlier ones have given in `generated_token_ids`: the answer goes on
-    after them as if nothing had happened, if the seed is the same. One choice alone of a client's request with
-    several is a request with `n` 1, the same seed, and its number in `choice`. Both raise InvalidRequest for
-    more than one choice, and so do answers that have all their `max_tokens`.
+    A later attempt names the tokens that earlier ones have given in `generated_token_ids`: the answer goes
+    on after them as if nothing had happened, if the seed is the same. One choice alone of a client's request
+    with several is a request with `n` 1, the same seed, and its number in `choice`. Both raise InvalidRequest
+    for more than one choice, and so does an answer that has all its `max_tokens`.
     """
 
     request_id: str

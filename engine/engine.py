@@ -4,13 +4,23 @@
 2. `step` plans, runs the model on all ranks, samples, and returns one StepOutput for each new token.
 3. A request ends when every choice has had an output with a finish reason; `abort` ends it at any time.
 
+For KV that comes from elsewhere or goes there:
+
+4. `claim_prefix` holds what is known of a prompt; `make_room` clears pages for a reservation in `pages`, the
+   ledger, for the rest. `add` takes both as FilledPages and goes on from there.
+5. `add` returns how to follow each sequence. With `keeps_pages` its pages stay after its last token, until
+   `release_kept`.
+
 The engine knows nothing of prefill and decode as roles, of text, tenants or peers.
 """
 
 import gc
+import logging
 import random
+from collections.abc import Sequence as Ordered
 from contextlib import suppress
 from time import perf_counter
+from typing import Final
 
 import msgspec
 from torch import Tensor
@@ -18,6 +28,7 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.engine.follower import STOP_COMMAND, Followers
 from baton.engine.host_tier import HostTier
+from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool
@@ -27,10 +38,15 @@ from baton.engine.prefix_cache import PrefixCache
 from baton.engine.request_checks import check_request
 from baton.engine.sampler import Sampled, Sampler
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence
+from baton.engine.sequence import FilledPages, Progress, Sequence
+from baton.engine.stats import EngineStats, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import WorkerLost
-from baton.request import FinishReason, Request, StepOutput
+from baton.request import Request, StepOutput
+
+logger = logging.getLogger(__name__)
+
+BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
 
 class Engine:
@@ -45,64 +61,120 @@ class Engine:
     ) -> None:
         self.runner = runner
         self._clock = clock
-        self._model_fingerprint = model_fingerprint
         self._followers = followers
         self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
         self._seeds = random.Random(runner.config.seed)
         self._meter = PreemptionMeter(runner.pool)
-        self._start_afresh()
-
-    def _start_afresh(self) -> None:
-        """Know of no sequence and of no page's contents."""
-        runner, config, layout = self.runner, self.runner.config, self.runner.layout
+        config, layout = runner.config, runner.layout
         keys = None
         if config.cache.enable_prefix_caching:
             keys = PageKeys(
-                model_fingerprint=self._model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
+                model_fingerprint=model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
             )
         pool = PagePool(len(runner.pool.device), layout.page_size)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        self.scheduler = Scheduler(config.scheduler, cache, self._clock)
-        max_num_seqs = config.scheduler.max_num_seqs
-        self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(runner.max_model_len))
-        self._sampler = Sampler(runner.device)
+        self.scheduler = Scheduler(config.scheduler, cache, clock)
+        self._start_steps()
 
-    def add(self, request: Request) -> None:
-        """Accept a request; raises InvalidRequest and keeps nothing of it when it cannot run."""
+    def _start_steps(self) -> None:
+        """With nothing remembered of earlier ones."""
+        layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
+        self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
+        self._sampler = Sampler(self.runner.device)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidRequest for what `add` would refuse because of the request itself."""
+        check_request(request, vocab_size=self.runner.model.vocab_size, max_model_len=self.max_model_len)
+
+    def add(
+        self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
+    ) -> tuple[Progress, ...]:
+        """Accept a request: one Progress a choice, to be read between steps.
+
+        filled: KV that it brings, for one choice alone; the pages are the engine's once it is accepted.
+        Raises InvalidRequest when it cannot run, ValueError for pages that cannot be what it starts with and
+        IntegrityError when their owner does not use them all; nothing is kept or changed then.
+        """
         if self._why_lost is not None:
             raise WorkerLost(f"{self._why_lost} and left the ranks apart: the engine must be loaded again")
-        model = self.runner.model
-        check_request(request, vocab_size=model.vocab_size, max_model_len=self.runner.max_model_len)
+        self.check(request)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
+        if filled is not None and sampling.n > 1:
+            raise ValueError(f"request {request.request_id}: {sampling.n} choices cannot share brought pages")
+        sequences = []
         for choice in request.choices:
             sequence = Sequence.from_request(
                 request,
                 choice,
-                max_model_len=self.runner.max_model_len,
-                eos_token_ids=model.eos_token_ids,
+                max_model_len=self.max_model_len,
+                eos_token_ids=self.runner.model.eos_token_ids,
             )
-            self.scheduler.add(sequence)
+            sequence.keeps_pages = keeps_pages
+            self.scheduler.add(sequence, filled)
+            sequences.append(sequence)
+        return tuple(sequences)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
         """End the request, or one choice of it: a last output, without a token, for each that was alive."""
-        outputs = []
-        for sequence in self.scheduler.abort(request_id, choice):
+        ended = self.scheduler.abort(request_id, choice)
+        for sequence in ended:
             self._sampler.forget(sequence)
-            outputs.append(
-                StepOutput(
-                    request_id=request_id,
-                    choice=sequence.choice,
-                    index=sequence.num_generated_tokens,
-                    token_id=None,
-                    finish_reason=FinishReason.ABORT,
-                    num_cached_tokens=sequence.num_cached_tokens,
-                )
-            )
-        return outputs
+        return [_last_output(sequence) for sequence in ended]
+
+    # KV that comes from elsewhere or goes there.
+
+    @property
+    def pages(self) -> PagePool:
+        """The ledger of pages: the same one as long as the engine lives. Leases end at the clock's time."""
+        return self.scheduler.pool
+
+    def claim_prefix(
+        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        """Hold the device's pages of the longest known prefix, whole pages that leave a token to compute and
+        have a multiple of so many tokens; perhaps none. ValueError when the owner has a claim already.
+
+        They are given to `add`, alone or followed by others that `owner` uses, or to `release`.
+        """
+        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
+
+    def release(self, filled: FilledPages) -> None:
+        """Let go of pages that were not added. IntegrityError when they are not all the owner's."""
+        self.scheduler.outside.release(filled.pages, filled.owner)
+
+    def release_kept(self, request_id: str, choice: int = 0) -> None:
+        """Let go of the pages that the sequence keeps since its last token, if it does."""
+        self.scheduler.outside.release_kept((request_id, choice))
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that `make_room` grants now."""
+        self._expire()
+        return self.scheduler.outside.num_reservable()
+
+    def make_room(self, num_pages: int) -> bool:
+        """Have so many pages free in the ledger, to be reserved at once; False when that cannot be granted.
+
+        See outside_pages.py for what is left to running sequences.
+        """
+        if num_pages > self.num_available_pages:
+            return False
+        self.scheduler.cache.make_room(num_pages, keep=False)
+        return True
+
+    def stats(self) -> EngineStats:
+        self._expire()
+        return take_stats(self.scheduler)
+
+    # Steps.
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -110,14 +182,19 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Advance every scheduled sequence; the list is empty while prompts are still being computed.
 
-        When anything goes wrong on the way, an interrupt included, all requests are lost: pages may be
-        known by now whose contents were never written, so nothing that was known is trusted again. Several
-        ranks are apart then, and `add` raises WorkerLost.
+        A sequence whose logits are not numbers ends in an error, alone, and its pages are not found again.
+        When anything else goes wrong on the way, an interrupt included, all requests are lost: pages may be
+        known by now whose contents were never written, so nothing that was known is trusted again. Pages that
+        others hold, claimed, kept or leased, stay theirs. Several ranks are apart then, and `add` raises
+        WorkerLost.
         """
+        self._expire()
+        keys = self.scheduler.keys()
         try:
             return self._step()
         except BaseException as error:
-            self._start_afresh()
+            self.scheduler.lose(keys)
+            self._start_steps()
             if self.runner.tp.size > 1:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
@@ -131,8 +208,12 @@ class Engine:
         started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch))
         self._meter.observe(batch, perf_counter() - started_s)
+        for sequence in sampled.failed:
+            logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
+            self.scheduler.fail(sequence)
         advances = self.scheduler.commit(batch, sampled.token_ids)
-        return [_output(advance, sampled) for advance in advances]
+        outputs = [_output(advance, sampled) for advance in advances]
+        return outputs + [_last_output(sequence, BAD_LOGITS) for sequence in sampled.failed]
 
     def close(self) -> None:
         """Let the other ranks go and wait until they have; what loading froze can be collected again."""
@@ -147,11 +228,27 @@ class Engine:
             self.runner.tp.send_command(STOP_COMMAND)
         followers.close()
 
+    def _expire(self) -> None:
+        self.scheduler.pool.expire(self._clock.now_s())
+
     def _run(self, batch: Batch) -> Tensor:
         arrays = self._builder.build(batch)
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
         return self.runner.execute(arrays)
+
+
+def _last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
+    """Of a sequence that has ended without another token."""
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=sequence.num_generated_tokens,
+        token_id=None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        error=error,
+    )
 
 
 def _output(advance: Advance, sampled: Sampled) -> StepOutput:

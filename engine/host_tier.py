@@ -20,7 +20,11 @@ from baton.errors import IntegrityError
 class HostTier:
     def __init__(self, num_pages: int = 0) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing, and owe no copy."""
+        self._free = list(range(self.num_pages - 1, -1, -1))
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # key -> host page
         self._pinned: dict[bytes, int] = {}
         self._swapped: dict[Owner, list[int]] = {}

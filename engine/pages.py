@@ -92,6 +92,14 @@ class PagePool:
         held_outside = page in self._leases.by_page or page in self._writers
         return len(self._owners[page]) == num_releases and not held_outside
 
+    def held_outside(self) -> set[int]:
+        """Pages with a lease or a writer: no sequence that lets go makes them available."""
+        return self._leases.by_page.keys() | self._writers.keys()
+
+    def is_only_used_by(self, page: int, owner: Owner) -> bool:
+        """Whether nobody else reads or writes it; leases may be on it."""
+        return self._owners[page] == {owner} and page not in self._writers
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -114,6 +122,17 @@ class PagePool:
             self._owners[page] = owners | {owner}
             if state != _ACTIVE:
                 self._move(page, _ACTIVE)
+
+    def check_used_by(self, pages: Sequence[int], owner: Owner) -> None:
+        """IntegrityError unless the owner uses each of them (a lease is no use) and no writer has one."""
+        for page in pages:
+            if owner not in self._owners[page] or page in self._writers:
+                raise IntegrityError(f"page {page} is held by {set(self.owners(page))}, not used by {owner}")
+
+    def hand_over(self, pages: Sequence[int], owner: Owner, new_owner: Owner) -> None:
+        """Make pages that `owner` uses pages of `new_owner`, who uses none of them yet."""
+        for page in pages:
+            self._owners[page] = self._owners[page] - {owner} | {new_owner}
 
     def release(self, pages: Sequence[int], owner: Owner) -> None:
         """End the owner's hold on each page, of whatever kind, last page first.
@@ -195,6 +214,23 @@ class PagePool:
             self._writers.setdefault(page, set()).add(owner)
 
     # The books.
+
+    def lose(self, owners: Iterable[Owner]) -> None:
+        """These own nothing any more, and no page's contents are known.
+
+        All else is derived from who holds what, so a call that was interrupted half-way leaves no trace.
+        """
+        gone = frozenset(owners)
+        self._known = bytearray(self.num_pages)
+        self._cached.clear()
+        self._free.clear()
+        self._counts = [0] * len(PageState)
+        for page in reversed(range(self.num_pages)):
+            self._owners[page] -= gone
+            state = self._state[page] = self._state_by_holders(page)
+            self._counts[state] += 1
+            if state == _FREE:
+                self._free.append(page)
 
     def check_integrity(self) -> None:
         """Derive every state anew from who holds what and compare; raises IntegrityError."""

@@ -21,9 +21,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The next step as decided, before anything has changed. Applying it once makes it stale.
 
     `scheduled` is in batch order, chunks of one token first. `admitted` sequences (new, resumed or swapped
-    in) run from this step on; `preempted` ones are not scheduled. `page_needs` counts the pages to allocate
-    and names only sequences that need any; with the cached pages that admitted ones share it never exceeds
-    what is available.
+    in) run from this step on; `preempted` ones are not scheduled, and may be waiting with pages that they
+    have brought. `page_needs` counts the pages to allocate and names only sequences that need any; with the
+    cached pages that admitted ones share it never exceeds what is available.
     """
 
     version: int

@@ -37,6 +37,7 @@ class PlanDraft:
         self._admitted: dict[SequenceKey, tuple[int, int]] = {}  # key -> (first token, pages it comes with)
         self._preempted: dict[SequenceKey, PreemptMode] = {}
         self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
+        self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
         self._committed = 0  # pages that running prefills will still ask for
@@ -93,13 +94,16 @@ class PlanDraft:
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
         """Seat a waiting sequence if all its tokens, or even the `num_tokens` it may grow to, fit beside
         what the running ones will need."""
-        if not self.seats or not self._may_admit:
+        if not self.seats or not self._may_admit or self.is_preempted(sequence):
             return False
         start, shared = self._prospect(sequence)
         claimed = [page for page in shared if self._is_claimable(page)]
         num_held = len(shared) + len(sequence.page_table)
         num_new = max(0, self._pool.pages_for(max(sequence.num_tokens, num_tokens)) - num_held)
-        if len(claimed) + num_new + self._committed + self._headroom() > self._available:
+        num_wanted = len(claimed) + num_new
+        if num_wanted + self._committed + self._headroom() > self._available:
+            if not self._num_seated():
+                self._free_waiting(sequence, num_wanted)
             return False
         self._claimed.update(claimed)
         self._available -= len(claimed)
@@ -114,7 +118,8 @@ class PlanDraft:
         return sequence.key in self._preempted
 
     def preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
-        """Take all pages of a running sequence; without host pages for a swap, it will recompute."""
+        """Take all pages of a sequence that runs, or waits with pages that it has brought; without host
+        pages for a swap, it will recompute."""
         key = sequence.key
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
@@ -128,7 +133,9 @@ class PlanDraft:
             self._host_available -= num_pages
             self._may_admit = False  # the swap may push out what a newcomer would find on the host
         self._preempted[key] = mode
-        self.seats += 1
+        if sequence.status is SequenceStatus.RUNNING:
+            self._num_leaving += 1
+            self.seats += 1
         self._free_pages(sequence)
 
     # The result.
@@ -163,11 +170,14 @@ class PlanDraft:
         return (self._pool.is_available(page) or page in self._freed) and page not in self._claimed
 
     def _headroom(self) -> int:
-        num_running = self.queues.num_running + len(self._admitted) - len(self._preempted)
-        return num_running * self._pool.pages_for(HEADROOM_TOKENS)
+        return self._num_seated() * self._pool.pages_for(HEADROOM_TOKENS)
+
+    def _num_seated(self) -> int:
+        return self.queues.num_running + len(self._admitted) - self._num_leaving
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make pages available for the next tokens, preempting worse-ranked sequences, the worst first.
+        """Make pages available for the next tokens, preempting worse-ranked sequences, the worst first, then
+        any that waits with pages: it may never run before one that runs has ended.
 
         False: all of them together do not free enough. The sequence then keeps what it has and waits for
         those of better rank; the best one always gets its pages, so some sequence always advances.
@@ -175,14 +185,38 @@ class PlanDraft:
         need = self._num_new_pages(sequence, num_tokens)
         if need <= self._available:
             return True
-        victims = [s for s in self.queues.running() if s.rank > sequence.rank and not self.is_preempted(s)]
-        for victim in sorted(victims, key=rank_of, reverse=True):
-            num_computed = victim.num_computed_tokens
-            self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
-            self._may_admit = False
+        waiting = self._waiting_with_pages()
+        others = sorted((*self.queues.running(), *waiting), key=rank_of, reverse=True)
+        worse = [other for other in others if other.rank > sequence.rank]
+        for victim in (*worse, *(other for other in reversed(waiting) if other.rank < sequence.rank)):
+            if self.is_preempted(victim):
+                continue
+            self._take_back(victim)
             if need <= self._available:
                 return True
         return False
+
+    def _free_waiting(self, sequence: Sequence, num_pages: int) -> None:
+        """Nothing runs, and the sequence does not fit: take the pages of others that wait, for the next plan,
+        if they are enough."""
+        victims = [other for other in self._waiting_with_pages() if other is not sequence]
+        num_owners = Counter(page for victim in victims for page in victim.page_table)
+        num_freed = sum(self._pool.is_freed_by(page, num) for page, num in num_owners.items())
+        if num_pages > self._available + num_freed:
+            return  # somebody outside holds the rest, and will let go
+        for victim in reversed(victims):
+            if num_pages <= self._available:
+                break
+            self._take_back(victim)
+
+    def _take_back(self, victim: Sequence) -> None:
+        num_computed = victim.num_computed_tokens
+        self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
+        self._may_admit = False
+
+    def _waiting_with_pages(self) -> list[Sequence]:
+        """Best rank first, without those that this plan admits."""
+        return [s for s in self.queues.waiting if s.page_table and s.key not in self._admitted]
 
     def _free_pages(self, sequence: Sequence) -> None:
         for page in sequence.page_table:

@@ -12,6 +12,8 @@ Hence what is known is prefix-closed. A lease released front to back can cut a c
 forgets what hangs below the page it takes.
 """
 
+from collections import defaultdict
+from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from baton.engine.host_tier import HostTier
@@ -40,11 +42,19 @@ class PrefixCache:
         self.host = host if host is not None else HostTier()
         self.enabled = page_keys is not None
         self.num_cut_pages = 0  # forgotten because a page before them went first; 0 unless leases do that
+        self.num_queried_tokens = 0  # of sequences and claims that have looked for a prefix so far
+        self.num_hit_tokens = 0  # of those, how many were found
         self._page_keys = page_keys
+        self.clear()
+
+    def clear(self) -> None:
+        """Know nothing, on the device or on the host; the pool's own marks are its owner's to clear."""
+        num_pages = self.pool.num_pages
+        self.host.clear()
         self._page_of: dict[bytes, int] = {}
-        self._key: list[bytes | None] = [None] * pool.num_pages
-        self._parent = [_NO_PAGE] * pool.num_pages  # of known pages
-        self._num_children = [0] * pool.num_pages
+        self._key: list[bytes | None] = [None] * num_pages
+        self._parent = [_NO_PAGE] * num_pages  # of known pages
+        self._num_children = [0] * num_pages
 
     def extend_keys(self, sequence: Sequence, num_pages: int) -> None:
         """Name the first `num_pages` full pages of the sequence, hashing only what is new."""
@@ -70,6 +80,19 @@ class PrefixCache:
         keys = sequence.page_keys[: sequence.num_computed_tokens // self.pool.page_size]
         return PrefixMatch(self._known_pages(keys), [])
 
+    def find(self, token_ids: Ordered[int], salt: bytes) -> list[int]:
+        """The device's pages of the longest known prefix that leaves a token to compute. Changes nothing."""
+        keys: list[bytes] = []
+        if self._page_keys is not None and token_ids:
+            num_pages = (len(token_ids) - 1) // self.pool.page_size
+            self._page_keys.extend(keys, list(token_ids), num_pages, salt)
+        return self._known_pages(keys)
+
+    def count(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        if self.enabled:
+            self.num_queried_tokens += num_queried_tokens
+            self.num_hit_tokens += num_hit_tokens
+
     def page_of(self, key: bytes) -> int | None:
         return self._page_of.get(key)
 
@@ -94,6 +117,11 @@ class PrefixCache:
             elif known != page:
                 self._replace(sequence, index, known)
         sequence.num_known_pages = num_full
+
+    def forget(self, pages: list[int]) -> None:
+        """Nobody shall find these pages again, nor what follows them: their contents are not trusted."""
+        for page in reversed(pages):
+            self._forget(page)
 
     def make_room(self, num_pages: int, *, keep: bool = True) -> None:
         """Evict until `num_pages` are free. `keep` False spares the copies to the host: for pages that
@@ -156,13 +184,22 @@ class PrefixCache:
         self._forget(page)
 
     def _forget(self, page: int) -> None:
+        """And whatever hangs below it."""
+        doomed = [page]
+        if self._num_children[page]:
+            children = defaultdict(list)
+            for child in self._page_of.values():
+                children[self._parent[child]].append(child)
+            for parent in doomed:
+                doomed += children[parent]
+            self.num_cut_pages += len(doomed) - 1
+        for each in reversed(doomed):
+            self._unlearn(each)
+
+    def _unlearn(self, page: int) -> None:
         key, parent = self._key[page], self._parent[page]
         if key is None:
             return
-        if self._num_children[page]:
-            for child in [child for child in self._page_of.values() if self._parent[child] == page]:
-                self._forget(child)
-                self.num_cut_pages += 1
         del self._page_of[key]
         self._key[page] = None
         self._parent[page] = _NO_PAGE

@@ -16,7 +16,7 @@ from baton.engine.logprobs import token_logprobs
 from baton.engine.plan import Batch, ScheduledChunk
 from baton.engine.sequence import Sequence, SequenceKey
 from baton.engine.step_arrays import wants_prompt_logits
-from baton.kernels.sample import SamplingTensors, sample
+from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
 from baton.request import TokenLogprobs
 
 PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
@@ -29,7 +29,8 @@ FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # nothing comes before it
 class Sampled:
     """What one step yielded; the mappings hold only sequences that asked."""
 
-    token_ids: list[int | None]  # one a chunk of the batch, None where it does not sample
+    token_ids: list[int | None]  # one a chunk of the batch, None where it does not sample or failed
+    failed: list[Sequence]  # a logit of theirs was not a number
     logprobs: dict[SequenceKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
@@ -57,10 +58,14 @@ class Sampler:
         if not self._are_plain:
             for row, sequence in enumerate(sequences):
                 adjust(logits_RV[row], sequence)
-        drawn = sample(logits_RV, tensors).tolist()
+        drawn: list[int | None] = sample(logits_RV, tensors).tolist()
+        failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
+        for row in failed:
+            drawn[row] = None
         each = iter(drawn)
         return Sampled(
             token_ids=[next(each) if chunk.samples else None for chunk in chunks],
+            failed=[sequences[row] for row in failed],
             logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in asking]),
             prompt_logprobs={
                 sequence.key: tuple(self._prompts.pop(sequence.key, FIRST_TOKEN))
@@ -104,15 +109,21 @@ class Sampler:
         return self._tensors
 
 
-def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int]]) -> dict[SequenceKey, TokenLogprobs]:
-    """raw_RV: the rows of the sequences that ask, which differ in how many alternatives they want."""
-    if not asked:
+def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[SequenceKey, TokenLogprobs]:
+    """raw_RV: the rows of the sequences that ask, which differ in how many alternatives they want.
+
+    What failed has no token: its row is left out.
+    """
+    drawn = [(row, sequence, id_) for row, (sequence, id_) in enumerate(asked) if id_ is not None]
+    if not drawn:
         return {}
-    num_top = max(sequence.sampling.logprobs or 0 for sequence, _ in asked)
-    rows = token_logprobs(raw_RV, [token_id for _, token_id in asked], num_top)
+    if len(drawn) < len(asked):
+        raw_RV = raw_RV[[row for row, _, _ in drawn]]
+    num_top = max(sequence.sampling.logprobs or 0 for _, sequence, _ in drawn)
+    rows = token_logprobs(raw_RV, [token_id for _, _, token_id in drawn], num_top)
     return {
         sequence.key: msgspec.structs.replace(row, top=row.top[: sequence.sampling.logprobs])
-        for (sequence, _), row in zip(asked, rows, strict=True)
+        for (_, sequence, _), row in zip(drawn, rows, strict=True)
     }
 
 

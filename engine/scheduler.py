@@ -15,6 +15,7 @@ Every accepted sequence ends exactly once: as an Advance with a finish reason, o
 `abort` returns.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import count
 from operator import attrgetter
@@ -24,12 +25,14 @@ from baton.clock import Clock
 from baton.config import SchedulerConfig
 from baton.engine.batch_policies import DynamicPolicy, StaticPolicy
 from baton.engine.continuous import ContinuousPolicy
+from baton.engine.leases import Owner
+from baton.engine.outside_pages import OutsidePages
 from baton.engine.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
 from baton.engine.plan_draft import PlanDraft
 from baton.engine.preemption import PreemptionRates
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.queue_window import QueueWindow
-from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.sequence import FilledPages, Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_pages import SequencePages
 from baton.engine.sequence_queues import SequenceQueues
 from baton.errors import IntegrityError, InvalidRequest
@@ -47,10 +50,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
         self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
         self._config = config
-        self._cache = cache
+        self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
+        self.num_preemptions = 0
         self._clock = clock
         self._queues = SequenceQueues()
+        self.outside = OutsidePages(cache, self._queues)
         self._pages = SequencePages(cache)
         self._policy = _policy(config)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
@@ -59,13 +64,12 @@ class Scheduler:
 
     # Sequences come and go.
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, filled: FilledPages | None = None) -> None:
         """Accept a sequence. Raises InvalidRequest when it could not run even with all pages to itself.
 
-        A sequence may bring pages that it owns, with `num_computed_tokens` of KV in them; the scheduler
-        frees them once it has accepted it.
+        The pages that it brings become its own, and are freed with it, once it is accepted; not before.
         """
-        if sequence.key in self._queues.by_key:
+        if sequence.key in self._queues.by_key or sequence.key in self.outside.kept:
             raise ValueError(f"sequence {sequence.key} is already here")
         if not sequence.num_prompt_tokens:
             raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
@@ -78,14 +82,30 @@ class Scheduler:
                 f"{f' and {begun} of the answer' if begun else ''}; the model and its KV pages hold "
                 f"{max_num_tokens}, one of them for the answer"
             )
+        if filled is not None:
+            self.outside.check(filled, sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
         serial = next(self._serials)
         sequence.rank = (sequence.priority, sequence.arrival_s, serial)
         sequence.table_version = serial << 32
-        self._cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
+        self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
+        if filled is not None:
+            self.outside.settle(filled, sequence)
         self._queues.wait(sequence)
         self._version += 1
+
+    def claim(
+        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        """Hold what is known of a prompt before there is a sequence; see `Engine.claim_prefix`."""
+        known = self.cache.find(token_ids, salt)
+        while len(known) * self.pool.page_size % multiple_of:
+            known.pop()
+        claim = self.outside.claim(known, owner)
+        self.cache.count(len(token_ids), claim.num_tokens)
+        self._version += 1
+        return claim
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Sequence]:
         """End the live choices of the request, or one of them, and return them; none is not an error."""
@@ -97,6 +117,22 @@ class Scheduler:
         self._version += 1
         return aborted
 
+    def fail(self, sequence: Sequence) -> None:
+        """End a live sequence whose KV is not to be trusted."""
+        self.cache.forget(sequence.page_table)
+        self._finish(sequence, FinishReason.ERROR)
+        self._version += 1
+
+    def lose(self, keys: Iterable[SequenceKey]) -> None:
+        """A step went wrong half-way: no sequence is live, `keys` own nothing, no contents are known."""
+        self._queues.clear()
+        self._to_preempt.clear()
+        for key in keys:
+            self.outside.kept.pop(key, None)
+        self.pool.lose(keys)
+        self.cache.clear()
+        self._version += 1
+
     def has_work(self) -> bool:
         return bool(self._queues.by_key)
 
@@ -104,9 +140,16 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._queues.waiting)
 
+    @property
+    def num_running(self) -> int:
+        return self._queues.num_running
+
     def sequences(self) -> tuple[Sequence, ...]:
         """Every sequence that has not ended, in order of arrival."""
         return tuple(self._queues.by_key.values())
+
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return tuple(self._queues.by_key)
 
     def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
         """Make the next plan preempt this running sequence, needed or not.
@@ -124,7 +167,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
         config, queues = self._config, self._queues
-        draft = PlanDraft(queues, self._cache, config.max_num_seqs, config.max_num_batched_tokens)
+        draft = PlanDraft(queues, self.cache, config.max_num_seqs, config.max_num_batched_tokens)
         draft.rates = self.rates
         for key, mode in self._to_preempt.items():
             sequence = queues.by_key.get(key)
@@ -139,7 +182,7 @@ class Scheduler:
             raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
         self._version += 1
         by_key = self._queues.by_key
-        self._cache.host.begin_step()
+        self.cache.host.begin_step()
         self._to_preempt.clear()
         for key, mode in plan.preempted.items():
             self._preempt(by_key[key], mode)
@@ -149,7 +192,7 @@ class Scheduler:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
         starts = map(_num_computed_tokens, sequences)
-        to_host, to_device = self._cache.host.take_copies()
+        to_host, to_device = self.cache.host.take_copies()
         return Batch(
             chunks=tuple(map(ScheduledChunk, sequences, starts, plan.scheduled.values())),
             num_decodes=plan.num_decodes,
@@ -171,7 +214,7 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens = num_computed
             if chunk.num_tokens > 1 or not num_computed % page_size:
-                self._cache.register(sequence)
+                self.cache.register(sequence)
             if num_computed == len(sequence.token_ids):
                 if token_id is None:
                     raise IntegrityError(f"sequence {sequence.key} got no token at position {num_computed}")
@@ -184,9 +227,9 @@ class Scheduler:
     def check_integrity(self) -> None:
         """All ledgers agree with each other and with the sequences; raises IntegrityError."""
         self.pool.check_integrity()
-        self._cache.check_integrity()
-        self._cache.host.check_integrity()
-        for sequence in self._queues.by_key.values():
+        self.cache.check_integrity()
+        self.cache.host.check_integrity()
+        for sequence in (*self._queues.by_key.values(), *self.outside.kept.values()):
             for page in sequence.page_table:
                 if sequence.key not in self.pool.owners(page):
                     raise IntegrityError(f"sequence {sequence.key} uses page {page} without owning it")
@@ -196,6 +239,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         sequence.num_preemptions += 1
+        self.num_preemptions += 1
         if mode is PreemptMode.SWAP:
             self._pages.swap_out(sequence)
             self._queues.stop(sequence, SequenceStatus.SWAPPED)
@@ -219,7 +263,7 @@ class Scheduler:
             num_tokens = sequence.num_computed_tokens + plan.scheduled[key]
             num_pages = self.pool.pages_for(num_tokens) - len(sequence.page_table)
             missing.append((sequence, max(0, num_pages)))
-        self._cache.make_room(sum(num_pages for _, num_pages in missing))
+        self.cache.make_room(sum(num_pages for _, num_pages in missing))
         for sequence, num_pages in missing:
             self._pages.grow(sequence, num_pages)
 
@@ -237,7 +281,10 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues.remove(sequence)
-        self._pages.drop(sequence)
+        if sequence.keeps_pages and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.outside.keep(sequence)
+        else:
+            self._pages.drop(sequence)
         self._to_preempt.pop(sequence.key, None)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason

@@ -11,10 +11,12 @@ A prefill is a sequence that is far behind, a decode one that is behind by one t
 """
 
 from collections.abc import Collection
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
+from baton.engine.leases import Owner
 from baton.request import FinishReason, Request, SamplingParams
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
@@ -26,6 +28,44 @@ class SequenceStatus(Enum):
     SWAPPED = "swapped"  # preempted with its KV kept in host_pages
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class FilledPages(NamedTuple):
+    """The KV of the first `num_tokens` tokens of a request, in pages that `owner` uses in the ledger.
+
+    The last page may be filled in part.
+    """
+
+    pages: tuple[int, ...]
+    num_tokens: int
+    owner: Owner
+
+
+class Progress(Protocol):
+    """A sequence as a caller may read it between steps.
+
+    After a step the pages of [0, num_computed_tokens) are in `page_table`. Entries of full pages do not
+    change until the sequence is preempted, which empties the table and brings `num_computed_tokens` back to
+    0 or keeps it for later, or ends.
+    """
+
+    @property
+    def key(self) -> SequenceKey: ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def page_table(self) -> Ordered[int]: ...
+
+    @property
+    def table_version(self) -> int: ...
+
+    @property
+    def status(self) -> SequenceStatus: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,11 +88,12 @@ class Sequence:
     priority: int = 0
     arrival_s: float = 0.0
     cache_salt: bytes = b""
+    keeps_pages: bool = False  # when it has all its tokens, until somebody lets them go
 
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_cached_tokens: int = 0  # prompt tokens that it brought, or found in the prefix cache at first
     page_table: list[int] = field(default_factory=list)
     table_version: int = 0
     host_pages: list[int] = field(default_factory=list)  # filled only while SWAPPED

@@ -39,6 +39,8 @@ class SequencePages:
             sequence.num_computed_tokens = num_pages * self._pool.page_size
             sequence.num_known_pages = num_pages
             if not sequence.num_preemptions:
+                if not sequence.needs_prompt_logprobs:
+                    self._cache.count(sequence.num_tokens, sequence.num_computed_tokens)
                 num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
                 sequence.num_cached_tokens = num_cached_tokens
 

@@ -17,6 +17,9 @@ class SequenceQueues:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         self.by_key: dict[SequenceKey, Sequence] = {}
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}

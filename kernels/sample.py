@@ -1,6 +1,7 @@
 """Choose the next token of every sequence from its logits.
 
 The life of a row:
+0. A logit that is not a number: the row yields NOT_A_TOKEN, and nothing else of the batch is touched.
 1. temperature 0: the largest logit, the lowest id among equals. Nothing below applies.
 2. The kept set, from thresholds, so that ties are kept or dropped together on every backend:
    top_k keeps each logit >= the k-th largest; top_p keeps each logit >= t, the largest logit t such that
@@ -16,6 +17,7 @@ Shapes: B sequences, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ from torch import Tensor
 from baton.kernels import native
 from baton.kernels.philox import philox
 from baton.kernels.triton_import import jit, kernel, tl, triton
+
+NOT_A_TOKEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,10 @@ class SamplingTensors:
 
 
 def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Token ids, int64 [B]. logits_BV: float32, rows may be strided, not modified. Never waits for a GPU."""
+    """Token ids or NOT_A_TOKEN, int64 [B]; never waits for a GPU.
+
+    logits_BV: float32, rows may be strided, not modified.
+    """
     if logits_BV.is_cuda:
         return sample_triton(logits_BV, sampling)
     if native.handles(logits_BV.dtype):
@@ -144,9 +151,11 @@ def sample_kernel(
     lane_V = tl.arange(0, BLOCK_V)
     best_V = tl.full([BLOCK_V], float("-inf"), tl.float32)
     chosen_V = tl.zeros([BLOCK_V], tl.int32)
+    nan_V = tl.zeros([BLOCK_V], tl.int32)
     for start in range(0, vocab_size, BLOCK_V):
         token_V = start + lane_V
         x_V = tl.load(row_ptr + token_V, mask=token_V < vocab_size, other=float("-inf"))
+        nan_V |= (x_V != x_V).to(tl.int32)
         chosen_V = tl.where(x_V > best_V, token_V, chosen_V)
         best_V = tl.maximum(best_V, x_V)
     peak, token = _best(best_V, chosen_V)
@@ -190,6 +199,7 @@ def sample_kernel(
             chosen_V = tl.where(score_V > best_V, token_V, chosen_V)
             best_V = tl.maximum(best_V, score_V)
         _, token = _best(best_V, chosen_V)
+    token = tl.where(tl.max(nan_V, axis=0) > 0, -1, token)  # NOT_A_TOKEN
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -235,8 +245,9 @@ def _check(logits_BV: Tensor, sampling: SamplingTensors) -> None:
 
 
 def sample_reference(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
-    chosen_B = logits_BV.argmax(-1)
-    random_R = (sampling.temperature_B > 0).nonzero()[:, 0]
+    is_nan_B = logits_BV.isnan().any(-1)
+    chosen_B = logits_BV.argmax(-1).masked_fill_(is_nan_B, NOT_A_TOKEN)
+    random_R = ((sampling.temperature_B > 0) & ~is_nan_B).nonzero()[:, 0]
     if random_R.numel() == 0:
         return chosen_B
     rows = SamplingTensors(*(getattr(sampling, field.name)[random_R] for field in fields(sampling)))

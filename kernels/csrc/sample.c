@@ -6,6 +6,7 @@
 //    it depends on nothing but (seed, choice, position, v), so a replayed sequence draws the same tokens.
 #include "simd.h"
 
+#define NOT_A_TOKEN -1
 #define MAX_GUMBEL 16.7f  // -log(-log(1 - 2^-24)), rounded up
 
 struct sampling {
@@ -31,22 +32,30 @@ INLINE u32x16 order_keys(f32x16 value) {
     return bits ^ (negative | 0x80000000u);
 }
 
+// The first of the largest; NOT_A_TOKEN if any is not a number.
 static int64_t argmax(const float *x, int64_t size) {
     f32x16 best = splat(-INFINITY);
+    i32x16 nan = {0};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         f32x16 v = load_f32(x + i);
+        nan |= v != v;
         best = select_lanes(v > best, v, best);
     }
     float maximum = max_lanes(best);
-    for (; i < size; i++) maximum = MAX(maximum, x[i]);
+    int has_nan = max_lanes((f32x16)(nan & 0x3f800000)) > 0;  // all ones where it is: 1.0f there
+    for (; i < size; i++) {
+        has_nan |= x[i] != x[i];
+        maximum = MAX(maximum, x[i]);
+    }
+    if (has_nan) return NOT_A_TOKEN;
     for (i = 0; i + LANES <= size; i += LANES) {
         i32x16 equal = load_f32(x + i) == splat(maximum);
         if (max_lanes((f32x16)(equal & 0x3f800000)) > 0) break;  // all ones where equal: 1.0f there
     }
     for (; i < size; i++)
         if (x[i] == maximum) return i;
-    return 0;  // all NaN
+    return 0;
 }
 
 // Sum of weight (or the count where weight is null) over {v : key(x[v]) >= key}.
@@ -105,6 +114,7 @@ static uint32_t keep_from(const struct sampling *s, const float *logits, const f
 
 static int64_t draw(const struct sampling *s, const float *logits, float *exponent, float *weight, int64_t size) {
     int64_t best_token = argmax(logits, size);
+    if (best_token == NOT_A_TOKEN) return NOT_A_TOKEN;
     float peak = logits[best_token], inverse_temperature = fminf(1.0f / s->temperature, 3.0e38f);
     for (int64_t v = 0; v < size; v++)
         exponent[v] = logits[v] == peak ? 0.0f : (logits[v] - peak) * inverse_temperature;
