@@ -1,0 +1,35 @@
+"""The router's knobs."""
+
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.errors import ConfigError
+
+PolicyName: TypeAlias = Literal["round-robin", "least-loaded"]
+MAX_ATTEMPTS: Final = 2**20
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+    policy: PolicyName = "least-loaded"
+    # Prompts up to here are computed where they are decoded. One page of the default size: less than that
+    # has no full page to hand over, and computing it costs a decode batch no more than a step does anyway.
+    local_prefill_tokens: int = 16
+    max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
+    seed: int = 0  # of the choice between workers that are loaded alike
+
+    def __post_init__(self) -> None:
+        _between("router.port", self.port, 0, 65_535)
+        _between("router.local_prefill_tokens", self.local_prefill_tokens, 0, 2**31)
+        _between("router.max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
+        _between("router.seed", self.seed, 0, 2**63 - 1)
+        if self.policy not in PolicyName.__args__:  # type: ignore[attr-defined]
+            names = ", ".join(PolicyName.__args__)  # type: ignore[attr-defined]
+            raise ConfigError(f"router.policy: expected one of {names}, got {self.policy!r}")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")

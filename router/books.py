@@ -1,0 +1,141 @@
+"""What the router has given to whom, by its own count; workers' counts are a second old.
+
+An attempt is entered when it is dispatched. Its prompt weighs on the prefill worker until its first token,
+its tokens weigh on the decode worker until its end. What a worker works on and no book knows of, such as what
+an earlier router dispatched, weighs by the worker's own count.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final, NamedTuple, TypeAlias
+
+from baton.control import Beat, Worker
+from baton.request import Request
+
+Key: TypeAlias = tuple[str, int]  # request id, attempt
+
+EXPECTED_OUTPUT_TOKENS: Final = 256  # of an answer that may be longer: most end before their limit
+
+
+class Entry(NamedTuple):
+    gateway: str
+    decode: str
+    prefill: str  # "": the decode worker computes the prompt
+    num_prompt_tokens: int  # that have to be computed, as far as is known
+    num_tokens: int  # that its KV will hold
+
+
+class Account:
+    """One worker's."""
+
+    __slots__ = ("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens")
+
+    def __init__(self) -> None:
+        self.num_attempts = 0
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+        self.num_unknown = 0  # attempts that it works on and no entry names
+        self.num_unknown_tokens = 0
+
+    def share_of(self, worker: Worker) -> float:
+        """Of its KV pages or of its places in the batch, whichever is scarcer."""
+        num_slots = max(1, worker.num_pages * worker.page_size)
+        num_attempts = self.num_attempts + self.num_unknown
+        return max(
+            (self.num_tokens + self.num_unknown_tokens) / num_slots,
+            num_attempts / max(1, worker.max_num_seqs),
+        )
+
+
+class Books:
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry] = {}
+        self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
+        self._accounts: defaultdict[str, Account] = defaultdict(Account)
+        self._waiting: set[Key] = set()  # for their first token from a prefill worker
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def account(self, worker_id: str) -> Account:
+        return self._accounts[worker_id]
+
+    def enter(self, key: Key, entry: Entry) -> None:
+        """The key must be new."""
+        assert key not in self._entries, key
+        self._entries[key] = entry
+        self._by_gateway[entry.gateway].add(key)
+        decode = self._accounts[entry.decode]
+        decode.num_attempts += 1
+        decode.num_tokens += entry.num_tokens
+        if entry.prefill:
+            prefill = self._accounts[entry.prefill]
+            prefill.num_attempts += 1
+            prefill.num_prompt_tokens += entry.num_prompt_tokens
+            self._waiting.add(key)
+
+    def started(self, key: Key) -> None:
+        """Unknown keys are no offence, here and below: they may be another router's."""
+        if key not in self._waiting:
+            return
+        self._waiting.remove(key)
+        entry = self._entries[key]
+        prefill = self._accounts[entry.prefill]
+        prefill.num_attempts -= 1
+        prefill.num_prompt_tokens -= entry.num_prompt_tokens
+
+    def ended(self, key: Key) -> None:
+        self.started(key)
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        self._by_gateway[entry.gateway].discard(key)
+        decode = self._accounts[entry.decode]
+        decode.num_attempts -= 1
+        decode.num_tokens -= entry.num_tokens
+
+    def gateway_left(self, gateway_id: str) -> None:
+        """What it has under way is ended by the workers, or counted by them until then."""
+        for key in list(self._by_gateway.pop(gateway_id, ())):
+            self.ended(key)
+        self._by_gateway.pop(gateway_id, None)
+
+    def beat(self, worker: Worker, beat: Beat) -> None:
+        """Count what the worker works on that is in no entry."""
+        account = self._accounts[worker.id]
+        account.num_unknown = sum(key not in self._entries for key in beat.attempts)
+        num_active_tokens = beat.load.pages.get("active", 0) * worker.page_size
+        account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
+
+    def forget(self, worker_ids: Iterable[str]) -> None:
+        """Drop the accounts of workers that are gone and that no entry names."""
+        named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
+        for worker_id in worker_ids:
+            if worker_id not in named:
+                self._accounts.pop(worker_id, None)
+
+    def workers(self) -> Iterable[str]:
+        return self._accounts.keys()
+
+    def check_integrity(self) -> None:
+        """AssertionError when the accounts are not the sums of the entries."""
+        for worker_id, account in self._accounts.items():
+            decoded = [entry for entry in self._entries.values() if entry.decode == worker_id]
+            filled = [self._entries[key] for key in self._waiting if self._entries[key].prefill == worker_id]
+            assert account.num_attempts == len(decoded) + len(filled), worker_id
+            assert account.num_tokens == sum(entry.num_tokens for entry in decoded), worker_id
+            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filled), worker_id
+        assert sum(map(len, self._by_gateway.values())) == len(self._entries)
+
+
+def num_kv_tokens(request: Request) -> int:
+    """How many tokens' KV the request is expected to need in the end."""
+    num_generated = len(request.generated_token_ids)
+    limit = request.sampling.max_tokens
+    num_left = EXPECTED_OUTPUT_TOKENS
+    if limit is not None:
+        num_left = min(num_left, max(0, limit - num_generated))
+    return len(request.token_ids) + num_generated + num_left

@@ -1,0 +1,139 @@
+"""The workers that are alive, as the router sees it.
+
+The life of a member:
+
+1. It joins with its Hello. A worker of the same name that was there is fenced: dropped, and its id never
+   let in again; a name has one owner, the process that started last.
+2. It beats every second, and says whom it reaches.
+3. It is dead when its connection ends, and when no beat has come for BEAT_TIMEOUT_S: then the router ends
+   the connection. A process that was only held up may join again: whoever else was connected to it has
+   been told to drop it, so what it did before is lost by then.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from baton.clock import Clock
+from baton.control import MAX_WORKERS, Beat, Load, Worker, WorkerRole
+from baton.errors import ProtocolError, WireError
+from baton.node import Peer
+
+BEAT_TIMEOUT_S: Final = 3.0
+LATE_TICK_S: Final = 1.0
+MAX_FENCED: Final = 4096
+
+
+class Member:
+    """One worker's connection to the router, and what came over it."""
+
+    def __init__(self, worker: Worker, peer: Peer, now_s: float) -> None:
+        self.worker = worker
+        self.peer = peer
+        self.beat_s = now_s
+        self.load = Load()
+        self.reached: frozenset[str] = frozenset()
+        self.is_asked_to_drain = False
+        self._says_it_drains = False
+
+    @property
+    def id(self) -> str:
+        return self.worker.id
+
+    @property
+    def is_draining(self) -> bool:
+        return self.is_asked_to_drain or self._says_it_drains
+
+    def beat(self, beat: Beat, now_s: float) -> bool:
+        """Whether this changes who may be given work."""
+        was_draining = self.is_draining
+        self.beat_s = now_s
+        self.load = beat.load
+        self._says_it_drains = beat.is_draining
+        return self.is_draining != was_draining
+
+
+class Membership:
+    """Iterable for reading; `version` changes whenever the answer to "who may take work" may have changed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.version = 0
+        self._clock = clock
+        self._members: dict[str, Member] = {}  # by id, in order of joining
+        self._names: dict[str, str] = {}  # name -> id
+        self._fenced: dict[str, None] = {}  # ids, oldest first
+        self._last_look_s = clock.now_s()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def get(self, worker_id: str) -> Member | None:
+        return self._members.get(worker_id)
+
+    def find(self, name_or_id: str) -> Member | None:
+        return self._members.get(self._names.get(name_or_id, name_or_id))
+
+    def of_role(self, role: WorkerRole) -> Sequence[Member]:
+        return [member for member in self._members.values() if member.worker.role is role]
+
+    def all(self) -> Iterable[Member]:
+        return self._members.values()
+
+    def join(self, worker: Worker, peer: Peer) -> Member | None:
+        """The member whose place it takes, if any: the caller ends that one's connection.
+
+        WireError: it may not join.
+        """
+        if worker.id in self._fenced:
+            message = f"{worker.name} {worker.id} has been replaced by a process that started later"
+            raise WireError(message, reason="fenced")
+        known = self._members.get(worker.id)
+        if known is not None and known.worker.name != worker.name:
+            raise ProtocolError(f"{worker.name} has the id of {known.worker.name}, {worker.id}")
+        former = self._members.get(self._names.get(worker.name, ""))
+        if former is None and len(self._members) >= MAX_WORKERS:
+            raise WireError(f"there are {MAX_WORKERS} workers already", reason="full")
+        if former is not None:
+            self.remove(former)
+            if former.id != worker.id:
+                self._fence(former.id)
+        self._members[worker.id] = Member(worker, peer, self._clock.now_s())
+        self._names[worker.name] = worker.id
+        self.version += 1
+        return former
+
+    def remove(self, member: Member) -> None:
+        del self._members[member.id]
+        del self._names[member.worker.name]
+        self.version += 1
+
+    def beat(self, member: Member, beat: Beat) -> None:
+        self.version += member.beat(beat, self._clock.now_s())
+
+    def reach(self, member: Member, workers: Iterable[str]) -> None:
+        member.reached = frozenset(workers)
+        self.version += 1
+
+    def drain(self, member: Member) -> None:
+        member.is_asked_to_drain = True
+        self.version += 1
+
+    def remove_silent(self) -> list[Member]:
+        """Take out those that have not beaten for too long; to be called in every tick.
+
+        Time that this process itself was held up is nobody's silence: what was sent meanwhile is unread.
+        """
+        now_s = self._clock.now_s()
+        held_up_s = now_s - self._last_look_s
+        self._last_look_s = now_s
+        if held_up_s > LATE_TICK_S:
+            for member in self._members.values():
+                member.beat_s = min(now_s, member.beat_s + held_up_s)
+        silent = [member for member in self._members.values() if now_s - member.beat_s > BEAT_TIMEOUT_S]
+        for member in silent:
+            self.remove(member)
+        return silent
+
+    def _fence(self, worker_id: str) -> None:
+        self._fenced[worker_id] = None
+        if len(self._fenced) > MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]

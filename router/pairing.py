@@ -1,0 +1,102 @@
+"""Where an attempt runs: a decode worker, and the prefill worker for its prompt, if any.
+
+1. Decode workers that take work and that the gateway reaches; without those that failed the request, as
+   long as others are left.
+2. The one that holds the prompt already, if the gateway names one: the rest of the prompt is computed there.
+3. A short prompt, or one that no prefill worker can be found for, is computed by the decode worker.
+4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
+   workers that the gateway and the decode worker reach, that reach it, and that have the same weights.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from baton.control import Submit, WorkerRole
+from baton.router.books import Books
+from baton.router.membership import Member, Membership
+from baton.router.policy import POLICIES, Draw, View
+from baton.router_config import RouterConfig
+
+
+class Pair(NamedTuple):
+    decode: Member
+    prefill: Member | None
+    reason: str
+
+
+class Pairing:
+    """Remembers who reaches whom until the membership changes."""
+
+    def __init__(self, config: RouterConfig, members: Membership, books: Books) -> None:
+        self._config = config
+        self._policy = POLICIES[config.policy]
+        self._members = members
+        self._books = books
+        self._random = Random(config.seed)
+        self._turns = {WorkerRole.PREFILL: 0, WorkerRole.DECODE: 0}
+        self._version = -1
+        self._decoders: dict[frozenset[str], list[Member]] = {}
+        self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
+
+    def pair(self, submit: Submit, reached: frozenset[str]) -> Pair | None:
+        """reached: the workers that the gateway reaches. None: nobody can take it now."""
+        if self._version != self._members.version:
+            self._version = self._members.version
+            self._decoders.clear()
+            self._partners.clear()
+        decoders = self._decoders_for(reached)
+        holder = next((member for member in decoders if member.id == submit.beside), None)
+        if holder is not None and holder.id not in submit.avoid:
+            return Pair(holder, None, "it holds the prompt")
+        decoders = _without(decoders, submit.avoid)
+        if not decoders:
+            return None
+        num_tokens = len(submit.request.token_ids) + len(submit.request.generated_token_ids)
+        if num_tokens <= self._config.local_prefill_tokens:
+            return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
+        paired = [member for member in decoders if self._partners_of(member, reached)]
+        if not paired:
+            return Pair(self._choose(decoders, WorkerRole.DECODE), None, "no prefill worker")
+        decode = self._choose(paired, WorkerRole.DECODE)
+        partners = _without(self._partners_of(decode, reached), submit.avoid)
+        return Pair(decode, self._choose(partners, WorkerRole.PREFILL), self._config.policy)
+
+    def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
+        turn = self._turns[role]
+        self._turns[role] = turn + 1
+        if len(members) == 1:
+            return members[0]
+        views = [View(member.id, self._load(member, role)) for member in members]
+        chosen = self._policy(views, Draw(turn, self._random.getrandbits(32))).worker
+        return next(member for member in members if member.id == chosen)
+
+    def _load(self, member: Member, role: WorkerRole) -> float:
+        account = self._books.account(member.id)
+        return account.num_prompt_tokens if role is WorkerRole.PREFILL else account.share_of(member.worker)
+
+    def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
+        if reached not in self._decoders:
+            decoders = self._members.of_role(WorkerRole.DECODE)
+            usable = [member for member in decoders if member.id in reached and not member.is_draining]
+            self._decoders[reached] = usable
+        return self._decoders[reached]
+
+    def _partners_of(self, decode: Member, reached: frozenset[str]) -> list[Member]:
+        key = (reached, decode.id)
+        if key not in self._partners:
+            self._partners[key] = [
+                member
+                for member in self._members.of_role(WorkerRole.PREFILL)
+                if member.id in reached
+                and member.id in decode.reached
+                and decode.id in member.reached
+                and member.worker.fingerprint == decode.worker.fingerprint
+                and not member.is_draining
+            ]
+        return self._partners[key]
+
+
+def _without(members: list[Member], avoided: Sequence[str]) -> list[Member]:
+    """Those not to be avoided; all, when nobody else is left."""
+    return [member for member in members if member.id not in avoided] or members if avoided else members

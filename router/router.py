@@ -1,0 +1,261 @@
+"""The router as a node: it knows who is alive and loaded how much, and gives every attempt its workers.
+
+It keeps nothing that can't be rebuilt. One that has just started learns the workers from their Hello and
+Beat and the gateways' view of them from Reachable, within SETTLE_S; attempts that were under way go on
+meanwhile, and those that no earlier router answered are submitted anew by their gateways.
+"""
+
+import logging
+import re
+from collections import Counter
+from typing import Final
+
+from baton.clock import Clock
+from baton.control import (
+    AnyMessage,
+    Beat,
+    Dispatch,
+    Drain,
+    Ended,
+    Hello,
+    Kind,
+    Members,
+    Reachable,
+    Rejected,
+    Routed,
+    Started,
+    Status,
+    StatusQuery,
+    Submit,
+    WorkerStatus,
+)
+from baton.errors import ProtocolError
+from baton.node import TICK_S, Peer
+from baton.router.books import Books, Entry, num_kv_tokens
+from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
+from baton.router.pairing import Pairing
+from baton.router_config import RouterConfig
+
+SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
+RETRY_AFTER_S: Final = 1.0
+MAX_ATTEMPT: Final = 2**16
+
+_ID: Final = re.compile("[0-9a-f]{32}")
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.reached: frozenset[str] = frozenset()
+
+
+class Router:
+    """See node.Node."""
+
+    def __init__(self, config: RouterConfig, clock: Clock, id: str) -> None:
+        """id: of this life of the process, 32 hex digits."""
+        self.hello = Hello(process=Kind.ROUTER, id=id)
+        self.counters: Counter[str] = Counter()
+        self.books = Books()
+        self.members = Membership(clock)
+        self._config = config
+        self._clock = clock
+        self._pairing = Pairing(config, self.members, self.books)
+        self._gateways: dict[str, Gateway] = {}
+        self._start_s = clock.now_s()
+        self._announced_s = self._start_s - TICK_S
+        self._announced: Members | None = None
+
+    # What its host calls.
+
+    def joined(self, peer: Peer) -> None:
+        hello = peer.hello
+        if hello.process is Kind.WORKER:
+            self._worker_joined(peer)
+        elif hello.process is Kind.GATEWAY:
+            former = self._gateways.get(hello.id)
+            self._gateways[hello.id] = Gateway(peer)
+            if former is not None:
+                self.books.gateway_left(hello.id)
+                former.peer.close()
+            peer.send(self._list_members())
+        elif hello.process is Kind.ROUTER:
+            raise ProtocolError("a router has no business with another")
+
+    def left(self, peer: Peer) -> None:
+        gateway = self._gateways.get(peer.hello.id)
+        if gateway is not None and gateway.peer is peer:
+            del self._gateways[peer.hello.id]
+            self.books.gateway_left(peer.hello.id)
+        member = self.members.get(peer.hello.id)
+        if member is not None and member.peer is peer:
+            self.members.remove(member)
+            self._gone(member, "its connection ended")
+            self._announce()
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        process = peer.hello.process
+        if process is Kind.GATEWAY:
+            self._from_gateway(peer, message)
+        elif process is Kind.WORKER:
+            self._from_worker(peer, message)
+        elif isinstance(message, StatusQuery):
+            peer.send(self.status())
+        elif isinstance(message, Drain):
+            self._drain(message)
+            peer.send(self.status())
+        else:
+            raise ProtocolError(f"a {type(message).__name__} from a {process}")
+
+    def tick(self) -> None:
+        for member in self.members.remove_silent():
+            self._gone(member, f"it was silent for {BEAT_TIMEOUT_S:g} s")
+            member.peer.close()
+        gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
+        if gone:
+            self.books.forget(gone)
+        self._announce(is_tick=True)
+
+    def status(self) -> Status:
+        now_s = self._clock.now_s()
+        return Status(
+            workers=tuple(
+                WorkerStatus(
+                    worker=member.worker,
+                    load=member.load,
+                    num_attempts=self.books.account(member.id).num_attempts,
+                    beat_age_s=now_s - member.beat_s,
+                    is_draining=member.is_draining,
+                )
+                for member in self.members.all()
+            ),
+            num_gateways=len(self._gateways),
+            num_attempts=len(self.books),
+            counters=dict(self.counters),
+        )
+
+    # Gateways.
+
+    def _from_gateway(self, peer: Peer, message: AnyMessage) -> None:
+        gateway = self._gateways.get(peer.hello.id)
+        if gateway is None or gateway.peer is not peer:
+            return  # it has connected again: this connection is being closed
+        match message:
+            case Submit():
+                self._submit(gateway, message)
+            case Started():
+                for key in message.attempts:
+                    self.books.started(key)
+            case Ended():
+                for key in message.attempts:
+                    self.books.ended(key)
+            case Reachable():
+                gateway.reached = frozenset(message.workers)
+            case StatusQuery():
+                peer.send(self.status())
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} from a gateway")
+
+    def _submit(self, gateway: Gateway, submit: Submit) -> None:
+        request = submit.request
+        key = (request.request_id, request.attempt)
+        _check_key(key)
+        if key in self.books:
+            raise ProtocolError(f"attempt {request.attempt} of {request.request_id} was submitted twice")
+        if len(self.books) >= self._config.max_attempts:
+            self._reject(gateway, submit, f"{self._config.max_attempts} attempts are under way")
+            return
+        pair = self._pairing.pair(submit, gateway.reached)
+        if pair is None:
+            self._reject(gateway, submit, "no decode worker can be reached")
+            return
+        decode, prefill, reason = pair
+        prefill_id = prefill.id if prefill is not None else ""
+        num_prompt_tokens = len(request.token_ids) + len(request.generated_token_ids)
+        entry = Entry(gateway.peer.hello.id, decode.id, prefill_id, num_prompt_tokens, num_kv_tokens(request))
+        self.books.enter(key, entry)
+        self.counters["dispatched" if prefill_id else "dispatched_local"] += 1
+        decode.peer.send(Dispatch(request=request, gateway=entry.gateway, prefill=prefill_id))
+        gateway.peer.send(
+            Routed(request_id=key[0], attempt=key[1], decode=decode.id, prefill=prefill_id, reason=reason)
+        )
+
+    def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
+        self.counters["rejected"] += 1
+        request = submit.request
+        gateway.peer.send(
+            Rejected(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                reason=reason,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        )
+
+    # Workers.
+
+    def _worker_joined(self, peer: Peer) -> None:
+        worker = peer.hello.worker
+        if worker is None or worker.id != peer.hello.id:
+            raise ProtocolError("a worker's Hello must describe it")
+        former = self.members.join(worker, peer)
+        logger.info("%s joined", worker.name, extra={"worker": worker.id, "role": worker.role})
+        if former is not None:
+            self._gone(former, f"{worker.id} has taken its place")
+            former.peer.close()
+        # The newcomer gets the list even where it is not news to the others.
+        self._announced = None
+        self._announce()
+
+    def _from_worker(self, peer: Peer, message: AnyMessage) -> None:
+        member = self.members.get(peer.hello.id)
+        if member is None or member.peer is not peer:
+            return  # it has been given up: this connection is being closed
+        match message:
+            case Beat():
+                self.members.beat(member, message)
+                self.books.beat(member.worker, message)
+            case Reachable():
+                self.members.reach(member, message.workers)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} from a worker")
+
+    def _gone(self, member: Member, reason: str) -> None:
+        self.counters["workers_gone"] += 1
+        logger.warning("%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
+
+    def _drain(self, drain: Drain) -> None:
+        """Who asked reads in the status whether it was found."""
+        member = self.members.find(drain.worker)
+        if member is not None:
+            self.members.drain(member)
+            member.peer.send(Drain(worker=member.id))
+
+    # Members.
+
+    def _list_members(self) -> Members:
+        is_complete = self._clock.now_s() - self._start_s >= SETTLE_S
+        workers = tuple(member.worker for member in self.members.all())
+        return Members(workers=workers, is_complete=is_complete)
+
+    def _announce(self, is_tick: bool = False) -> None:
+        """Tell all when the list has changed: at once, or in the next tick if the last time is not long ago."""
+        now_s = self._clock.now_s()
+        if now_s - self._announced_s < TICK_S and not is_tick:
+            return
+        members = self._list_members()
+        if members == self._announced:
+            return
+        self._announced, self._announced_s = members, now_s
+        for gateway in self._gateways.values():
+            gateway.peer.send(members)
+        for member in self.members.all():
+            member.peer.send(members)
+
+
+def _check_key(key: tuple[str, int]) -> None:
+    request_id, attempt = key
+    if not _ID.fullmatch(request_id) or not 0 <= attempt <= MAX_ATTEMPT:
+        raise ProtocolError(f"attempt {attempt} of {request_id[:64]!r} is no attempt's name")
