@@ -18,13 +18,13 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
-from baton.request import FinishReason, Request, TokenLogprobs
+from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
 from baton.seal import MAX_BODY_BYTES
 
 PROTOCOL: Final = 1
@@ -182,6 +182,20 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     num_cached_tokens: Count = 0  # of the prompt; said with the first token of an attempt
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
+
+    @classmethod
+    def of(cls, request: Request, output: StepOutput, finish_reason: FinishReason | None) -> Self:
+        """What an engine has made for this attempt; the reason may not be the engine's own."""
+        return cls(
+            request.request_id,
+            request.attempt,
+            output.index,
+            output.token_id,
+            finish_reason,
+            output.num_cached_tokens,
+            output.logprobs,
+            output.prompt_logprobs,
+        )
 
 
 class Tokens(Message, frozen=True):

@@ -31,4 +31,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str = "127.0.0.1"  # listens there, for control connections and for pages
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of control connections; 0: one that is free
     transport: TransportChoice = "auto"
+    local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64  # of decode: see decode_worker/worker.py
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0

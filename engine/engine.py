@@ -60,6 +60,7 @@ class Engine:
         followers: Followers | None = None,
     ) -> None:
         self.runner = runner
+        self.fingerprint = model_fingerprint
         self._clock = clock
         self._followers = followers
         self._why_lost: str | None = None  # what left the ranks out of step with each other

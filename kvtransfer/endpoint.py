@@ -71,6 +71,7 @@ class KvEndpoint:
         self._outgoing: dict[bytes, Outgoing] = {}
         self._incoming: dict[bytes, Incoming] = {}
         self._ended: list[Ended] = []
+        self._granted: list[bytes] = []
         self._next_tick_s = 0.0
         self._doors = PoolDoors(
             pool,
@@ -115,9 +116,12 @@ class KvEndpoint:
         """
         return self._peers.dial(address)
 
-    def start(self, link: Link, num_units: int, *, deadline_s: float) -> bytes:
-        """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`."""
-        request = reservation(num_units, deadline_s)
+    def start(self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None) -> bytes:
+        """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`.
+
+        transfer: 16 bytes that the peer's owner knows it by, never used before; None: an id is minted.
+        """
+        request = reservation(num_units, deadline_s, transfer)
         outgoing = self._depart(link, request)
         transports = self._peers.transports(link)
         if transports is None:
@@ -158,6 +162,11 @@ class KvEndpoint:
             if end is not None:
                 end.perform(end.handoff.abort(reason))
 
+    def take_granted(self) -> list[bytes]:
+        """The transfers, begun by `start`, that have been granted pages since the last call."""
+        granted, self._granted = self._granted, []
+        return granted
+
     def poll(self) -> list[Ended]:
         """Do what is due, without waiting; the transfers that have ended since the last call."""
         with contextlib.suppress(Empty):
@@ -167,6 +176,10 @@ class KvEndpoint:
             self._tick()
         ended, self._ended = self._ended, []
         return ended
+
+    def post(self, call: Call) -> None:
+        """From any thread: have the call made by the next `poll` or `wait`, in order with all others."""
+        self._inbox.put(call)
 
     def wait(self, timeout_s: float) -> None:
         """Until there is something to `poll` for, or for so long."""
@@ -266,6 +279,7 @@ class KvEndpoint:
             self._inbox.put,
             self._clock,
             self._finished,
+            self._granted_to,
         )
         self._outgoing[request.transfer] = outgoing
         return outgoing
@@ -283,6 +297,9 @@ class KvEndpoint:
         )
         self._incoming[request.transfer] = incoming
         return incoming
+
+    def _granted_to(self, transfer: bytes) -> None:
+        self._granted.append(transfer)
 
     def _finished(self, end: Outgoing | Incoming, finished: Finished) -> None:
         handoff = end.handoff

@@ -36,6 +36,7 @@ class Outgoing:
         post: Post,
         clock: Clock,
         on_finished: Callable[["Outgoing", Finished], None],
+        on_granted: Callable[[bytes], None],
     ) -> None:
         self.handoff = handoff
         self.link = link
@@ -46,6 +47,7 @@ class Outgoing:
         self._hashing = hashing
         self._post = post
         self._on_finished = on_finished
+        self._on_granted = on_granted
         self._grant: Grant | Pull | None = None
 
     @property
@@ -74,6 +76,7 @@ class Outgoing:
                 case Granted(grant):
                     self._grant = grant
                     self.timeline.granted()
+                    self._on_granted(self.handoff.transfer)
                 case Push():
                     self._push(action)
                 case StopPushes():

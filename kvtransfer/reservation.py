@@ -9,14 +9,17 @@ from baton.kvtransfer.messages import MAX_DURATION_MS, MAX_PAGES, MAX_PULLED_PAG
 ID_BYTES: Final = 16
 
 
-def reservation(num_units: int, deadline_s: float) -> Reserve:
-    """A new transfer. ValueError for what no message can ask for."""
+def reservation(num_units: int, deadline_s: float, transfer: bytes | None = None) -> Reserve:
+    """A new transfer, with a minted id if none is given. ValueError for what no message can ask for."""
     if not 1 <= num_units <= MAX_PAGES:
         raise ValueError(f"{num_units} units are no transfer, 1 to {MAX_PAGES} are")
     if not 0 < deadline_s <= MAX_DURATION_MS / 1000:
         raise ValueError(f"a transfer within {deadline_s} s, {MAX_DURATION_MS // 1000} are most")
+    if transfer is not None and len(transfer) != ID_BYTES:
+        raise ValueError(f"a transfer's id of {len(transfer)} bytes, {ID_BYTES} are due")
     deadline_ms = max(1, round(deadline_s * 1000))
-    return Reserve(transfer=secrets.token_bytes(ID_BYTES), num_units=num_units, deadline_ms=deadline_ms)
+    transfer = transfer or secrets.token_bytes(ID_BYTES)
+    return Reserve(transfer=transfer, num_units=num_units, deadline_ms=deadline_ms)
 
 
 def check_pull(wanted: Sequence[tuple[int, int]], num_pages: int) -> None:

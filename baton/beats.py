@@ -1,0 +1,79 @@
+"""The signs of life that a worker gives its router, and what they tell of it."""
+
+from typing import Final, Protocol
+
+from baton.clock import Clock
+from baton.colleagues import Colleagues
+from baton.control import MAX_EVENTS, Beat, Load
+
+BEAT_S: Final = 1.0
+
+
+class Stats(Protocol):
+    """Of an engine: see engine/stats.py."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def num_active_pages(self) -> int: ...
+    @property
+    def num_cached_pages(self) -> int: ...
+    @property
+    def num_leased_pages(self) -> int: ...
+    @property
+    def num_quarantined_pages(self) -> int: ...
+    @property
+    def total_queried_tokens(self) -> int: ...
+    @property
+    def total_hit_tokens(self) -> int: ...
+    @property
+    def total_preemptions(self) -> int: ...
+
+
+class Beater(Protocol):
+    """A worker, as far as its beats tell."""
+
+    @property
+    def is_draining(self) -> bool: ...
+    @property
+    def attempts(self) -> tuple[tuple[str, int], ...]: ...
+    def load(self) -> Load: ...
+
+
+class Beats:
+    def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
+        self._colleagues = colleagues
+        self._clock = clock
+        self._next_s = clock.now_s()
+
+    def give(self, worker: Beater, *, at_once: bool = False) -> None:
+        """To be called at least every BEAT_S; says nothing where it was said a moment ago."""
+        router, now_s = self._colleagues.router, self._clock.now_s()
+        if router is None or (now_s < self._next_s and not at_once):
+            return
+        self._next_s = now_s + BEAT_S
+        attempts = worker.attempts[:MAX_EVENTS]
+        router.send(Beat(load=worker.load(), is_draining=worker.is_draining, attempts=attempts))
+
+
+def load_of(stats: Stats) -> Load:
+    """What an engine tells of itself; the worker adds what it knows."""
+    pages = {
+        "free": stats.num_free_pages,
+        "active": stats.num_active_pages,
+        "cached": stats.num_cached_pages,
+        "leased": stats.num_leased_pages,
+        "quarantined": stats.num_quarantined_pages,
+    }
+    return Load(
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        pages=pages,
+        prefix_queries_tokens=stats.total_queried_tokens,
+        prefix_hits_tokens=stats.total_hit_tokens,
+        num_preemptions=stats.total_preemptions,
+    )

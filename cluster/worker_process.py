@@ -1,0 +1,171 @@
+"""A prefill or decode worker as a process: its engine and its endpoint on one thread, its connections beside.
+
+1. The model is loaded, the endpoint opens its doors, the hub listens; then the address is said.
+2. The loop hears what came in, steps the engine, and sleeps only while there is nothing to do.
+3. When it is to stop it says so to the router, takes nothing new, and ends when all is done, pages that
+   wait to be fetched included, or after `drain_timeout_s`.
+
+An error that is no request's own ends the process, and with it all it held: its runtime starts another.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
+
+import msgspec
+
+from baton.beats import Beats
+from baton.clock import SystemClock
+from baton.cluster.model_directory import resolve_model
+from baton.colleagues import Colleagues
+from baton.control import Address, Hello, Kind, Worker, WorkerRole
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from baton.errors import TransferFailed
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.page_memory import SharedPool
+from baton.node import Node
+from baton.node_thread import NodeThread
+from baton.prefill_worker.kv_links import KvLinks
+from baton.prefill_worker.worker import PrefillWorker
+from baton.worker_config import Ready, WorkerConfig
+
+IDLE_S: Final = 0.25  # at most this long until the next look at what time alone brings
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerNode(Node, Protocol):
+    """What both kinds of workers are to their process."""
+
+    def step(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+
+def run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.Event) -> None:
+    """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
+    with contextlib.ExitStack() as ends:
+        shared = SharedPool()
+        ends.callback(shared.close)
+        engine = ends.enter_context(contextlib.closing(_load(config, shared)))
+        admission = _Admission()
+        endpoint = _open_endpoint(config, key, engine, shared, admission)
+        ends.callback(endpoint.close)
+        thread = NodeThread(key, endpoint.post)
+        ends.callback(thread.close)
+        address = thread.listen(config.host, config.port)
+        node = _make_node(config, engine, endpoint, _hello(config, engine, endpoint, address), thread)
+        if isinstance(node, DecodeWorker):
+            admission.decide = node.admit
+        thread.serve(node)
+        ready(address)
+        _loop(node, engine, endpoint, stop, config.drain_timeout_s)
+
+
+class _Admission:
+    """Asked by the endpoint, which is there before the worker is."""
+
+    def __init__(self) -> None:
+        self.decide = _refuse
+
+    def __call__(self, reserve: Reserve, num_pages: int) -> str | None:
+        return self.decide(reserve, num_pages)
+
+
+def _refuse(reserve: Reserve, num_pages: int) -> str | None:
+    return None
+
+
+def _load(config: WorkerConfig, shared: SharedPool) -> Engine:
+    directory = resolve_model(config.engine.model)
+    engine_config = msgspec.structs.replace(config.engine, model=str(directory))
+    return load_engine(engine_config, zeros_on_cpu=shared.zeros)
+
+
+def _open_endpoint(
+    config: WorkerConfig, key: bytes, engine: Engine, shared: SharedPool, admission: _Admission
+) -> KvEndpoint:
+    settings = EndpointSettings(
+        key=key,
+        fingerprint=engine.fingerprint,
+        layout=engine.runner.layout,
+        host=config.host,
+        transport=config.transport,
+    )
+    pool = engine.runner.pool.device
+    return KvEndpoint(settings, pool, engine.pages, admission, shared=None if pool.is_cuda else shared)
+
+
+def _hello(config: WorkerConfig, engine: Engine, endpoint: KvEndpoint, address: Address) -> Hello:
+    worker = Worker(
+        id=secrets.token_hex(16),
+        name=config.name,
+        role=config.role,
+        model=config.model_name,
+        fingerprint=engine.fingerprint,
+        address=address,
+        kv_address=Address(*endpoint.address),
+        page_size=engine.pages.page_size,
+        num_pages=engine.pages.num_pages,
+        max_num_seqs=config.engine.scheduler.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+    )
+    return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+
+
+def _make_node(
+    config: WorkerConfig, engine: Engine, endpoint: KvEndpoint, hello: Hello, thread: NodeThread
+) -> PrefillWorker | DecodeWorker:
+    wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
+    colleagues = Colleagues(hello, config.router, thread.dial, wanted)
+    beats = Beats(colleagues, SystemClock())
+    if config.role is WorkerRole.PREFILL:
+        return PrefillWorker(engine, endpoint, colleagues, beats, KvLinks(partial(_connect, endpoint)))
+    num_local = config.local_prefill_tokens
+    return DecodeWorker(engine, endpoint, colleagues, beats, local_prefill_tokens=num_local)
+
+
+def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:
+    """Dialling waits for seconds at worst, so it has a thread of its own."""
+
+    def dial() -> None:
+        link: Link | None = None
+        try:
+            link = endpoint.link((address.host, address.port))
+        except TransferFailed as error:
+            logger.warning("pages cannot be sent there: %s", error)
+        endpoint.post(lambda: answer(link))
+
+    threading.Thread(target=dial, name="kv-dial", daemon=True).start()
+
+
+def _loop(
+    node: WorkerNode, engine: Engine, endpoint: KvEndpoint, stop: threading.Event, drain_timeout_s: float
+) -> None:
+    clock = SystemClock()
+    until_s = None
+    while True:
+        node.step()
+        if stop.is_set():
+            if until_s is None:
+                node.drain()
+                until_s = clock.now_s() + drain_timeout_s
+            if node.is_idle or clock.now_s() >= until_s:
+                return
+        if not engine.has_work():
+            endpoint.wait(IDLE_S)
+        elif engine.wait_s is not None:
+            endpoint.wait(min(engine.wait_s, IDLE_S))

@@ -1,0 +1,374 @@
+"""Receives prompts whose KV another worker computes, and answers them: receive -> step -> emit.
+
+The life of an attempt is in attempt.py. What comes in between:
+
+- Admission is in order of priority, then arrival: the first that finds no room holds up those behind it, so
+  that a long prompt is not starved by short ones.
+- Where all of a prompt but `local_prefill_tokens` is known here, or where its pages did not come although
+  its prefill worker lives, it is computed here: the tokens are the same.
+- A prefill worker that is gone before everything came ends the attempt: the gateway tries again elsewhere.
+- A gateway that is gone wants nothing any more.
+
+All calls come from one thread, and nothing here waits. `step` is the loop's body.
+"""
+
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from typing import Final
+
+import msgspec
+
+from baton.beats import Beats, load_of
+from baton.colleagues import Colleagues
+from baton.control import (
+    AnyMessage,
+    AttemptFailed,
+    Cancel,
+    Dispatch,
+    Drain,
+    Failure,
+    Hello,
+    Kind,
+    Load,
+    Members,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    TokenEvent,
+)
+from baton.decode_worker.admission import Admission
+from baton.decode_worker.attempt import Attempt, Stage
+from baton.engine.replica import Replica
+from baton.engine.sequence import FilledPages
+from baton.errors import InvalidRequest, ProtocolError
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.handoff import Outcome
+from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.node import Peer
+from baton.request import FinishReason, StepOutput
+
+TRANSFER_BYTES: Final = 16
+MAX_EARLY_CANCELS: Final = 4096  # remembered: of attempts that have ended, mostly
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        engine: Replica,
+        endpoint: PageEndpoint,
+        colleagues: Colleagues,
+        beats: Beats,
+        *,
+        local_prefill_tokens: int,
+    ) -> None:
+        """The endpoint must ask `admit` for every reservation.
+
+        local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
+        """
+        self.counters: Counter[str] = Counter()
+        self.is_draining = False
+        self._engine = engine
+        self._endpoint = endpoint
+        self._colleagues = colleagues
+        self._beats = beats
+        self._local_prefill_tokens = local_prefill_tokens
+        self._admission = Admission(engine)
+        self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
+        self._by_engine_id: dict[str, Attempt] = {}  # those that are RUNNING
+        self._transfers: dict[bytes, Attempt] = {}  # until the endpoint says that they have ended
+        self._early_cancels: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._num_tokens = 0
+
+    @property
+    def hello(self) -> Hello:
+        return self._colleagues.hello
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._attempts and not self._endpoint.num_open
+
+    @property
+    def attempts(self) -> tuple[tuple[str, int], ...]:
+        return tuple((attempt.request_id, attempt.number) for attempt in self._attempts.values())
+
+    def load(self) -> Load:
+        return msgspec.structs.replace(
+            load_of(self._engine.stats()),
+            num_waiting=self._engine.stats().num_waiting + len(self._admission),
+            num_incoming=self._endpoint.num_open,
+            num_tokens=self._num_tokens,
+            counters=dict(self.counters),
+        )
+
+    def drain(self) -> None:
+        """Take nothing new, finish what goes on."""
+        self.is_draining = True
+        self._beats.give(self, at_once=True)
+
+    # The loop.
+
+    def step(self) -> None:
+        """Do what can be done now."""
+        for ended in self._endpoint.poll():
+            self._transfer_ended(ended)
+        self._admit()
+        if self._engine.has_work():
+            for output in self._engine.step():
+                self._emit(output)
+        self._colleagues.flush()
+
+    # Colleagues.
+
+    def joined(self, peer: Peer) -> None:
+        self._colleagues.joined(peer)
+        self._report()
+
+    def left(self, peer: Peer) -> None:
+        if not self._colleagues.left(peer):
+            return
+        if peer.hello.process is Kind.GATEWAY:
+            for attempt in [each for each in self._attempts.values() if each.gateway == peer.hello.id]:
+                self._let_go(attempt)
+        self._lost_prefill_workers([peer.hello.id])
+        self._report()
+
+    def tick(self) -> None:
+        self._colleagues.keep_up()
+        self._report()
+        self._beats.give(self)
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        match message:
+            case Members() if self._colleagues.is_router(peer):
+                self._lost_prefill_workers(self._colleagues.changed(message))
+                self._colleagues.keep_up()
+                self._report()
+            case Dispatch() if self._colleagues.is_router(peer):
+                self._dispatch(message)
+            case Drain() if self._colleagues.is_router(peer):
+                self.drain()
+            case Prefilled(event):
+                self._prefilled(self._asked_of(peer, event.request_id, event.attempt), event)
+            case PrefillFailed():
+                self._prefill_failed(self._asked_of(peer, message.request_id, message.attempt), message)
+            case Cancel():
+                self._cancel(peer, message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is nothing for a decode worker")
+
+    def _report(self) -> None:
+        self._colleagues.report(self._colleagues.connected())
+
+    def _asked_of(self, peer: Peer, request_id: str, number: int) -> Attempt | None:
+        """The attempt that waits for this very prefill worker; None when it is over."""
+        attempt = self._attempts.get(request_id)
+        if attempt is None or attempt.number != number or attempt.prefill != peer.hello.id:
+            return None
+        return attempt if attempt.stage is Stage.PREFILLING else None
+
+    def _lost_prefill_workers(self, ids: list[str]) -> None:
+        lost = set(ids)
+        for attempt in list(self._attempts.values()):
+            if attempt.stage is Stage.PREFILLING and attempt.prefill in lost and not attempt.is_complete:
+                self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
+
+    # An attempt begins.
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        older = self._attempts.get(dispatch.request.request_id)
+        if older is not None:
+            if older.number >= dispatch.request.attempt:
+                return  # it has been overtaken on the way
+            self._let_go(older)
+        attempt = Attempt.of(dispatch)
+        if (attempt.request_id, attempt.number) in self._early_cancels:
+            return
+        if self.is_draining:
+            self._refuse(attempt, Failure.BUSY, "the worker is about to end")
+            return
+        try:
+            self._engine.check(attempt.request)
+        except InvalidRequest as error:
+            self._refuse(attempt, Failure.INVALID, str(error))
+            return
+        self._attempts[attempt.request_id] = attempt
+        self._admission.wait(attempt)
+
+    def _admit(self) -> None:
+        while (attempt := self._admission.first()) is not None and self._begin(attempt):
+            self._admission.leave(attempt)
+
+    def _begin(self, attempt: Attempt) -> bool:
+        """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
+        prefill = self._colleagues.members.get(attempt.prefill)
+        if prefill is None or self._colleagues.peer(attempt.prefill) is None:
+            self._run_here(attempt)
+            return True
+        claim = self._engine.claim_prefix(
+            attempt.token_ids,
+            attempt.request.cache_salt,
+            attempt.engine_id,
+            multiple_of=max(prefill.page_size, self._engine.pages.page_size),
+        )
+        num_missing = len(attempt.token_ids) - claim.num_tokens
+        num_pages = self._engine.pages.pages_for(num_missing)
+        is_short = num_missing <= self._local_prefill_tokens
+        if is_short or not self._admission.promise(attempt, num_pages):
+            self._engine.release(claim)
+            if is_short:
+                self._run_here(attempt)
+            return is_short
+        self._prefill_elsewhere(attempt, claim)
+        return True
+
+    def _prefill_elsewhere(self, attempt: Attempt, claim: FilledPages) -> None:
+        attempt.filled = claim
+        attempt.stage, attempt.transfer = Stage.PREFILLING, secrets.token_bytes(TRANSFER_BYTES)
+        self._transfers[attempt.transfer] = attempt
+        prefill = Prefill(
+            request=attempt.request,
+            gateway=attempt.gateway,
+            transfer=attempt.transfer,
+            num_held_tokens=claim.num_tokens,
+        )
+        self._colleagues.tell(attempt.prefill, prefill)
+
+    def admit(self, reserve: Reserve, num_pages: int) -> str | None:
+        """Who adopts the pages of this reservation; None: nobody here has asked for them, or no room."""
+        attempt = self._transfers.get(reserve.transfer)
+        if attempt is None or attempt.num_promised_pages != num_pages:
+            return None
+        self._admission.end_promise(attempt)
+        return attempt.engine_id if self._engine.make_room(num_pages) else None
+
+    # Its prompt comes.
+
+    def _prefilled(self, attempt: Attempt | None, event: TokenEvent) -> None:
+        if attempt is None:
+            return
+        if event.finish_reason is not None or event.token_id is None:
+            self._let_go(attempt)
+            return
+        attempt.first = event
+        self._join_if_complete(attempt)
+
+    def _prefill_failed(self, attempt: Attempt | None, failed: PrefillFailed) -> None:
+        if attempt is None:
+            return
+        if failed.failure in (Failure.INVALID, Failure.ERROR):
+            self._fail(attempt, failed.failure, failed.reason, worker=attempt.prefill)
+        else:
+            self._recompute(attempt, failed.reason)
+
+    def _transfer_ended(self, ended: Ended) -> None:
+        attempt = self._transfers.pop(ended.transfer, None)
+        if attempt is None:
+            return
+        is_wanted = attempt.transfer == ended.transfer
+        if ended.outcome is Outcome.ADOPTED:
+            self._pages_came(attempt, ended.pages, is_wanted=is_wanted)
+        elif is_wanted:
+            attempt.transfer = b""
+            self._recompute(attempt, ended.reason)
+
+    def _pages_came(self, attempt: Attempt, pages: tuple[int, ...], *, is_wanted: bool) -> None:
+        num_tokens, owner = len(attempt.token_ids), attempt.engine_id
+        if not is_wanted:
+            self._engine.release(FilledPages(pages, num_tokens, owner))
+            return
+        assert attempt.filled is not None, "an attempt with a transfer has claimed a prefix before"
+        attempt.transfer = b""
+        attempt.filled = FilledPages(attempt.filled.pages + pages, num_tokens, owner)
+        self._join_if_complete(attempt)
+
+    def _join_if_complete(self, attempt: Attempt) -> None:
+        if attempt.is_complete:
+            filled, attempt.filled = attempt.filled, None
+            self._engine.add(attempt.engine_request, filled)
+            self._runs(attempt)
+
+    def _recompute(self, attempt: Attempt, reason: str) -> None:
+        """The pages do not come, and their worker lives: compute here what they would have held."""
+        logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
+        self.counters["recomputed_prefills"] += 1
+        self._colleagues.tell(attempt.prefill, Cancel(request_id=attempt.request_id, attempt=attempt.number))
+        self._drop_prefill(attempt)
+        self._run_here(attempt)
+
+    def _run_here(self, attempt: Attempt) -> None:
+        try:
+            self._engine.add(attempt.engine_request)
+        except InvalidRequest as error:
+            self._fail(attempt, Failure.INVALID, str(error))
+            return
+        self._runs(attempt)
+
+    def _runs(self, attempt: Attempt) -> None:
+        attempt.stage = Stage.RUNNING
+        self._by_engine_id[attempt.engine_id] = attempt
+
+    # It is answered, or it ends otherwise.
+
+    def _emit(self, output: StepOutput) -> None:
+        attempt = self._by_engine_id[output.request_id]
+        if output.finish_reason is FinishReason.ERROR:
+            self._fail(attempt, Failure.ERROR, "the model's output for it could not be sampled")
+            return
+        self._num_tokens += output.token_id is not None
+        self._colleagues.emit(attempt.gateway, TokenEvent.of(attempt.request, output, output.finish_reason))
+        if output.finish_reason is not None:
+            self._forget(attempt)
+
+    def _cancel(self, peer: Peer, cancel: Cancel) -> None:
+        attempt = self._attempts.get(cancel.request_id)
+        if attempt is None or attempt.number < cancel.attempt:  # it has overtaken the Dispatch
+            self._early_cancels[cancel.request_id, cancel.attempt] = None
+            if len(self._early_cancels) > MAX_EARLY_CANCELS:
+                self._early_cancels.popitem(last=False)
+        elif attempt.number == cancel.attempt and attempt.gateway == peer.hello.id:
+            self._let_go(attempt)
+
+    def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
+        self._let_go(attempt)
+        self._refuse(attempt, failure, reason, worker=worker)
+
+    def _refuse(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
+        failed = AttemptFailed(
+            request_id=attempt.request_id,
+            attempt=attempt.number,
+            failure=failure,
+            reason=reason[:512],
+            worker=worker,
+        )
+        self._colleagues.tell(attempt.gateway, failed)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Of everything that it holds here, and elsewhere."""
+        match attempt.stage:
+            case Stage.WAITING:
+                self._admission.leave(attempt)
+            case Stage.PREFILLING:
+                cancel = Cancel(request_id=attempt.request_id, attempt=attempt.number)
+                self._colleagues.tell(attempt.prefill, cancel)
+                self._drop_prefill(attempt)
+            case Stage.RUNNING:
+                self._engine.abort(attempt.engine_id)
+        self._forget(attempt)
+
+    def _drop_prefill(self, attempt: Attempt) -> None:
+        transfer, attempt.transfer = attempt.transfer, b""
+        if transfer:
+            self._endpoint.abort(transfer, "not wanted any more")
+        self._admission.end_promise(attempt)
+        filled, attempt.filled = attempt.filled, None
+        if filled is not None:
+            self._engine.release(filled)
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._by_engine_id.pop(attempt.engine_id, None)
+        del self._attempts[attempt.request_id]
+

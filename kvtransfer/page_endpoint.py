@@ -1,0 +1,25 @@
+"""What the loops of workers ask of an endpoint; `KvEndpoint` documents it, the simulator has one of its own."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.link import Link
+
+
+class PageEndpoint(Protocol):
+    @property
+    def num_open(self) -> int: ...
+
+    def start(
+        self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None
+    ) -> bytes: ...
+
+    def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None: ...
+
+    def abort(self, transfer: bytes, reason: str) -> None: ...
+
+    def take_granted(self) -> list[bytes]:
+        """Transfers to which pages have been granted since the last call."""
+
+    def poll(self) -> list[Ended]: ...

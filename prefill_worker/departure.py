@@ -1,0 +1,104 @@
+"""One prompt that is computed here for a decode worker.
+
+1. ASKING: the decode worker has been asked for pages; nothing is computed before it has granted them.
+2. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
+3. LEAVING: the first token has been said, all pages are offered and on their way.
+
+A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, num_held_tokens); the
+transfer counts units of `unit_tokens` from there on.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from baton.control import Prefill
+from baton.engine.sequence import Progress
+from baton.request import FinishReason, Request
+
+
+class Stage(Enum):
+    ASKING = "asking"
+    COMPUTING = "computing"
+    LEAVING = "leaving"
+
+
+class Offer(NamedTuple):
+    """The next pages of a transfer, and how many of its units are computed with them."""
+
+    pages: tuple[int, ...]
+    num_units: int
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    prefill: Prefill
+    decode: str  # the worker that asked
+    page_size: int  # of the pages here
+    unit_tokens: int
+    stage: Stage = Stage.ASKING
+    progress: Progress | None = None  # from COMPUTING on
+    _num_taken_pages: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.prefill.request
+
+    @property
+    def transfer(self) -> bytes:
+        return self.prefill.transfer
+
+    @property
+    def engine_id(self) -> str:
+        """Its name in the engine: two attempts at one request never meet there."""
+        return f"{self.request.request_id}.{self.request.attempt}"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self.request.generated_token_ids)
+
+    @property
+    def num_units(self) -> int:
+        return -(-(self.num_tokens - self.prefill.num_held_tokens) // self.unit_tokens)
+
+    @property
+    def engine_request(self) -> Request:
+        """The same request, but for one token: whatever that is, the engine ends there."""
+        sampling, num_generated = self.request.sampling, len(self.request.generated_token_ids)
+        one_more = num_generated + 1
+        # Stop ids are not sampled before `min_tokens`: for the one token, the lesser bound says the same.
+        sampling = msgspec.structs.replace(
+            sampling, max_tokens=one_more, min_tokens=min(sampling.min_tokens, one_more)
+        )
+        return msgspec.structs.replace(self.request, request_id=self.engine_id, sampling=sampling)
+
+    def finish_reason(self, reason: FinishReason | None, max_model_len: int) -> FinishReason | None:
+        """Of the whole answer, when its first token ended the sequence here for this reason."""
+        if reason is not FinishReason.LENGTH:
+            return reason
+        num_answered = len(self.request.generated_token_ids) + 1
+        most = self.request.sampling.max_tokens
+        is_last = most == num_answered or len(self.request.token_ids) + num_answered >= max_model_len
+        return FinishReason.LENGTH if is_last else None
+
+    def take_offer(self) -> Offer | None:
+        """What can leave now and was not taken before.
+
+        Only whole pages leave before the end: a sequence that is preempted and computed again fills other
+        pages, and one of which a part has left would never get its rest.
+        """
+        assert self.progress is not None, "nothing is computed yet"
+        num_held, num_computed = self.prefill.num_held_tokens, self.progress.num_computed_tokens
+        if num_computed < self.num_tokens:
+            num_pages = (num_computed - num_held) // self.page_size
+            num_units = num_pages * (self.page_size // self.unit_tokens)
+        else:
+            num_pages, num_units = -(-(self.num_tokens - num_held) // self.page_size), self.num_units
+        if num_pages <= self._num_taken_pages:
+            return None
+        first = num_held // self.page_size
+        pages = self.progress.page_table[first + self._num_taken_pages : first + num_pages]
+        self._num_taken_pages = num_pages
+        return Offer(tuple(pages), num_units)

@@ -1,0 +1,250 @@
+"""Computes prompts for decode workers: admit -> step -> hand off.
+
+The life of a prompt is in departure.py. What comes in between:
+
+- Its pages leave while the rest is computed; whoever waits for them has made room before.
+- The first token goes to the gateway at once, and to the decode worker, which goes on from there.
+- A decode worker or a gateway that is gone, or a transfer that failed, ends it. The engine keeps what it has
+  computed as a known prefix, so that a second try is cheap.
+
+All calls come from one thread, and nothing here waits. `step` is the loop's body.
+"""
+
+import logging
+from collections import Counter
+from typing import Final
+
+import msgspec
+
+from baton.beats import Beats, load_of
+from baton.colleagues import Colleagues
+from baton.control import (
+    AnyMessage,
+    Cancel,
+    Drain,
+    Failure,
+    Hello,
+    Kind,
+    Load,
+    Members,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    TokenEvent,
+    WorkerRole,
+)
+from baton.engine.replica import Replica
+from baton.errors import InvalidRequest, ProtocolError
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.node import Peer
+from baton.prefill_worker.departure import Departure, Stage
+from baton.prefill_worker.kv_links import KvLinks
+from baton.request import FinishReason, StepOutput
+
+TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    def __init__(
+        self,
+        engine: Replica,
+        endpoint: PageEndpoint,
+        colleagues: Colleagues,
+        beats: Beats,
+        links: KvLinks,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.is_draining = False
+        self._engine = engine
+        self._endpoint = endpoint
+        self._colleagues = colleagues
+        self._beats = beats
+        self._links = links
+        self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
+        self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
+        self._num_tokens = 0
+
+    @property
+    def hello(self) -> Hello:
+        return self._colleagues.hello
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed, and no page waits here to be fetched."""
+        return not self._departures and not self._endpoint.num_open
+
+    @property
+    def attempts(self) -> tuple[tuple[str, int], ...]:
+        requests = [departure.request for departure in self._departures.values()]
+        return tuple((request.request_id, request.attempt) for request in requests)
+
+    def load(self) -> Load:
+        return msgspec.structs.replace(
+            load_of(self._engine.stats()),
+            num_outgoing=self._endpoint.num_open,
+            num_tokens=self._num_tokens,
+            counters=dict(self.counters),
+        )
+
+    def drain(self) -> None:
+        """Take nothing new, finish what goes on."""
+        self.is_draining = True
+        self._beats.give(self, at_once=True)
+
+    # The loop.
+
+    def step(self) -> None:
+        """Do what can be done now."""
+        for transfer in self._endpoint.take_granted():
+            self._compute(transfer)
+        for ended in self._endpoint.poll():
+            self._transfer_ended(ended)
+        if self._engine.has_work():
+            for output in self._engine.step():
+                self._hand_off(output)
+            self._offer_what_is_computed()
+        self._colleagues.flush()
+
+    # Colleagues.
+
+    def joined(self, peer: Peer) -> None:
+        self._colleagues.joined(peer)
+        self._report()
+
+    def left(self, peer: Peer) -> None:
+        if self._colleagues.left(peer):
+            self._lost_decode_workers([peer.hello.id])
+            self._report()
+
+    def tick(self) -> None:
+        self._colleagues.keep_up()
+        self._links.keep_up(self._colleagues.of_role(WorkerRole.DECODE).values())
+        self._report()
+        self._beats.give(self)
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        match message:
+            case Members() if self._colleagues.is_router(peer):
+                self._lost_decode_workers(self._colleagues.changed(message))
+                self.tick()
+            case Drain() if self._colleagues.is_router(peer):
+                self.drain()
+            case Prefill() if peer.hello.process is Kind.WORKER:
+                self._begin(peer, message)
+            case Cancel():
+                self._cancel(peer, message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is nothing for a prefill worker")
+
+    def _report(self) -> None:
+        self._colleagues.report(self._links.reachable())
+
+    def _lost_decode_workers(self, ids: list[str]) -> None:
+        for departure in list(self._departures.values()):
+            if departure.decode in ids:
+                self._give_up(departure, "its decode worker is gone")
+
+    def _cancel(self, peer: Peer, cancel: Cancel) -> None:
+        for departure in list(self._departures.values()):
+            request = departure.request
+            is_it = (request.request_id, request.attempt) == (cancel.request_id, cancel.attempt)
+            if is_it and departure.decode == peer.hello.id:
+                self._give_up(departure, "not wanted any more")
+
+    # A prompt comes.
+
+    def _begin(self, peer: Peer, prefill: Prefill) -> None:
+        link = self._links.to(peer.hello.id)
+        page_size = self._engine.pages.page_size
+        if link is None or prefill.transfer in self._departures:
+            self._refuse(peer.hello.id, prefill, Failure.BUSY, "no pages can be sent to that worker now")
+            return
+        if self.is_draining:
+            self._refuse(peer.hello.id, prefill, Failure.BUSY, "the worker is about to end")
+            return
+        unit_tokens = min(page_size, link.hello.layout.page_size)
+        departure = Departure(prefill, peer.hello.id, page_size, unit_tokens)
+        try:
+            self._engine.check(departure.request)
+        except InvalidRequest as error:
+            self._refuse(peer.hello.id, prefill, Failure.INVALID, str(error))
+            return
+        self._departures[prefill.transfer] = departure
+        self._endpoint.start(
+            link, departure.num_units, deadline_s=TRANSFER_TIMEOUT_S, transfer=prefill.transfer
+        )
+
+    def _compute(self, transfer: bytes) -> None:
+        """Its pages have been granted."""
+        departure = self._departures.get(transfer)
+        if departure is None or departure.stage is not Stage.ASKING:
+            return
+        departure.stage = Stage.COMPUTING
+        self._by_engine_id[departure.engine_id] = departure
+        (departure.progress,) = self._engine.add(departure.engine_request, keeps_pages=True)
+
+    # It leaves.
+
+    def _offer_what_is_computed(self) -> None:
+        for departure in self._by_engine_id.values():
+            self._offer(departure)
+
+    def _offer(self, departure: Departure) -> None:
+        offer = departure.take_offer()
+        if offer is not None:
+            self._endpoint.offer(departure.transfer, offer.pages, offer.num_units)
+
+    def _hand_off(self, output: StepOutput) -> None:
+        """The first token, and with it all that is left of the pages."""
+        departure = self._by_engine_id[output.request_id]
+        if output.finish_reason is FinishReason.ERROR:
+            self._fail(departure, Failure.ERROR, "the model's output for it could not be sampled")
+            return
+        reason = departure.finish_reason(output.finish_reason, self._engine.max_model_len)
+        event = TokenEvent.of(departure.request, output, reason)
+        self._num_tokens += output.token_id is not None
+        self._colleagues.emit(departure.prefill.gateway, event)
+        self._colleagues.tell(departure.decode, Prefilled(event=event))
+        if reason is not None:
+            self._give_up(departure, "the first token was the last")
+            return
+        self._offer(departure)
+        self._let_engine_go(departure)
+        departure.stage = Stage.LEAVING
+
+    def _transfer_ended(self, ended: Ended) -> None:
+        departure = self._departures.pop(ended.transfer, None)
+        if departure is None:
+            return
+        if departure.stage is not Stage.LEAVING:
+            self._let_engine_go(departure)
+            self._refuse(departure.decode, departure.prefill, Failure.BUSY, ended.reason)
+
+    # It ends otherwise.
+
+    def _fail(self, departure: Departure, failure: Failure, reason: str) -> None:
+        self._give_up(departure, reason)
+        self._refuse(departure.decode, departure.prefill, failure, reason)
+
+    def _refuse(self, decode: str, prefill: Prefill, failure: Failure, reason: str) -> None:
+        request = prefill.request
+        failed = PrefillFailed(
+            request_id=request.request_id, attempt=request.attempt, failure=failure, reason=reason[:512]
+        )
+        self._colleagues.tell(decode, failed)
+
+    def _give_up(self, departure: Departure, reason: str) -> None:
+        """Let go of everything that it holds here."""
+        self._endpoint.abort(departure.transfer, reason)
+        self._let_engine_go(departure)
+        self._departures.pop(departure.transfer, None)
+
+    def _let_engine_go(self, departure: Departure) -> None:
+        if self._by_engine_id.pop(departure.engine_id, None) is None:
+            return
+        if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept
+            self._engine.release_kept(departure.engine_id)
+
