@@ -7,7 +7,7 @@ and wrong types, and is what configuration files and the command line go through
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -101,6 +101,41 @@ def cache_directory() -> Path:
         return Path(own)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "baton"
+
+
+def cluster_key_file() -> str | None:
+    """The file that BATON_CLUSTER_KEY_FILE names, which holds the key that the cluster's processes share."""
+    return os.environ.get("BATON_CLUSTER_KEY_FILE") or None
+
+
+def environment_settings() -> dict[str, str]:
+    """Every BATON_* variable by its name."""
+    return {name: value for name, value in os.environ.items() if name.startswith("BATON_")}
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """NVIDIA GPUs that a process started now would see, in the words of CUDA_VISIBLE_DEVICES."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
+    present = Path("/proc/driver/nvidia/gpus")
+    return tuple(str(index) for index, _ in enumerate(present.iterdir())) if present.is_dir() else ()
+
+
+def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None) -> dict[str, str]:
+    """This process's environment for one that it starts. The operator's own OMP_NUM_THREADS goes first;
+    num_threads 0 leaves it to torch.
+    """
+    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return threads | dict(os.environ) | seen
+
+
+def prepare_ray() -> None:
+    """Ray reads these when it is imported: only who has the token is heard, and nothing is reported home."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def log_level() -> int:

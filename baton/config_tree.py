@@ -6,7 +6,7 @@ unknown key with the nearest known one.
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -43,7 +43,7 @@ def build(struct_type: type[StructT], settings: object, prefix: str = "") -> Str
     for name, value in settings.items():
         key = _join(prefix, name)
         if key not in fields:
-            raise ConfigError(_unknown_key(key, known_keys(struct_type, prefix)))
+            raise ConfigError(unknown_key(key, known_keys(struct_type, prefix)))
         values[fields[key].name] = _value(fields[key].type, value, key)
     for key, field in fields.items():
         if field.required and field.name not in values:
@@ -69,7 +69,8 @@ def _value(expected: Any, value: object, key: str) -> Any:
         raise ConfigError(f"{key}: expected {_describe(expected)}, got {_show(value)}") from None
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
+def unknown_key(key: str, known: list[str]) -> str:
+    """What to say of it."""
     # Leaves are compared alone: a shared prefix would make any two keys of one section look alike.
     leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
     nearest = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
@@ -77,12 +78,58 @@ def _unknown_key(key: str, known: list[str]) -> str:
     return f"unknown configuration key {key!r}; {hint}"
 
 
-def known_keys(struct_type: type[msgspec.Struct], prefix: str) -> list[str]:
+def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
     """Dotted keys of a struct and of those inside it, outermost first."""
     fields = msgspec.structs.fields(struct_type)
     own = [_join(prefix, field.name) for field in fields]
     nested = [known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)]
     return own + [key for keys in nested for key in keys]
+
+
+def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
+    """Dotted key -> field, of every field that is no struct itself."""
+    found = {}
+    for field in msgspec.structs.fields(struct_type):
+        key = _join(prefix, field.name)
+        found.update(leaves(field.type, key) if _is_struct(field.type) else {key: field})
+    return found
+
+
+def flatten(settings: Mapping[str, object], known: Collection[str], prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value of a nested mapping; one that stands at a known leaf is that leaf's value."""
+    flat: dict[str, object] = {}
+    for name, value in settings.items():
+        key = _join(prefix, name)
+        if isinstance(value, Mapping) and key not in known:
+            flat.update(flatten(value, known, key))
+        else:
+            flat[key] = value
+    return flat
+
+
+def nest(flat: Mapping[str, object]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        part = nested
+        for name in path:
+            part = part.setdefault(name, {})
+        part[leaf] = value
+    return nested
+
+
+def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
+    """What the text of an environment variable stands for; other than a string's, a value may be JSON."""
+    if key.endswith("_bytes"):
+        return text
+    try:
+        return msgspec.convert(text, field.type, strict=False)
+    except msgspec.ValidationError:
+        pass
+    try:
+        return msgspec.json.decode(text, type=field.type)
+    except msgspec.MsgspecError:
+        raise ConfigError(f"{key}: expected {_describe(field.type)}, got {text!r}") from None
 
 
 def _is_struct(expected: Any) -> bool:

@@ -5,28 +5,14 @@ not given stay absent, so that defaults and limits live with those structs alone
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final
 
-from baton.cluster.flag_names import SPELLED, StoreSpelled
-from baton.cluster.option_kinds import biases, count, dtype, integers, load_format, stop_string
+from baton.cluster.engine_options import ENGINE_OPTIONS, ENGINE_SWITCHES
+from baton.cluster.flag_names import SPELLED
+from baton.cluster.option_kinds import biases, integers, stop_string
+from baton.cluster.options import Option, Switch, add_to, flags_of, part_of
 from baton.request import SamplingParams
-
-
-class Option(NamedTuple):
-    flags: str  # with spaces between them
-    key: str
-    kind: Callable[[str], object]
-    metavar: str
-    help: str
-
-
-class Switch(NamedTuple):
-    flag: str
-    key: str
-    value: bool
-    help: str
-
 
 DEFAULT_MAX_TOKENS: Final = 256  # that of SamplingParams, as in vLLM, is 16: half a sentence
 
@@ -54,82 +40,11 @@ OPTIONS: Final = (
         "N",
         "with --json: the N likeliest, of the prompt",
     ),
-    Option("--dtype", "engine.dtype", dtype, "NAME", "auto, float32, bfloat16 or float16 (auto)"),
-    Option(
-        "--load-format", "engine.load_format", load_format, "NAME", "auto, or dummy: random weights (auto)"
-    ),
-    Option("--device", "engine.device", str, "NAME", "auto, cpu or cuda (auto)"),
-    Option("--tensor-parallel-size -tp", "engine.tensor_parallel_size", int, "N", "ranks of the model (1)"),
-    Option("--engine-seed", "engine.seed", int, "N", "of dummy weights and of answers without --seed (0)"),
-    Option(
-        "--max-model-len", "engine.max_model_len", count, "N", "tokens of prompt and answer, as 4096 or 4k"
-    ),
-    Option("--max-num-seqs", "engine.scheduler.max_num_seqs", int, "N", "sequences in one step (64)"),
-    Option(
-        "--max-num-batched-tokens",
-        "engine.scheduler.max_num_batched_tokens",
-        count,
-        "N",
-        "tokens computed in one step, prompts in chunks (2048)",
-    ),
-    Option(
-        "--scheduler-policy",
-        "engine.scheduler.policy",
-        str,
-        "NAME",
-        "how requests are batched: continuous, static or dynamic (continuous)",
-    ),
-    Option(
-        "--max-queue-delay-ms",
-        "engine.scheduler.max_queue_delay_ms",
-        float,
-        "X",
-        "milliseconds that a prompt may wait for others to share its step (0)",
-    ),
-    Option(
-        "--preferred-batch-sizes",
-        "engine.scheduler.preferred_batch_sizes",
-        integers,
-        "SIZES",
-        "numbers of waiting prompts, as 4,8, at which the wait ends early",
-    ),
-    Option("--block-size --page-size", "engine.cache.page_size", int, "N", "tokens in one KV page (16)"),
-    Option(
-        "--kv-cache-memory --kv-cache-memory-bytes",
-        "engine.cache.kv_cache_memory_bytes",
-        str,
-        "SIZE",
-        "memory of the KV cache on each rank, as 4GiB (what is free)",
-    ),
-    Option(
-        "--gpu-memory-utilization",
-        "engine.cache.gpu_memory_utilization",
-        float,
-        "X",
-        "share of a GPU's memory to use, weights included (0.9); a CPU ignores it",
-    ),
-    Option(
-        "--host-cache-memory",
-        "engine.cache.host_cache_memory_bytes",
-        str,
-        "SIZE",
-        "host memory that KV pages are swapped to, as 4GiB (0)",
-    ),
+    *ENGINE_OPTIONS,
 )
 SWITCHES: Final = (
     Switch("--ignore-eos", "sampling.ignore_eos", True, "go on past the model's end token"),
-    Switch(
-        "--enable-prefix-caching",
-        "engine.cache.enable_prefix_caching",
-        True,
-        "reuse the KV of known prefixes (the default)",
-    ),
-    Switch(
-        "--no-enable-prefix-caching",
-        "engine.cache.enable_prefix_caching",
-        False,
-        "compute every prompt from its first token",
-    ),
+    *ENGINE_SWITCHES,
 )
 TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json", "--quiet", "--verbose")
 
@@ -137,31 +52,11 @@ TEXT_FLAGS: Final = ("--prompt-file", "--token-ids", "--chat", "--stop", "--json
 def add_options(parser: argparse.ArgumentParser) -> None:
     _add_text_options(parser)
     groups = {name: parser.add_argument_group(name) for name in ("sampling", "engine")}
-    for option in OPTIONS:
-        groups[_part(option.key)].add_argument(
-            *option.flags.split(),
-            dest=option.key,
-            action=StoreSpelled,
-            type=option.kind,
-            metavar=option.metavar,
-            default=argparse.SUPPRESS,
-            help=option.help,
-        )
-    for switch in SWITCHES:
-        groups[_part(switch.key)].add_argument(
-            switch.flag,
-            dest=switch.key,
-            action=StoreSpelled,
-            nargs=0,
-            const=switch.value,
-            default=argparse.SUPPRESS,
-            help=switch.help,
-        )
+    add_to(groups, (*OPTIONS, *SWITCHES))
 
 
 def option_flags() -> list[str]:
-    flags = [flag for option in OPTIONS for flag in option.flags.split()]
-    return [*flags, *(switch.flag for switch in SWITCHES), *TEXT_FLAGS]
+    return [*flags_of((*OPTIONS, *SWITCHES)), *TEXT_FLAGS]
 
 
 def flags_of_settings(arguments: argparse.Namespace) -> dict[str, str]:
@@ -209,9 +104,5 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
 
 def _given(arguments: argparse.Namespace, struct: str) -> Iterator[tuple[str, Any]]:
     for dest, value in vars(arguments).items():
-        if _part(dest) == struct and dest != struct:
+        if part_of(dest) == struct and dest != struct:
             yield dest.removeprefix(f"{struct}."), value
-
-
-def _part(key: str) -> str:
-    return key.partition(".")[0]

@@ -1,0 +1,66 @@
+"""What `baton serve` starts: a whole cluster, from one tree of settings."""
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.config import EngineSettings
+from baton.control import MAX_WORKERS
+from baton.errors import ConfigError
+from baton.router_config import RouterConfig
+from baton.worker_config import TransportChoice
+
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+MAX_GATEWAYS = 64
+
+
+class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workers of one role. What is None here is as `engine` says."""
+
+    num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens
+    ray_resources: dict[str, float] = {}  # that each worker takes, beside its cores or GPUs
+
+    def engine(self, settings: EngineSettings) -> EngineSettings:
+        """What workers of this role make of the settings of all."""
+        cache = settings.cache
+        if self.page_size is not None:
+            cache = msgspec.structs.replace(cache, page_size=self.page_size)
+        size = self.tensor_parallel_size or settings.tensor_parallel_size
+        return msgspec.structs.replace(settings, cache=cache, tensor_parallel_size=size)
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str  # a directory on every machine, or "tiny"
+    served_model_name: str | None = None  # None: the last part of `model`
+    runtime: Literal["ray", "local"] = "ray"
+    ray_address: str | None = None  # of a Ray cluster to join; "auto": the one here; None: a new one
+    host: str = "127.0.0.1"  # where clients are listened to
+    port: Port = 8000  # 0: one that is free
+    gateways: Annotated[int, Meta(ge=1, le=MAX_GATEWAYS)] = 1  # processes behind the one port
+    prefill: WorkersConfig = WorkersConfig()
+    decode: WorkersConfig = WorkersConfig()
+    transport: TransportChoice = "auto"  # of KV pages
+    tenants: str | None = None  # a file of tenants and their keys; None: nobody needs a key
+    cluster_key_file: str | None = None  # None: BATON_CLUSTER_KEY_FILE, or a new key that nobody else has
+    start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    router: RouterConfig = RouterConfig()
+    engine: EngineSettings = EngineSettings()
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError('model: expected "tiny" or a directory, got an empty string')
+        if self.decode.num_workers < 1:
+            raise ConfigError("decode.num_workers: expected 1 or more: every request needs a decode worker")
+        if self.ray_address is not None and self.runtime != "ray":
+            raise ConfigError(f"ray_address: runtime {self.runtime!r} knows no Ray; leave one of them out")
+        self.prefill.engine(self.engine)
+        self.decode.engine(self.engine)
+
+    @property
+    def model_name(self) -> str:
+        """As the API names it."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model

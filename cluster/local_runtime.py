@@ -1,0 +1,126 @@
+"""Processes of this machine: plain subprocesses, which end when this one does."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment
+from baton.config import environment_of_child, visible_gpus
+from baton.control import Address
+from baton.errors import ConfigError, WorkerLost
+
+COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
+LOOPBACK: Final = "127.0.0.1"
+MAX_REPORT_BYTES: Final = 1 << 16
+_REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
+
+
+class LocalProcess:
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._process = process
+        self._report: asyncio.Future[Report] = asyncio.ensure_future(self._read_report())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> Address:
+        match await asyncio.shield(self._report):
+            case Started(address):
+                return address
+            case Failed(reason, is_users_error):
+                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def watch(self) -> str:
+        status = await self._process.wait()
+        if status < 0:
+            return f"ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}" if status else ""
+
+    def stop(self) -> None:
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _read_report(self) -> Report:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if line:
+            return _REPORTS.decode(line)
+        return Failed(f"it {await self.watch() or 'ended'} before it served", is_users_error=False)
+
+
+class LocalRuntime:
+    def __init__(self, key: bytes, *, command: Sequence[str] = COMMAND) -> None:
+        """command: what runs a process that reads an assignment, as process.py does."""
+        self.host = self.worker_host = LOOPBACK
+        self.num_gpus = 0
+        self._gpus: Sequence[str] = ()
+        self._key = key
+        self._command = command
+        self._alive: set[LocalProcess] = set()
+        self._watches: set[asyncio.Task[None]] = set()
+        self._num_threads = 0  # of each rank; 0: as many as torch likes
+        self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
+
+    async def open(self) -> None:
+        self._gpus = visible_gpus()
+        self.num_gpus = len(self._gpus)
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        """Cores are shared out among ranks: those that fight over one stand still. So are GPUs, in turn."""
+        num_ranks = sum(spec.num_ranks for spec in specs)
+        num_cores = len(os.sched_getaffinity(0))
+        self._num_threads = max(1, num_cores // num_ranks) if num_ranks else 0
+        first = 0
+        for spec in specs:
+            if spec.gpus_per_rank and spec.num_ranks > self.num_gpus:
+                raise ConfigError(
+                    f"{spec.name}: {spec.num_ranks} ranks need a GPU each, this machine has {self.num_gpus}: "
+                    "lower tensor_parallel_size, or serve on a Ray cluster"
+                )
+            if spec.gpus_per_rank:
+                turn = [self._gpus[(first + rank) % self.num_gpus] for rank in range(spec.num_ranks)]
+                self._gpus_of[spec.name] = turn
+                first += spec.num_ranks
+
+    async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_REPORT_BYTES,
+            process_group=0,  # Ctrl-C in the terminal is for this process, which then lets them drain
+            env=environment_of_child(
+                num_threads=self._num_threads if spec.num_ranks else 1, gpus=self._gpus_of.get(spec.name)
+            ),
+        )
+        assert process.stdin is not None
+        process.stdin.write(assignment(spec, self._key) + b"\n")  # and never closed: see process.py
+        local = LocalProcess(spec.name, process)
+        self._alive.add(local)
+        watch = asyncio.create_task(self._forget_ended(local))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        return local
+
+    async def close(self) -> None:
+        alive = list(self._alive)
+        for process in alive:
+            process.kill()
+        await asyncio.gather(*(process.watch() for process in alive))
+        await asyncio.gather(*self._watches)
+
+    async def _forget_ended(self, process: LocalProcess) -> None:
+        await process.watch()
+        self._alive.discard(process)

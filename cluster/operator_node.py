@@ -1,0 +1,91 @@
+"""What the command line is to the cluster: it asks the router, and serves nothing.
+
+`async with connected(...) as operator:` keeps a connection to the router, dialled again when it is lost.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from baton.control import Address, AnyMessage, Drain, Hello, Kind, Status, StatusQuery
+from baton.errors import ConfigError, PeerGone, WireError
+from baton.hub import Hub
+from baton.node import Dial, Peer
+
+ANSWER_TIMEOUT_S: Final = 5.0
+
+
+class Operator:
+    """A Node; `status` and `drain` are for whoever runs on its loop."""
+
+    def __init__(self, router: Address, dial: Dial) -> None:
+        self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
+        self._address = router
+        self._dial = dial
+        self._router: Peer | None = None
+        self._is_connected = asyncio.Event()
+        self._answers: list[asyncio.Future[Status]] = []
+
+    async def status(self) -> Status:
+        """PeerGone or TimeoutError when the router does not answer."""
+        router = await self._connection()
+        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        router.send(StatusQuery())
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await answer
+
+    async def drain(self, worker: str) -> None:
+        """ConfigError when there is no worker of that name or id."""
+        known = [entry.worker for entry in (await self.status()).workers]
+        if worker not in {name for entry in known for name in (entry.id, entry.name)}:
+            names = ", ".join(entry.name for entry in known) or "none"
+            raise ConfigError(f"worker: there is no {worker!r}; the cluster's workers are: {names}")
+        (await self._connection()).send(Drain(worker=worker))
+        await self.status()  # answered in order: the router has had the Drain
+
+    async def _connection(self) -> Peer:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await self._is_connected.wait()
+        assert self._router is not None
+        return self._router
+
+    # What the hub calls.
+
+    def joined(self, peer: Peer) -> None:
+        if peer.hello.process is not Kind.ROUTER:
+            raise WireError(f"expected a router, got a {peer.hello.process}", reason="protocol")
+        self._router = peer
+        self._is_connected.set()
+
+    def received(self, peer: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Status) and self._answers:
+            answer = self._answers.pop(0)
+            if not answer.done():
+                answer.set_result(message)
+
+    def left(self, peer: Peer) -> None:
+        self._router = None
+        self._is_connected.clear()
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(PeerGone("the router has closed the connection"))
+
+    def tick(self) -> None:
+        if self._router is None:
+            self._dial(self._address)
+
+
+@asynccontextmanager
+async def connected(router: Address, key: bytes) -> AsyncIterator[Operator]:
+    hub = Hub(key)
+    operator = Operator(router, hub.dial)
+    hub.serve(operator)
+    operator.tick()
+    try:
+        yield operator
+    finally:
+        await hub.close()

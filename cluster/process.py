@@ -1,0 +1,139 @@
+"""One process of the cluster: `python -m baton.cluster.process`, started by a runtime and by nobody else.
+
+1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
+2. It writes one line to its stdout, a Report, once it serves or has failed to.
+3. SIGTERM lets it drain, and end with status 0; a second one ends it at once.
+4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
+
+What the processes do is imported here when it is known which one this is: a router needs no torch.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Report, Started
+from baton.config import log_level
+from baton.errors import BatonError
+from baton.worker_config import Ready, WorkerConfig
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+# Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
+Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+
+ORPHANED: Final = 3  # exit status
+STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
+LOG_FORMAT: Final = "%(levelname)s %(name)s %(message)s"
+
+
+def run(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+    """Serve until `stop` is set; on any thread. Raises BatonError when it cannot."""
+    match given.kind:
+        case "router":
+            _run_router(given, ready, stop)
+        case "gateway":
+            _run_gateway(given, ready, stop)
+        case "worker":
+            _run_worker(given, ready, stop)
+
+
+def _run_router(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+    from baton.router.process import serve_router
+    from baton.router_config import RouterConfig
+
+    config = _config(given, RouterConfig)
+    _run_loop(lambda stopping: serve_router(config, given.key, ready, stopping), stop)
+
+
+def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+    from baton.gateway.process import serve_gateway
+    from baton.gateway_config import GatewayConfig
+
+    config = _config(given, GatewayConfig)
+    _run_loop(lambda stopping: serve_gateway(config, given.key, ready, stopping), stop)
+
+
+def _run_worker(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+    from baton.cluster.worker_process import run_worker
+
+    run_worker(_config(given, WorkerConfig), given.key, ready, stop)
+
+
+def _config(given: Assignment, kind: type[StructT]) -> StructT:
+    return msgspec.json.decode(given.config, type=kind)
+
+
+def _run_loop(serve: Serve, stop: threading.Event) -> None:
+    async def until_stopped() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            stop.wait()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(stopping.set)
+
+        threading.Thread(target=tell, name="stop", daemon=True).start()
+        await serve(stopping)
+
+    try:
+        asyncio.run(until_stopped())
+    finally:
+        stop.set()  # lets the thread go
+
+
+def main() -> int:
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    reports = _take_stdout()
+    logging.basicConfig(level=log_level(), stream=sys.stderr, format=f"{given.name} | {LOG_FORMAT}")
+    stop = threading.Event()
+    _drain_on_sigterm(stop)
+    threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
+    try:
+        run(given, lambda address: _report(reports, Started(address)), stop)
+    except BatonError as error:
+        _report(reports, Failed(str(error), is_users_error=isinstance(error, ValueError)))
+        logging.getLogger(__name__).error("%s", error)
+        return USER_ERROR if isinstance(error, ValueError) else 1
+    except BaseException as error:
+        _report(reports, Failed(f"{type(error).__name__}: {error}", is_users_error=False))
+        raise
+    return 0
+
+
+def _take_stdout() -> BinaryIO:
+    """The reports' own way out: whatever else is printed goes to stderr from here on."""
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return reports
+
+
+def _report(reports: BinaryIO, report: Report) -> None:
+    reports.write(msgspec.json.encode(report) + b"\n")
+    reports.flush()
+
+
+def _drain_on_sigterm(stop: threading.Event) -> None:
+    def drain(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(STOPPED_TWICE)
+        stop.set()
+
+    signal.signal(signal.SIGTERM, drain)
+
+
+def _die_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What a runtime is asked to start, and what a process says of its start: one JSON line each."""
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.control import Address, Name
+
+ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
+
+USER_ERROR: Final = 2  # exit status: the operator must change something, as for the command line
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A process and the place it needs. `config` is its kind's own struct, without any secret."""
+
+    kind: ProcessKind
+    name: Name  # unique in the cluster, and the same after a restart
+    config: msgspec.Struct
+    num_ranks: int = 0  # of a model; each needs a core, or a GPU. 0: it computes nothing, and needs no place
+    gpus_per_rank: float = 0.0  # 0: the ranks compute on the CPU
+    resources: dict[str, float] = {}  # of Ray, beside those
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a process reads before anything else; it holds the cluster's key."""
+
+    kind: ProcessKind
+    name: Name
+    key: Annotated[bytes, Meta(min_length=16, max_length=1024)]
+    config: msgspec.Raw
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The process serves at this address."""
+
+    address: Address
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The process could not start."""
+
+    reason: str
+    is_users_error: bool  # it will fail again unless the operator changes something
+
+
+Report: TypeAlias = Started | Failed
+
+
+def assignment(spec: ProcessSpec, key: bytes) -> bytes:
+    config = msgspec.Raw(msgspec.json.encode(spec.config))
+    return msgspec.json.encode(Assignment(kind=spec.kind, name=spec.name, key=key, config=config))

@@ -1,0 +1,195 @@
+"""Processes as Ray actors: on this machine, where Ray is started for them, or on a cluster that is joined.
+
+1. `open` joins the Ray at an address, or starts one for this machine alone, whose ports are on loopback.
+2. `place` takes room for all workers in one placement group, a bundle each, spread over the nodes. A worker's
+   ranks are in one bundle, so they share a node.
+3. `spawn` puts a worker into its bundle; a router or a gateway runs on this node, where clients expect it.
+   Ray restarts nothing: what ends is started again by its supervisor, in the same bundle.
+4. `close` ends the actors, gives the room back, and leaves Ray, which ends if it was started here.
+"""
+
+import asyncio
+import os
+from typing import Any, Final
+
+import msgspec
+
+from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment
+from baton.config import prepare_ray
+from baton.control import Address
+from baton.errors import ConfigError, WorkerLost
+
+LOOPBACK: Final = "127.0.0.1"
+OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
+PLACE_TIMEOUT_S: Final = 60.0
+_REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
+MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
+
+
+class RayRuntime:
+    def __init__(self, key: bytes, *, address: str | None = None, num_cpus: int = 0) -> None:
+        """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least."""
+        self._key = key
+        self._address = address
+        self._num_cpus = num_cpus
+        self._ray: Any = None  # imported when it is needed: half a second
+        self._actor_class: Any = None
+        self._group: Any = None
+        self._bundles: dict[str, int] = {}
+        self._alive: set[RayActor] = set()
+        self.num_gpus = 0
+        self.host = LOOPBACK
+
+    @property
+    def worker_host(self) -> str:
+        return LOOPBACK if self._is_alone else ""
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._address is None
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._open)
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        workers = [spec for spec in specs if spec.num_ranks]
+        self._bundles = {spec.name: index for index, spec in enumerate(workers)}
+        bundles = [_needs(spec) for spec in workers]
+        self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                await self._group.ready()
+        except TimeoutError:
+            raise ConfigError(
+                f"Ray has no room for the workers: they need {_sum(bundles)}, the cluster has "
+                f"{self._ray.cluster_resources()}, of which {self._ray.available_resources()} are free"
+            ) from None
+
+    async def spawn(self, spec: ProcessSpec) -> "RayActor":
+        actor = self._actor_class.options(name=None, **self._where(spec)).remote(
+            assignment(spec, self._key), is_alone=self._is_alone
+        )
+        process = RayActor(spec.name, actor, self._ray)
+        self._alive.add(process)
+        return process
+
+    async def close(self) -> None:
+        for process in self._alive:
+            process.kill()
+        if self._ray is not None:
+            await asyncio.to_thread(self._close)
+
+    def _open(self) -> None:
+        self._ray = ray = _import_ray()
+        try:
+            if self._address is None:
+                ray.init(
+                    num_cpus=max(self._num_cpus, len(os.sched_getaffinity(0))),
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    configure_logging=False,
+                    _node_ip_address=LOOPBACK,
+                )
+            else:
+                ray.init(address=self._address, configure_logging=False)
+                self.host = ray.util.get_node_ip_address()
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
+            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+        from baton.cluster.ray_process import NUM_THREADS, RayProcess
+
+        self._actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)(
+            RayProcess
+        )
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def _close(self) -> None:
+        if self._ray.is_initialized():
+            if self._group is not None:
+                self._ray.util.remove_placement_group(self._group)
+            self._ray.shutdown()
+
+    def _where(self, spec: ProcessSpec) -> dict[str, Any]:
+        from ray.util import scheduling_strategies
+
+        if spec.num_ranks:
+            needs = _needs(spec)
+            return {
+                "num_cpus": needs.pop("CPU", 0),
+                "num_gpus": needs.pop("GPU", 0),
+                "resources": needs,
+                "scheduling_strategy": scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=self._bundles[spec.name]
+                ),
+            }
+        here = self._ray.get_runtime_context().get_node_id()
+        strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy}
+
+
+class RayActor:
+    """A Process whose calls go to an actor."""
+
+    def __init__(self, name: str, actor: Any, ray: Any) -> None:
+        self.name = name
+        self._actor = actor
+        self._ray = ray
+        self._end = actor.serve.remote()
+
+    async def ready(self) -> Address:
+        try:
+            report = _REPORTS.decode(await self._actor.report.remote())
+        except self._ray.exceptions.RayActorError as error:
+            raise WorkerLost(f"{self.name}: it ended before it served: {_line(error)}") from None
+        match report:
+            case Started(address):
+                return address
+            case Failed(reason, is_users_error):
+                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def watch(self) -> str:
+        try:
+            await self._end
+        except self._ray.exceptions.RayError as error:
+            self.kill()
+            return f"ended: {_line(error)}"
+        self.kill()  # an actor stays when its method has returned
+        return ""
+
+    def stop(self) -> None:
+        self._actor.stop.remote()
+
+    def kill(self) -> None:
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor, no_restart=True)
+
+
+def _import_ray() -> Any:
+    prepare_ray()
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "ray is not installed: pip install 'baton[ray]', or serve with --runtime local"
+        ) from None
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if version < MIN_RAY:
+        raise ConfigError(f"ray {ray.__version__} is too old: {'.'.join(map(str, MIN_RAY))} or newer is safe")
+    return ray
+
+
+def _needs(spec: ProcessSpec) -> dict[str, float]:
+    """What Ray must have for a worker: a core or a GPU for each of its ranks, on one node."""
+    if spec.gpus_per_rank:
+        gpus = spec.num_ranks * spec.gpus_per_rank
+        return {"GPU": gpus, "CPU": 1.0, **spec.resources}
+    return {"CPU": float(spec.num_ranks), **spec.resources}
+
+
+def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for bundle in bundles for name in bundle})
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,48 @@
+"""The seam between what the cluster runs and where: a runtime starts processes, watches and ends them."""
+
+from typing import Protocol
+
+from baton.cluster.process_spec import ProcessSpec
+from baton.control import Address
+
+
+class Process(Protocol):
+    """One life of a process. Its calls may be repeated, and come from one asyncio loop."""
+
+    async def ready(self) -> Address:
+        """Where it serves. ConfigError or WorkerLost: it ended before it did; the message says why."""
+
+    async def watch(self) -> str:
+        """Waits until it is gone, and says how it ended; "" when it was asked to and did."""
+
+    def stop(self) -> None:
+        """Ask it to drain and end."""
+
+    def kill(self) -> None:
+        """End it now, with all that it has started."""
+
+
+class Runtime(Protocol):
+    @property
+    def num_gpus(self) -> int:
+        """That workers could have, once it is open."""
+
+    @property
+    def host(self) -> str:
+        """The address of this machine that the cluster's processes connect to."""
+
+    @property
+    def worker_host(self) -> str:
+        """What workers listen on; "": the address of the machine that each is started on."""
+
+    async def open(self) -> None:
+        """ConfigError when there is nothing to run processes on."""
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        """Have room for all of these, before any is started. ConfigError: there is none, and why."""
+
+    async def spawn(self, spec: ProcessSpec) -> Process:
+        """Start it, and return at once."""
+
+    async def close(self) -> None:
+        """End everything that was started and is still there."""

@@ -1,0 +1,165 @@
+"""`baton serve`, read aloud: start the cluster's processes, keep them alive until told to stop, drain."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from baton.clock import Clock, SystemClock
+from baton.cluster.operator_node import Operator, connected
+from baton.cluster.ports import KeptPort
+from baton.cluster.runtime import Runtime
+from baton.cluster.serve_plan import Site, specs
+from baton.cluster.supervisor import Supervised
+from baton.control import Address, Status
+from baton.errors import PeerGone, WorkerLost
+from baton.serve_config import ServeConfig
+
+ASK_EVERY_S: Final = 0.1
+SAY_EVERY_S: Final = 3.0
+# In this order they are let go: nothing new comes in, then what runs ends, then nobody is left to route.
+STOPPING_ORDER: Final = ("gateway", "worker", "router")
+
+ResultT = TypeVar("ResultT")
+Say: TypeAlias = Callable[[str], None]
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster that answers."""
+
+    host: str
+    port: int  # of the API
+    router: Address
+
+
+class Cluster:
+    """The processes of one `serve`, and what is known of them."""
+
+    def __init__(self, config: ServeConfig, runtime: Runtime, key: bytes, say: Say) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._key = key
+        self._say = say
+        self._clock: Clock = SystemClock()
+        self._processes: list[Supervised] = []
+        self._keeping: list[asyncio.Task[None]] = []
+        self._resources = AsyncExitStack()
+
+    async def start(self) -> Serving:
+        """Returns when a request would be answered. ConfigError or WorkerLost: why none would be."""
+        site = await self._find_site()
+        planned = specs(self._config, site)
+        await self._runtime.place(planned)
+        self._processes = [Supervised(spec, self._runtime, self._clock) for spec in planned]
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._start_all()
+                operator = await self._resources.enter_async_context(connected(site.router, self._key))
+                await self._until_all_have_met(operator)
+        except TimeoutError:
+            raise WorkerLost(
+                f"after {self._config.start_timeout_s:.0f} s the cluster still waits for {self._missing()}"
+            ) from None
+        self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
+        return Serving(host=self._config.host, port=site.port, router=site.router)
+
+    async def drain(self) -> None:
+        for kind in STOPPING_ORDER:
+            of_kind = [process for process in self._processes if process.spec.kind == kind]
+            await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
+
+    async def close(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await self._resources.aclose()
+        await self._runtime.close()
+
+    async def _find_site(self) -> Site:
+        config = self._config
+        port = self._resources.enter_context(KeptPort(config.host, config.port, socket.SO_REUSEPORT))
+        await self._runtime.open()
+        host = self._runtime.host
+        router = self._resources.enter_context(KeptPort(host, config.router.port, socket.SO_REUSEADDR))
+        return Site(
+            router=Address(host, router.number),
+            host=self._runtime.worker_host,
+            port=port.number,
+            num_gpus=self._runtime.num_gpus,
+        )
+
+    async def _start_all(self) -> None:
+        """Together, so that the others start while the workers load the model."""
+        saying = asyncio.create_task(self._say_what_is_missing())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for process in self._processes:
+                    group.create_task(process.start())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # the others are of those that were let go with it
+        finally:
+            saying.cancel()
+
+    async def _until_all_have_met(self, operator: Operator) -> None:
+        while not self._has_met(await _status(operator)):
+            await asyncio.sleep(ASK_EVERY_S)
+
+    def _has_met(self, status: Status | None) -> bool:
+        num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
+        if status is None or len(status.workers) < num_workers:
+            return False
+        return status.num_gateways >= self._config.gateways
+
+    async def _say_what_is_missing(self) -> None:
+        while True:
+            await asyncio.sleep(SAY_EVERY_S)
+            self._say(f"waiting for {self._missing()}")
+
+    def _missing(self) -> str:
+        names = [process.name for process in self._processes if not process.is_ready]
+        return ", ".join(names) or "the processes to find each other"
+
+
+async def _status(operator: Operator) -> Status | None:
+    try:
+        return await operator.status()
+    except (PeerGone, TimeoutError):
+        return None
+
+
+async def serve(
+    config: ServeConfig,
+    runtime: Runtime,
+    key: bytes,
+    *,
+    stop: asyncio.Event,
+    say: Say,
+    on_ready: Callable[[Serving], None],
+) -> None:
+    """Serve until `stop` is set. ConfigError or WorkerLost: the cluster did not come up."""
+    cluster = Cluster(config, runtime, key, say)
+    try:
+        serving = await _unless(stop, cluster.start())
+        if serving is None:
+            return
+        on_ready(serving)
+        await stop.wait()
+        say("draining: what runs may end; interrupt once more to stop at once")
+        await cluster.drain()
+    finally:
+        await cluster.close()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
+    """What `work` returns, or None when `stop` is set before."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

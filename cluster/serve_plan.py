@@ -1,0 +1,104 @@
+"""Which processes a cluster consists of, and what each is told: pure decisions."""
+
+import math
+
+import msgspec
+
+from baton.cluster.process_spec import ProcessSpec
+from baton.config import EngineConfig, EngineSettings
+from baton.control import Address, WorkerRole
+from baton.gateway_config import GatewayConfig
+from baton.serve_config import ServeConfig, WorkersConfig
+from baton.worker_config import WorkerConfig
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a cluster is put."""
+
+    router: Address  # where it will listen
+    host: str  # that workers listen on; "": the address of the machine that each runs on
+    port: int  # that clients connect to
+    num_gpus: int  # for all workers together
+
+
+def specs(config: ServeConfig, site: Site) -> list[ProcessSpec]:
+    """Router, workers, gateways. Workers are many seconds in starting, so they should be started first."""
+    gpus_per_rank = _gpus_per_rank(config, site.num_gpus)
+    workers = [
+        _worker(config, site, role, index, gpus_per_rank)
+        for role, of_role in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
+        for index in range(of_role.num_workers)
+    ]
+    return [*workers, _router(config, site), *(_gateway(config, site, i) for i in range(config.gateways))]
+
+
+def _of_role(config: ServeConfig, role: WorkerRole) -> WorkersConfig:
+    return config.prefill if role is WorkerRole.PREFILL else config.decode
+
+
+def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
+    """0 on CPUs; less than 1 where ranks must share a GPU."""
+    if config.engine.device == "cpu" or (config.engine.device == "auto" and not num_gpus):
+        return 0.0
+    num_ranks = sum(
+        _of_role(config, role).num_workers * _of_role(config, role).engine(config.engine).tensor_parallel_size
+        for role in WorkerRole
+    )
+    return 1.0 if num_ranks <= num_gpus else 1 / math.ceil(num_ranks / max(1, num_gpus))
+
+
+def _worker(
+    config: ServeConfig, site: Site, role: WorkerRole, index: int, gpus_per_rank: float
+) -> ProcessSpec:
+    of_role = _of_role(config, role)
+    settings = _share_of_gpu(of_role.engine(config.engine), gpus_per_rank)
+    name = f"{role}-{index}"
+    return ProcessSpec(
+        kind="worker",
+        name=name,
+        num_ranks=settings.tensor_parallel_size,
+        gpus_per_rank=gpus_per_rank,
+        resources=of_role.ray_resources,
+        config=WorkerConfig(
+            role=role,
+            name=name,
+            model_name=config.model_name,
+            engine=EngineConfig(model=config.model, **msgspec.structs.asdict(settings)),
+            router=site.router,
+            host=site.host,
+            transport=config.transport,
+            local_prefill_tokens=config.router.local_prefill_tokens,
+            drain_timeout_s=config.drain_timeout_s,
+        ),
+    )
+
+
+def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSettings:
+    """`gpu_memory_utilization` is of the whole GPU: ranks that share one share that."""
+    if not 0 < gpus_per_rank < 1:
+        return settings
+    share = settings.cache.gpu_memory_utilization * gpus_per_rank
+    cache = msgspec.structs.replace(settings.cache, gpu_memory_utilization=share)
+    return msgspec.structs.replace(settings, cache=cache)
+
+
+def _router(config: ServeConfig, site: Site) -> ProcessSpec:
+    settings = msgspec.structs.replace(config.router, host=site.router.host, port=site.router.port)
+    return ProcessSpec(kind="router", name="router", config=settings)
+
+
+def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
+    return ProcessSpec(
+        kind="gateway",
+        name=f"gateway-{index}",
+        config=GatewayConfig(
+            model=config.model,
+            served_model_name=config.model_name,
+            router=site.router,
+            host=config.host,
+            port=site.port,
+            shares_port=True,
+            tenants_file=config.tenants,
+            drain_timeout_s=config.drain_timeout_s,
+        ),
+    )
