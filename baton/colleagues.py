@@ -107,5 +107,9 @@ class Colleagues:
             return
         unsent, self._unsent = self._unsent, {}
         for gateway, events in unsent.items():
-            for first in range(0, len(events), EVENTS_PER_MESSAGE):
-                self.tell(gateway, Tokens(events=tuple(events[first : first + EVENTS_PER_MESSAGE])))
+            large = [event for event in events if event.prompt_logprobs is not None]
+            for event in large:
+                self.tell(gateway, Tokens(events=(event,)))
+            small = [event for event in events if event.prompt_logprobs is None] if large else events
+            for first in range(0, len(small), EVENTS_PER_MESSAGE):
+                self.tell(gateway, Tokens(events=tuple(small[first : first + EVENTS_PER_MESSAGE])))

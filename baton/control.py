@@ -334,6 +334,14 @@ def encode(message: AnyMessage) -> bytes:
     return body
 
 
+TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer, or for a shorter prompt's"
+
+
+def fits(event: TokenEvent) -> bool:
+    """Whether a message can carry it; only the log probabilities of a long prompt may be too many."""
+    return event.prompt_logprobs is None or len(_ENCODER.encode(Tokens(events=(event,)))) <= MAX_BODY_BYTES
+
+
 def decode(body: bytes) -> AnyMessage:
     """WireError for anything that is no message, or has a value out of its bounds."""
     try:

@@ -34,9 +34,15 @@ class Admission:
         """It waits no longer, for whatever reason."""
         self._waiting = [entry for entry in self._waiting if entry[1] is not attempt]
 
+    def may_have_room(self, attempt: Attempt) -> bool:
+        """Whether what it found no room for when it was last tried would fit now; True before that."""
+        num_pages = attempt.num_wanted_pages
+        return not num_pages or num_pages + self._num_promised_pages <= self._engine.num_available_pages
+
     def promise(self, attempt: Attempt, num_pages: int) -> bool:
         """Whether the pages will be there when the prefill worker asks for them."""
-        if num_pages + self._num_promised_pages > self._engine.num_available_pages:
+        attempt.num_wanted_pages = num_pages
+        if not self.may_have_room(attempt):
             return False
         self._num_promised_pages += num_pages
         attempt.num_promised_pages = num_pages

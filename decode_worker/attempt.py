@@ -32,6 +32,7 @@ class Attempt:
     stage: Stage = Stage.WAITING
     transfer: bytes = b""  # while its pages are under way
     filled: FilledPages | None = None  # leading pages that it owns before the engine has it
+    num_wanted_pages: int = 0  # that there was no room for
     num_promised_pages: int = 0  # that the prefill worker has yet to ask for
     first: TokenEvent | None = None
 

@@ -13,15 +13,14 @@ All calls come from one thread, and nothing here waits. `step` is the loop's bod
 """
 
 import logging
-import secrets
-from collections import Counter, OrderedDict
-from typing import Final
+from collections import Counter
 
 import msgspec
 
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
 from baton.control import (
+    TOO_LARGE,
     AnyMessage,
     AttemptFailed,
     Cancel,
@@ -32,25 +31,21 @@ from baton.control import (
     Kind,
     Load,
     Members,
-    Prefill,
     Prefilled,
     PrefillFailed,
     TokenEvent,
+    fits,
 )
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.attempt import Attempt, Stage
+from baton.decode_worker.early_cancels import EarlyCancels
+from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.engine.replica import Replica
-from baton.engine.sequence import FilledPages
 from baton.errors import InvalidRequest, ProtocolError
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
 from baton.request import FinishReason, StepOutput
-
-TRANSFER_BYTES: Final = 16
-MAX_EARLY_CANCELS: Final = 4096  # remembered: of attempts that have ended, mostly
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +72,10 @@ class DecodeWorker:
         self._beats = beats
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
+        self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
         self._by_engine_id: dict[str, Attempt] = {}  # those that are RUNNING
-        self._transfers: dict[bytes, Attempt] = {}  # until the endpoint says that they have ended
-        self._early_cancels: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._early_cancels = EarlyCancels()
         self._num_tokens = 0
 
     @property
@@ -96,12 +91,13 @@ class DecodeWorker:
         return tuple((attempt.request_id, attempt.number) for attempt in self._attempts.values())
 
     def load(self) -> Load:
+        load = load_of(self._engine.stats())
         return msgspec.structs.replace(
-            load_of(self._engine.stats()),
-            num_waiting=self._engine.stats().num_waiting + len(self._admission),
+            load,
+            num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
             num_tokens=self._num_tokens,
-            counters=dict(self.counters),
+            counters={**self._endpoint.counts(), **self.counters},
         )
 
     def drain(self) -> None:
@@ -113,8 +109,11 @@ class DecodeWorker:
 
     def step(self) -> None:
         """Do what can be done now."""
-        for ended in self._endpoint.poll():
-            self._transfer_ended(ended)
+        for attempt, reason in self._prompts.poll():
+            if reason is None:
+                self._join_if_complete(attempt)
+            else:
+                self._recompute(attempt, reason)
         self._admit()
         if self._engine.has_work():
             for output in self._engine.step():
@@ -185,7 +184,7 @@ class DecodeWorker:
                 return  # it has been overtaken on the way
             self._let_go(older)
         attempt = Attempt.of(dispatch)
-        if (attempt.request_id, attempt.number) in self._early_cancels:
+        if self._early_cancels.has(attempt.request):
             return
         if self.is_draining:
             self._refuse(attempt, Failure.BUSY, "the worker is about to end")
@@ -204,10 +203,15 @@ class DecodeWorker:
 
     def _begin(self, attempt: Attempt) -> bool:
         """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
-        prefill = self._colleagues.members.get(attempt.prefill)
-        if prefill is None or self._colleagues.peer(attempt.prefill) is None:
+        if not attempt.prefill:
             self._run_here(attempt)
             return True
+        prefill = self._colleagues.members.get(attempt.prefill)
+        if prefill is None or self._colleagues.peer(attempt.prefill) is None:
+            self._fail(attempt, Failure.BUSY, "its prefill worker is gone")
+            return True
+        if not self._admission.may_have_room(attempt):
+            return False
         claim = self._engine.claim_prefix(
             attempt.token_ids,
             attempt.request.cache_salt,
@@ -222,39 +226,23 @@ class DecodeWorker:
             if is_short:
                 self._run_here(attempt)
             return is_short
-        self._prefill_elsewhere(attempt, claim)
+        self._prompts.ask(attempt, claim)
         return True
-
-    def _prefill_elsewhere(self, attempt: Attempt, claim: FilledPages) -> None:
-        attempt.filled = claim
-        attempt.stage, attempt.transfer = Stage.PREFILLING, secrets.token_bytes(TRANSFER_BYTES)
-        self._transfers[attempt.transfer] = attempt
-        prefill = Prefill(
-            request=attempt.request,
-            gateway=attempt.gateway,
-            transfer=attempt.transfer,
-            num_held_tokens=claim.num_tokens,
-        )
-        self._colleagues.tell(attempt.prefill, prefill)
 
     def admit(self, reserve: Reserve, num_pages: int) -> str | None:
         """Who adopts the pages of this reservation; None: nobody here has asked for them, or no room."""
-        attempt = self._transfers.get(reserve.transfer)
-        if attempt is None or attempt.num_promised_pages != num_pages:
-            return None
-        self._admission.end_promise(attempt)
-        return attempt.engine_id if self._engine.make_room(num_pages) else None
+        return self._prompts.admit(reserve, num_pages)
 
     # Its prompt comes.
 
     def _prefilled(self, attempt: Attempt | None, event: TokenEvent) -> None:
         if attempt is None:
             return
+        attempt.first = event
         if event.finish_reason is not None or event.token_id is None:
             self._let_go(attempt)
-            return
-        attempt.first = event
-        self._join_if_complete(attempt)
+        else:
+            self._join_if_complete(attempt)
 
     def _prefill_failed(self, attempt: Attempt | None, failed: PrefillFailed) -> None:
         if attempt is None:
@@ -263,27 +251,6 @@ class DecodeWorker:
             self._fail(attempt, failed.failure, failed.reason, worker=attempt.prefill)
         else:
             self._recompute(attempt, failed.reason)
-
-    def _transfer_ended(self, ended: Ended) -> None:
-        attempt = self._transfers.pop(ended.transfer, None)
-        if attempt is None:
-            return
-        is_wanted = attempt.transfer == ended.transfer
-        if ended.outcome is Outcome.ADOPTED:
-            self._pages_came(attempt, ended.pages, is_wanted=is_wanted)
-        elif is_wanted:
-            attempt.transfer = b""
-            self._recompute(attempt, ended.reason)
-
-    def _pages_came(self, attempt: Attempt, pages: tuple[int, ...], *, is_wanted: bool) -> None:
-        num_tokens, owner = len(attempt.token_ids), attempt.engine_id
-        if not is_wanted:
-            self._engine.release(FilledPages(pages, num_tokens, owner))
-            return
-        assert attempt.filled is not None, "an attempt with a transfer has claimed a prefix before"
-        attempt.transfer = b""
-        attempt.filled = FilledPages(attempt.filled.pages + pages, num_tokens, owner)
-        self._join_if_complete(attempt)
 
     def _join_if_complete(self, attempt: Attempt) -> None:
         if attempt.is_complete:
@@ -296,7 +263,7 @@ class DecodeWorker:
         logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
         self.counters["recomputed_prefills"] += 1
         self._colleagues.tell(attempt.prefill, Cancel(request_id=attempt.request_id, attempt=attempt.number))
-        self._drop_prefill(attempt)
+        self._prompts.drop(attempt)
         self._run_here(attempt)
 
     def _run_here(self, attempt: Attempt) -> None:
@@ -318,17 +285,19 @@ class DecodeWorker:
         if output.finish_reason is FinishReason.ERROR:
             self._fail(attempt, Failure.ERROR, "the model's output for it could not be sampled")
             return
+        event = TokenEvent.of(attempt.request, output, output.finish_reason)
+        if not fits(event):
+            self._fail(attempt, Failure.INVALID, TOO_LARGE)
+            return
         self._num_tokens += output.token_id is not None
-        self._colleagues.emit(attempt.gateway, TokenEvent.of(attempt.request, output, output.finish_reason))
+        self._colleagues.emit(attempt.gateway, event)
         if output.finish_reason is not None:
             self._forget(attempt)
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         attempt = self._attempts.get(cancel.request_id)
         if attempt is None or attempt.number < cancel.attempt:  # it has overtaken the Dispatch
-            self._early_cancels[cancel.request_id, cancel.attempt] = None
-            if len(self._early_cancels) > MAX_EARLY_CANCELS:
-                self._early_cancels.popitem(last=False)
+            self._early_cancels.add(cancel)
         elif attempt.number == cancel.attempt and attempt.gateway == peer.hello.id:
             self._let_go(attempt)
 
@@ -354,21 +323,11 @@ class DecodeWorker:
             case Stage.PREFILLING:
                 cancel = Cancel(request_id=attempt.request_id, attempt=attempt.number)
                 self._colleagues.tell(attempt.prefill, cancel)
-                self._drop_prefill(attempt)
+                self._prompts.drop(attempt)
             case Stage.RUNNING:
                 self._engine.abort(attempt.engine_id)
         self._forget(attempt)
 
-    def _drop_prefill(self, attempt: Attempt) -> None:
-        transfer, attempt.transfer = attempt.transfer, b""
-        if transfer:
-            self._endpoint.abort(transfer, "not wanted any more")
-        self._admission.end_promise(attempt)
-        filled, attempt.filled = attempt.filled, None
-        if filled is not None:
-            self._engine.release(filled)
-
     def _forget(self, attempt: Attempt) -> None:
         self._by_engine_id.pop(attempt.engine_id, None)
         del self._attempts[attempt.request_id]
-

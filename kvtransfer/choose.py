@@ -81,6 +81,13 @@ class TransportCounters:
         self.num_fallbacks = 0  # pairs that did not get their first choice
         self.num_recomputes = 0  # pairs that got none
 
+    def by_name(self) -> dict[str, int]:
+        """Those that are not zero, as "opened_shm"."""
+        counts = {f"opened_{name}": number for name, number in self.num_opened.items()}
+        counts |= {f"failed_{name}": number for name, number in self.num_failed.items()}
+        counts |= {"fallbacks": self.num_fallbacks, "recomputes": self.num_recomputes}
+        return {name: number for name, number in counts.items() if number}
+
     def opened(self, name: TransportName, num_before: int) -> None:
         with self._lock:
             self.num_opened[name] += 1

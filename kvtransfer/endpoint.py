@@ -107,6 +107,13 @@ class KvEndpoint:
     def counters(self) -> TransportCounters:
         return self._peers.counters
 
+    def counts(self) -> dict[str, int]:
+        """What went wrong or well since the start, by name: for metrics."""
+        return {
+            **self.counters.by_name(),
+            **{f"dropped_{why}": n for why, n in self.dropped.counts().items()},
+        }
+
     # What the owner asks for.
 
     def link(self, address: tuple[str, int]) -> Link:

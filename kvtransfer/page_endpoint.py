@@ -1,4 +1,4 @@
-"""What the loops of workers ask of an endpoint; `KvEndpoint` documents it, the simulator has one of its own."""
+"""What the loops of workers ask of an endpoint; `KvEndpoint` documents it, the simulator has its own."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,6 +11,9 @@ class PageEndpoint(Protocol):
     @property
     def num_open(self) -> int: ...
 
+    def counts(self) -> dict[str, int]:
+        """What went wrong or well since the start, by name."""
+
     def start(
         self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None
     ) -> bytes: ...
@@ -20,6 +23,6 @@ class PageEndpoint(Protocol):
     def abort(self, transfer: bytes, reason: str) -> None: ...
 
     def take_granted(self) -> list[bytes]:
-        """Transfers to which pages have been granted since the last call."""
+        """Transfers that have been granted pages since the last call."""
 
     def poll(self) -> list[Ended]: ...

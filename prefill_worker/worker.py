@@ -11,7 +11,6 @@ All calls come from one thread, and nothing here waits. `step` is the loop's bod
 """
 
 import logging
-from collections import Counter
 from typing import Final
 
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
 from baton.control import (
+    TOO_LARGE,
     AnyMessage,
     Cancel,
     Drain,
@@ -32,6 +32,7 @@ from baton.control import (
     PrefillFailed,
     TokenEvent,
     WorkerRole,
+    fits,
 )
 from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
@@ -56,7 +57,6 @@ class PrefillWorker:
         beats: Beats,
         links: KvLinks,
     ) -> None:
-        self.counters: Counter[str] = Counter()
         self.is_draining = False
         self._engine = engine
         self._endpoint = endpoint
@@ -65,7 +65,7 @@ class PrefillWorker:
         self._links = links
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
-        self._num_tokens = 0
+        self._num_tokens = self._kv_bytes = 0
 
     @property
     def hello(self) -> Hello:
@@ -86,7 +86,8 @@ class PrefillWorker:
             load_of(self._engine.stats()),
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
-            counters=dict(self.counters),
+            kv_bytes=self._kv_bytes,
+            counters=self._endpoint.counts(),
         )
 
     def drain(self) -> None:
@@ -98,10 +99,10 @@ class PrefillWorker:
 
     def step(self) -> None:
         """Do what can be done now."""
-        for transfer in self._endpoint.take_granted():
-            self._compute(transfer)
         for ended in self._endpoint.poll():
             self._transfer_ended(ended)
+        for transfer in self._endpoint.take_granted():
+            self._compute(transfer)
         if self._engine.has_work():
             for output in self._engine.step():
                 self._hand_off(output)
@@ -182,9 +183,13 @@ class PrefillWorker:
         departure = self._departures.get(transfer)
         if departure is None or departure.stage is not Stage.ASKING:
             return
+        try:
+            (departure.progress,) = self._engine.add(departure.engine_request, keeps_pages=True)
+        except InvalidRequest as error:  # it may well fit the decode worker
+            self._fail(departure, Failure.BUSY, str(error))
+            return
         departure.stage = Stage.COMPUTING
         self._by_engine_id[departure.engine_id] = departure
-        (departure.progress,) = self._engine.add(departure.engine_request, keeps_pages=True)
 
     # It leaves.
 
@@ -205,6 +210,9 @@ class PrefillWorker:
             return
         reason = departure.finish_reason(output.finish_reason, self._engine.max_model_len)
         event = TokenEvent.of(departure.request, output, reason)
+        if not fits(event):
+            self._fail(departure, Failure.INVALID, TOO_LARGE)
+            return
         self._num_tokens += output.token_id is not None
         self._colleagues.emit(departure.prefill.gateway, event)
         self._colleagues.tell(departure.decode, Prefilled(event=event))
@@ -219,6 +227,8 @@ class PrefillWorker:
         departure = self._departures.pop(ended.transfer, None)
         if departure is None:
             return
+        if ended.times is not None:
+            self._kv_bytes += ended.times.num_bytes
         if departure.stage is not Stage.LEAVING:
             self._let_engine_go(departure)
             self._refuse(departure.decode, departure.prefill, Failure.BUSY, ended.reason)
@@ -247,4 +257,3 @@ class PrefillWorker:
             return
         if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept
             self._engine.release_kept(departure.engine_id)
-
