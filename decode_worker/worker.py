@@ -20,7 +20,6 @@ import msgspec
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
 from baton.control import (
-    TOO_LARGE,
     AnyMessage,
     AttemptFailed,
     Cancel,
@@ -34,9 +33,9 @@ from baton.control import (
     Prefilled,
     PrefillFailed,
     TokenEvent,
-    fits,
 )
 from baton.decode_worker.admission import Admission
+from baton.decode_worker.answers import Answers
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.decode_worker.early_cancels import EarlyCancels
 from baton.decode_worker.remote_prompts import RemotePrompts
@@ -45,7 +44,6 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
-from baton.request import FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +71,9 @@ class DecodeWorker:
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
         self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission)
+        self._answers = Answers(engine, colleagues)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
-        self._by_engine_id: dict[str, Attempt] = {}  # those that are RUNNING
         self._early_cancels = EarlyCancels()
-        self._num_tokens = 0
 
     @property
     def hello(self) -> Hello:
@@ -96,7 +93,7 @@ class DecodeWorker:
             load,
             num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
-            num_tokens=self._num_tokens,
+            num_tokens=self._answers.num_tokens,
             counters={**self._endpoint.counts(), **self.counters},
         )
 
@@ -110,14 +107,16 @@ class DecodeWorker:
     def step(self) -> None:
         """Do what can be done now."""
         for attempt, reason in self._prompts.poll():
-            if reason is None:
-                self._join_if_complete(attempt)
-            else:
+            if reason is not None:
                 self._recompute(attempt, reason)
+            elif attempt.is_complete:
+                self._answer(attempt)
         self._admit()
-        if self._engine.has_work():
-            for output in self._engine.step():
-                self._emit(output)
+        for attempt, failure, reason in self._answers.step():
+            if failure is None:
+                self._let_go(attempt)
+            else:
+                self._fail(attempt, failure, reason)
         self._colleagues.flush()
 
     # Colleagues.
@@ -204,7 +203,7 @@ class DecodeWorker:
     def _begin(self, attempt: Attempt) -> bool:
         """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
         if not attempt.prefill:
-            self._run_here(attempt)
+            self._answer(attempt)
             return True
         prefill = self._colleagues.members.get(attempt.prefill)
         if prefill is None or self._colleagues.peer(attempt.prefill) is None:
@@ -224,7 +223,7 @@ class DecodeWorker:
         if is_short or not self._admission.promise(attempt, num_pages):
             self._engine.release(claim)
             if is_short:
-                self._run_here(attempt)
+                self._answer(attempt)
             return is_short
         self._prompts.ask(attempt, claim)
         return True
@@ -239,10 +238,10 @@ class DecodeWorker:
         if attempt is None:
             return
         attempt.first = event
-        if event.finish_reason is not None or event.token_id is None:
+        if event.finish_reason is not None:
             self._let_go(attempt)
-        else:
-            self._join_if_complete(attempt)
+        elif attempt.is_complete:
+            self._answer(attempt)
 
     def _prefill_failed(self, attempt: Attempt | None, failed: PrefillFailed) -> None:
         if attempt is None:
@@ -252,47 +251,22 @@ class DecodeWorker:
         else:
             self._recompute(attempt, failed.reason)
 
-    def _join_if_complete(self, attempt: Attempt) -> None:
-        if attempt.is_complete:
-            filled, attempt.filled = attempt.filled, None
-            self._engine.add(attempt.engine_request, filled)
-            self._runs(attempt)
-
     def _recompute(self, attempt: Attempt, reason: str) -> None:
         """The pages do not come, and their worker lives: compute here what they would have held."""
         logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
         self.counters["recomputed_prefills"] += 1
         self._colleagues.tell(attempt.prefill, Cancel(request_id=attempt.request_id, attempt=attempt.number))
         self._prompts.drop(attempt)
-        self._run_here(attempt)
+        self._answer(attempt)
 
-    def _run_here(self, attempt: Attempt) -> None:
+    def _answer(self, attempt: Attempt) -> None:
+        """Go on here, with whatever KV it has."""
         try:
-            self._engine.add(attempt.engine_request)
+            self._answers.begin(attempt)
         except InvalidRequest as error:
             self._fail(attempt, Failure.INVALID, str(error))
-            return
-        self._runs(attempt)
-
-    def _runs(self, attempt: Attempt) -> None:
-        attempt.stage = Stage.RUNNING
-        self._by_engine_id[attempt.engine_id] = attempt
 
     # It is answered, or it ends otherwise.
-
-    def _emit(self, output: StepOutput) -> None:
-        attempt = self._by_engine_id[output.request_id]
-        if output.finish_reason is FinishReason.ERROR:
-            self._fail(attempt, Failure.ERROR, "the model's output for it could not be sampled")
-            return
-        event = TokenEvent.of(attempt.request, output, output.finish_reason)
-        if not fits(event):
-            self._fail(attempt, Failure.INVALID, TOO_LARGE)
-            return
-        self._num_tokens += output.token_id is not None
-        self._colleagues.emit(attempt.gateway, event)
-        if output.finish_reason is not None:
-            self._forget(attempt)
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         attempt = self._attempts.get(cancel.request_id)
@@ -325,9 +299,5 @@ class DecodeWorker:
                 self._colleagues.tell(attempt.prefill, cancel)
                 self._prompts.drop(attempt)
             case Stage.RUNNING:
-                self._engine.abort(attempt.engine_id)
-        self._forget(attempt)
-
-    def _forget(self, attempt: Attempt) -> None:
-        self._by_engine_id.pop(attempt.engine_id, None)
+                self._answers.abort(attempt)
         del self._attempts[attempt.request_id]
