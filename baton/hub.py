@@ -18,7 +18,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
 from baton.control import PROTOCOL, Address, AnyMessage, Hello, decode, encode
@@ -167,7 +167,7 @@ class HubLink(asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class, but by its methods
         self._transport = transport
         self._hub.opened(self)
         sock: socket.socket = transport.get_extra_info("socket")
