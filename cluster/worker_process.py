@@ -10,11 +10,12 @@ An error that is no request's own ends the process, and with it all it held: its
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -32,7 +33,6 @@ from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
-from baton.node import Node
 from baton.node_thread import NodeThread
 from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.worker import PrefillWorker
@@ -43,35 +43,78 @@ IDLE_S: Final = 0.25  # at most this long until the next look at what time alone
 logger = logging.getLogger(__name__)
 
 
-class WorkerNode(Node, Protocol):
-    """What both kinds of workers are to their process."""
-
-    def step(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    @property
-    def is_idle(self) -> bool: ...
-
-
 def run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.Event) -> None:
     """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
-    with contextlib.ExitStack() as ends:
-        shared = SharedPool()
-        ends.callback(shared.close)
-        engine = ends.enter_context(contextlib.closing(_load(config, shared)))
-        admission = _Admission()
-        endpoint = _open_endpoint(config, key, engine, shared, admission)
-        ends.callback(endpoint.close)
-        thread = NodeThread(key, endpoint.post)
-        ends.callback(thread.close)
-        address = thread.listen(config.host, config.port)
-        node = _make_node(config, engine, endpoint, _hello(config, engine, endpoint, address), thread)
-        if isinstance(node, DecodeWorker):
-            admission.decide = node.admit
-        thread.serve(node)
-        ready(address)
-        _loop(node, engine, endpoint, stop, config.drain_timeout_s)
+    with contextlib.closing(HostedWorker(config, key)) as worker:
+        ready(worker.address)
+        worker.serve(stop)
+
+
+class HostedWorker:
+    """A worker with all that it needs; one thread makes it, serves and closes it."""
+
+    def __init__(self, config: WorkerConfig, key: bytes) -> None:
+        self._config = config
+        with contextlib.ExitStack() as ends:
+            shared = SharedPool()
+            ends.callback(shared.close)
+            self.engine = ends.enter_context(contextlib.closing(_load(config, shared)))
+            admission = _Admission()
+            self.endpoint = _open_endpoint(config, key, self.engine, shared, admission)
+            ends.callback(self.endpoint.close)
+            thread = NodeThread(key, self.endpoint.post)
+            ends.callback(thread.close)
+            self.address = thread.listen(config.host, config.port)
+            self.node = self._make_node(thread)
+            if isinstance(self.node, DecodeWorker):
+                admission.decide = self.node.admit
+            thread.serve(self.node)
+            self._ends = ends.pop_all()
+
+    def serve(self, stop: threading.Event) -> None:
+        """Until `stop` is set and everything is done, or the time for that is over."""
+        node, engine, clock = self.node, self.engine, SystemClock()
+        until_s = math.inf
+        while not (stop.is_set() and (node.is_idle or clock.now_s() >= until_s)):
+            node.step()
+            if stop.is_set() and until_s == math.inf:
+                node.drain()
+                until_s = clock.now_s() + self._config.drain_timeout_s
+            if not engine.has_work():
+                self.endpoint.wait(IDLE_S)
+            elif engine.wait_s is not None:
+                self.endpoint.wait(min(engine.wait_s, IDLE_S))
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
+        config, engine, endpoint = self._config, self.engine, self.endpoint
+        wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
+        colleagues = Colleagues(self._hello(), config.router, thread.dial, wanted)
+        beats = Beats(colleagues, SystemClock())
+        if config.role is WorkerRole.PREFILL:
+            return PrefillWorker(engine, endpoint, colleagues, beats, KvLinks(partial(_connect, endpoint)))
+        num_local = config.local_prefill_tokens
+        return DecodeWorker(engine, endpoint, colleagues, beats, local_prefill_tokens=num_local)
+
+    def _hello(self) -> Hello:
+        config, engine = self._config, self.engine
+        worker = Worker(
+            id=secrets.token_hex(16),
+            name=config.name,
+            role=config.role,
+            model=config.model_name,
+            fingerprint=engine.fingerprint,
+            address=self.address,
+            kv_address=Address(*self.endpoint.address),
+            page_size=engine.pages.page_size,
+            num_pages=engine.pages.num_pages,
+            max_num_seqs=config.engine.scheduler.max_num_seqs,
+            max_model_len=engine.max_model_len,
+            tensor_parallel_size=config.engine.tensor_parallel_size,
+        )
+        return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 
 
 class _Admission:
@@ -108,36 +151,6 @@ def _open_endpoint(
     return KvEndpoint(settings, pool, engine.pages, admission, shared=None if pool.is_cuda else shared)
 
 
-def _hello(config: WorkerConfig, engine: Engine, endpoint: KvEndpoint, address: Address) -> Hello:
-    worker = Worker(
-        id=secrets.token_hex(16),
-        name=config.name,
-        role=config.role,
-        model=config.model_name,
-        fingerprint=engine.fingerprint,
-        address=address,
-        kv_address=Address(*endpoint.address),
-        page_size=engine.pages.page_size,
-        num_pages=engine.pages.num_pages,
-        max_num_seqs=config.engine.scheduler.max_num_seqs,
-        max_model_len=engine.max_model_len,
-        tensor_parallel_size=config.engine.tensor_parallel_size,
-    )
-    return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
-
-
-def _make_node(
-    config: WorkerConfig, engine: Engine, endpoint: KvEndpoint, hello: Hello, thread: NodeThread
-) -> PrefillWorker | DecodeWorker:
-    wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
-    colleagues = Colleagues(hello, config.router, thread.dial, wanted)
-    beats = Beats(colleagues, SystemClock())
-    if config.role is WorkerRole.PREFILL:
-        return PrefillWorker(engine, endpoint, colleagues, beats, KvLinks(partial(_connect, endpoint)))
-    num_local = config.local_prefill_tokens
-    return DecodeWorker(engine, endpoint, colleagues, beats, local_prefill_tokens=num_local)
-
-
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:
     """Dialling waits for seconds at worst, so it has a thread of its own."""
 
@@ -150,22 +163,3 @@ def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | No
         endpoint.post(lambda: answer(link))
 
     threading.Thread(target=dial, name="kv-dial", daemon=True).start()
-
-
-def _loop(
-    node: WorkerNode, engine: Engine, endpoint: KvEndpoint, stop: threading.Event, drain_timeout_s: float
-) -> None:
-    clock = SystemClock()
-    until_s = None
-    while True:
-        node.step()
-        if stop.is_set():
-            if until_s is None:
-                node.drain()
-                until_s = clock.now_s() + drain_timeout_s
-            if node.is_idle or clock.now_s() >= until_s:
-                return
-        if not engine.has_work():
-            endpoint.wait(IDLE_S)
-        elif engine.wait_s is not None:
-            endpoint.wait(min(engine.wait_s, IDLE_S))
