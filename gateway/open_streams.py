@@ -1,0 +1,202 @@
+"""The streams of one gateway, and what is done to them: submitted, tried again, failed, forgotten.
+
+An attempt is submitted once. Where nobody knows what became of it, the next one takes its place, and whoever
+works on an attempt that is not the present one is told to stop when that shows.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, TypeAlias
+
+from baton.clock import Clock
+from baton.colleagues import Colleagues
+from baton.control import MAX_EVENTS, Cancel, Ended, Routed, Started, Submit
+from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
+from baton.gateway.replay import Limits, is_doubtful, why_not_again
+from baton.gateway.stream_log import State, Stream
+
+MAX_REMEMBERED: Final = 4096  # workers that are gone
+
+Key: TypeAlias = tuple[str, int]  # request id, attempt
+
+logger = logging.getLogger(__name__)
+
+
+class OpenStreams:
+    """`counters` are for metrics; sinks may open and cancel streams while they are being called."""
+
+    def __init__(self, colleagues: Colleagues, clock: Clock, limits: Limits) -> None:
+        self.counters: Counter[str] = Counter()
+        self._colleagues = colleagues
+        self._clock = clock
+        self._limits = limits
+        self._streams: dict[str, Stream] = {}
+        self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
+        self._started: list[Key] = []  # not told to the router yet
+        self._ended: list[Key] = []
+        self._left_s: dict[str, float] = {}  # workers -> when their connection ended
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def get(self, request_id: str) -> Stream | None:
+        return self._streams.get(request_id)
+
+    def is_open(self, stream: Stream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
+    def open(self, stream: Stream) -> None:
+        self.counters["opened"] += 1
+        self._streams[stream.request_id] = self._waiting[stream.request_id] = stream
+        self._submit(stream)
+
+    def cancel(self, stream: Stream) -> None:
+        self.counters["cancelled"] += 1
+        self._stop_attempt(stream)
+        self._forget(stream)
+
+    def started(self, stream: Stream) -> None:
+        """The present attempt's first token is there."""
+        stream.is_reported = True
+        self._started.append(stream.key)
+
+    def finished(self, stream: Stream) -> None:
+        self.counters["finished"] += 1
+        self._ended.append(stream.key)
+        self._forget(stream)
+
+    def fail(self, stream: Stream, error: BatonError) -> None:
+        self.counters[f"failed_{type(error).__name__}"] += 1
+        logger.info("request %s failed: %s", stream.request_id, error)
+        self._stop_attempt(stream)
+        self._forget(stream)
+        try:
+            stream.sink.failed(error)
+        except Exception:  # a bug of this one request's reader
+            logger.exception("request %s: its sink failed as it was told of its end", stream.request_id)
+
+    def again(self, stream: Stream, reason: str, *, at_once: bool = True) -> None:
+        """Another attempt in place of the present one."""
+        self.counters[f"replays_{reason}"] += 1
+        self._stop_attempt(stream)
+        stream.next_attempt(self._clock.now_s(), at_once=at_once)
+        self._waiting[stream.request_id] = stream
+        if at_once and not is_doubtful(stream, self.is_connected):
+            self._submit(stream)
+
+    def fault(self, stream: Stream, worker: str, reason: str) -> None:
+        """A worker that lives did not do what it should. worker: "" where it is not known which."""
+        logger.warning("request %s: %s failed: %s", stream.request_id, worker or "a worker", reason)
+        stream.num_errors += 1
+        stream.blame(worker)
+        self.again(stream, "error")
+
+    def lose(self, stream: Stream, worker: str) -> None:
+        """A process is gone that held part of it."""
+        stream.lost.add(worker)
+        stream.blame(worker)
+        self.again(stream, "lost")
+
+    def lose_worker(self, worker: str) -> None:
+        self._left_s[worker] = self._clock.now_s()
+        if len(self._left_s) > MAX_REMEMBERED:
+            del self._left_s[next(iter(self._left_s))]
+        for stream in self._each():
+            if stream.state is State.ROUTED and stream.needs(worker):
+                self.lose(stream, worker)
+
+    def lose_router(self) -> None:
+        """What it had not answered was perhaps dispatched, perhaps not."""
+        self._started.clear()
+        self._ended.clear()
+        for stream in self._each():
+            if stream.state is State.SUBMITTED:
+                self.again(stream, "router")
+
+    def routed(self, stream: Stream, routed: Routed) -> None:
+        asked_s = stream.heard_s
+        stream.routed(routed.decode, routed.prefill, self._clock.now_s())
+        for worker in (routed.decode, routed.prefill):
+            if worker and not self.is_connected(worker) and stream.needs(worker):
+                # One that was there when the router was asked may have died of this very request.
+                if self._left_s.get(worker, asked_s - 1) >= asked_s:
+                    stream.lost.add(worker)
+                stream.blame(worker)
+                self.again(stream, "lost", at_once=worker in stream.lost)
+                return
+
+    def submit_waiting(self) -> None:
+        now_s = self._clock.now_s()
+        for stream in [stream for stream in self._waiting.values() if stream.retry_s <= now_s]:
+            if self._waiting.get(stream.request_id) is stream:
+                self._submit(stream)
+
+    def find_overdue(self) -> None:
+        now_s = self._clock.now_s()
+        for stream in self._each():
+            if stream.state is State.ROUTED:
+                silence_s = now_s - stream.heard_s
+                if silence_s > self._limits.max_silence_s:
+                    self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
+            elif now_s - stream.homeless_s > self._limits.max_wait_s:
+                error = why_not_again(stream, self.is_connected, self._limits, now_s)
+                if error is not None:
+                    self.fail(stream, error)
+
+    def flush(self) -> None:
+        """Tell the router what it has not been told yet; nothing, if there is none."""
+        if self._started:
+            started, self._started = self._started, []
+            for first in range(0, len(started), MAX_EVENTS):
+                self._tell_router(Started(attempts=tuple(started[first : first + MAX_EVENTS])))
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for first in range(0, len(ended), MAX_EVENTS):
+                self._tell_router(Ended(attempts=tuple(ended[first : first + MAX_EVENTS])))
+
+    def is_connected(self, worker: str) -> bool:
+        return self._colleagues.peer(worker) is not None
+
+    def _each(self) -> Iterator[Stream]:
+        """All that are open when their turn comes."""
+        for stream in list(self._streams.values()):
+            if self.is_open(stream):
+                yield stream
+
+    def _tell_router(self, message: Started | Ended) -> None:
+        if self._colleagues.router is not None:
+            self._colleagues.router.send(message)
+
+    def _submit(self, stream: Stream) -> None:
+        """Now, if there is a router; the stream stays WAITING otherwise."""
+        now_s = self._clock.now_s()
+        error = why_not_again(stream, self.is_connected, self._limits, now_s)
+        if error is not None:
+            self.fail(stream, error)
+            return
+        router = self._colleagues.router
+        if router is None:
+            return
+        self.flush()
+        try:
+            submit = Submit(request=stream.present(), beside=stream.beside, avoid=tuple(stream.avoid))
+            router.send(submit)
+        except (WireError, InvalidRequest) as problem:  # too many tokens by now, or all that were asked for
+            self.fail(stream, WorkerLost(f"its answer can't go on elsewhere: {problem}"))
+            return
+        stream.state, stream.heard_s = State.SUBMITTED, now_s
+        del self._waiting[stream.request_id]
+
+    def _stop_attempt(self, stream: Stream) -> None:
+        """At its workers and in the router's books. Where they are not known yet, Routed will tell."""
+        if stream.state is State.WAITING:
+            return
+        request_id, attempt = stream.key
+        if stream.decode:
+            self._colleagues.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
+        self._ended.append(stream.key)
+
+    def _forget(self, stream: Stream) -> None:
+        del self._streams[stream.request_id]
+        self._waiting.pop(stream.request_id, None)

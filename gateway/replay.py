@@ -1,0 +1,56 @@
+"""When a request that lost its worker may have another one: the rules, apart from what carries them out.
+
+1. A worker that is gone, that broke the protocol, made an error of it or fell silent: at once, elsewhere.
+2. No room anywhere: again and again, later each time, until `max_wait_s` has passed.
+3. Never a third worker for a request of which two processes died, or that two could not compute: it may be
+   the cause. Nor where the tokens so far are too many to be kept.
+
+Whether a process died or just its connection shows in whether it is connected again; so a moment is left
+where the two can't be told apart yet.
+"""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.gateway.stream_log import Stream
+
+MAX_STRIKES: Final = 2
+RETRY_AFTER_S: Final = 1.0
+
+
+class Limits(NamedTuple):
+    """What one gateway process takes on."""
+
+    max_streams: int = 4096  # open at once
+    max_wait_s: float = 30.0  # without any worker to answer it
+    max_silence_s: float = 120.0  # of the workers that have it
+    max_log_tokens: int = 131_072  # of the answer, kept to replay it
+
+
+def why_not_again(
+    stream: Stream, is_connected: Callable[[str], bool], limits: Limits, now_s: float
+) -> BatonError | None:
+    """The error that ends the request; None: it may have another attempt."""
+    num_died = sum(not is_connected(worker) for worker in stream.lost)
+    if num_died + stream.num_errors >= MAX_STRIKES:
+        return WorkerLost(
+            f"request {stream.request_id}: {num_died} workers died and {stream.num_errors} failed "
+            "while they worked on it, it is not tried again"
+        )
+    if stream.attempt and len(stream.log) > limits.max_log_tokens:
+        return WorkerLost(
+            f"request {stream.request_id}: its worker is gone, and its {len(stream.log)} tokens are "
+            f"more than the {limits.max_log_tokens} that are kept for a replay"
+        )
+    if now_s - stream.homeless_s > limits.max_wait_s:
+        return Overloaded(
+            f"request {stream.request_id}: no worker had room for it within {limits.max_wait_s:g} s",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    return None
+
+
+def is_doubtful(stream: Stream, is_connected: Callable[[str], bool]) -> bool:
+    """Whether a process that was lost is connected: its end may not have been seen yet, or it is well."""
+    return any(is_connected(worker) for worker in stream.lost)
