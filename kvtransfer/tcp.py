@@ -24,7 +24,7 @@ from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import PagePacking
-from baton.kvtransfer.page_socket import PageSocket, Stopped, tune
+from baton.kvtransfer.page_socket import PageSocket, Stopped, tune, unpace
 from baton.kvtransfer.tcp_pages import tcp_pool_of
 from baton.kvtransfer.tcp_records import (
     ANSWER_BYTES,
@@ -138,6 +138,7 @@ class TcpTransport:
             connection = Connection(sock, self._key, Role.CONNECTING, dropped=self._dropped, clock=self.clock)
             connection.handshake(settings.connect_s)
             bare = connection.detach()
+            unpace(bare)
         except (OSError, BatonError) as error:
             sock.close()
             raise TransferFailed(f"tcp {host}:{port}: {error}") from error

@@ -22,7 +22,7 @@ from baton.kvtransfer.acceptor import PAUSE_S
 from baton.kvtransfer.landing import Landings, Writing
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import PagePacking
-from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune
+from baton.kvtransfer.page_socket import PageSocket, Places, Stopped, tune, unpace
 from baton.kvtransfer.tcp import TcpSettings
 from baton.kvtransfer.tcp_pages import tcp_pool_of
 from baton.kvtransfer.tcp_records import (
@@ -153,6 +153,7 @@ class TcpReceiver:
         connection = Connection(sock, self._key, Role.ACCEPTING, dropped=self.dropped, clock=self.clock)
         connection.handshake(settings.connect_s)
         bare = connection.detach()
+        unpace(bare)
         page_socket = PageSocket(bare, self.clock, stall_s=settings.stall_s, limit_s=settings.part_s)
         return page_socket, stream_key(connection.session_key)
 

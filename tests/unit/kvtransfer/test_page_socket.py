@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.clock import SystemClock
 from baton.errors import PeerGone, TransferFailed
-from baton.kvtransfer.page_socket import IOV_MAX, PageSocket, Places, Stopped, _advance
+from baton.kvtransfer.page_socket import IOV_MAX, PageSocket, Places, Stopped, _advance, unpace
 
 Pair = tuple[PageSocket, PageSocket]
 
@@ -136,3 +136,20 @@ def test_waking_ends_a_wait(pair: Pair) -> None:
         pair[1].send(Places.of_runs(buffer.ctypes.data, np.zeros(1, dtype=np.int64), 8), never)
     with pytest.raises(PeerGone):
         pair[1].send_record(b"x")
+
+
+@pytest.mark.parametrize(("address", "is_same_host"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_only_a_connection_within_the_host_has_its_congestion_control_chosen(
+    address: str, is_same_host: bool
+) -> None:
+    def control(sock: socket.socket) -> bytes:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = socket.create_connection(server.getsockname(), source_address=(address, 0))
+        destination, _ = server.accept()
+        systems_choice = control(source)
+        with source, destination:
+            for end in (source, destination):
+                unpace(end)
+                assert control(end) == (b"reno" if is_same_host else systems_choice)
