@@ -102,8 +102,9 @@ def _check(side: str, offset_N: Offsets, run_bytes: int, num_bytes: int) -> None
         raise ValueError(f"a run has at least 0 bytes, got {run_bytes}")
     if len(offset_N) == 0:
         return
-    lowest, highest = int(offset_N.min()), int(offset_N.max())
-    if lowest < 0 or highest + run_bytes > num_bytes:
+    # One look finds both ends: as unsigned numbers negative ones are larger than any area.
+    if int(offset_N.view(np.uint64).max()) + run_bytes > num_bytes:
+        lowest, highest = int(offset_N.min()), int(offset_N.max())
         raise ValueError(
             f"{side} runs of {run_bytes} bytes at {lowest} to {highest} are not within {num_bytes} bytes"
         )

@@ -172,11 +172,12 @@ class DirectTransport:
         begun_s = self._clock.now_s()
         try:
             side = plan.destination
-            used = slice(part.first // side.units_per_page, side.num_pages(part.stop))
+            first_page = part.first // side.units_per_page
+            before, used = first_page * side.units_per_page, slice(first_page, side.num_pages(part.stop))
             pages = np.asarray(transfer.destination_pages[used], dtype=np.int64)
             words = as_words(transfer.destination_generations[used])
             source_offset_N = offsets_of(plan.source, part.first, part.stop, transfer.source_pages)
-            destination_offset_N = offsets_of(side, part.first, part.stop, transfer.destination_pages)
+            destination_offset_N = side.offsets(part.first - before, part.stop - before, pages)
             gather_s = self._clock.now_s() - begun_s
             is_granted = self._generations.match(pages, words)
             if is_granted:

@@ -72,7 +72,9 @@ class Tickets:
         self._num_lanes = num_lanes
         self._clock = clock
         self._on_end = on_end
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._queued = threading.Condition(self._lock)  # there is a part to take, or there will be none
+        self._left = threading.Condition(self._lock)  # nobody is inside some transfer's pages any more
         self._tickets: dict[int, Ticket] = {}
         self._queue: deque[Part] = deque()
         self._inside: Counter[bytes] = Counter()  # transfer id -> parts whose pages a thread may touch
@@ -84,7 +86,7 @@ class Tickets:
     def push(self, piece: Piece, *, wakes: bool = True) -> int:
         """wakes: a thread that waits in `take`; without, the caller takes the parts itself."""
         now_s = self._clock.now_s()
-        with self._changed:
+        with self._lock:
             number = self._num_pushed
             self._num_pushed += 1
             bounds = self._cut(piece)
@@ -96,17 +98,17 @@ class Tickets:
             else:
                 self._queue.extend(Part(ticket, first, stop) for first, stop in itertools.pairwise(bounds))
                 if wakes:
-                    self._changed.notify(len(bounds) - 1)
+                    self._queued.notify(len(bounds) - 1)
         if ticket.status.is_final:
             self._tell([ticket])
         return number
 
     def poll(self, number: int) -> Progress:
-        with self._changed:
+        with self._lock:
             return self._tickets[number].progress()
 
     def forget(self, number: int) -> None:
-        with self._changed:
+        with self._lock:
             ticket = self._tickets[number]
             ticket.is_forgotten = True
             if ticket.status.is_final:
@@ -117,7 +119,7 @@ class Tickets:
 
         cut: makes threads leave that a peer holds up in there; called under the lock, so that none does yet.
         """
-        with self._changed:
+        with self._lock:
             ended = [
                 ticket
                 for ticket in self._tickets.values()
@@ -125,11 +127,9 @@ class Tickets:
             ]
             for ticket in ended:
                 self._end(ticket, TransferStatus.FAILED, reason)
-            if cut is not None and not self._changed.wait_for(
-                lambda: transfer not in self._inside, PATIENCE_S
-            ):
+            if cut is not None and not self._left.wait_for(lambda: transfer not in self._inside, PATIENCE_S):
                 cut()
-            self._changed.wait_for(lambda: transfer not in self._inside)
+            self._left.wait_for(lambda: transfer not in self._inside)
         self._tell(ended)
 
     # For the transport's threads.
@@ -138,7 +138,7 @@ class Tickets:
         """The next part, which the caller must `leave` and `finish` or `fail`. None: there is none now, or
         with `wait` there will be none any more.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 if self._end_reason is not None:
                     return None
@@ -148,21 +148,21 @@ class Tickets:
                         return self._begin(part)
                 if not wait:
                     return None
-                self._changed.wait()
+                self._queued.wait()
 
     def leave(self, part: Part) -> None:
         """This thread does not touch the part's pages any more."""
         transfer = part.ticket.piece.transfer.id
-        with self._changed:
+        with self._lock:
             self._inside[transfer] -= 1
             if not self._inside[transfer]:
                 del self._inside[transfer]
-                self._changed.notify_all()
+                self._left.notify_all()
 
     def finish(self, part: Part, num_messages: int, gather_s: float) -> None:
         """The part's bytes are at the destination."""
         ticket = part.ticket
-        with self._changed:
+        with self._lock:
             ticket.num_open_parts -= 1
             ticket.num_messages += num_messages
             ticket.num_bytes += part.num_bytes
@@ -173,7 +173,7 @@ class Tickets:
         self._tell([ticket])
 
     def fail(self, part: Part, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             if part.ticket.status.is_final:
                 return
             self._end(part.ticket, TransferStatus.FAILED, reason)
@@ -181,21 +181,21 @@ class Tickets:
 
     def requeue(self, part: Part) -> None:
         """Take up a part again that may not have arrived; the caller has left its pages."""
-        with self._changed:
+        with self._lock:
             if not part.ticket.status.is_final:
                 self._queue.appendleft(part)
-                self._changed.notify()
+                self._queued.notify()
 
     def break_off(self, reason: str) -> None:
         """Fail everything unfinished and everything that will be pushed; threads in `take` return."""
-        with self._changed:
+        with self._lock:
             if self._end_reason is None:
                 self._end_reason = reason
             ended = [ticket for ticket in self._tickets.values() if not ticket.status.is_final]
             for ticket in ended:
                 self._end(ticket, TransferStatus.FAILED, self._end_reason)
             self._queue.clear()
-            self._changed.notify_all()
+            self._queued.notify_all()
         self._tell(ended)
 
     @property

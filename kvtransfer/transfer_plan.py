@@ -68,13 +68,19 @@ class Side:
             raise ValueError(
                 f"units [{first}, {stop}) at {self.units_per_page} a page do not lie in {len(page_ids)} pages"
             )
-        units = np.arange(first, stop, dtype=np.int64)
-        unit_pages = page_ids[units // self.units_per_page]
-        if len(units) and int(unit_pages.min()) < 0:
+        if self.units_per_page == 1:
+            unit_pages = page_ids[first:stop]
+            starts = unit_pages * self.page_bytes
+        else:
+            units = np.arange(first, stop, dtype=np.int64)
+            unit_pages = page_ids[units // self.units_per_page]
+            starts = unit_pages * self.page_bytes + units % self.units_per_page * self.unit_stride_bytes
+        if len(unit_pages) and int(unit_pages.min()) < 0:
             raise ValueError(f"page ids start at 0, got {int(unit_pages.min())}")
-        within_page = units % self.units_per_page * self.unit_stride_bytes
-        starts = unit_pages * self.page_bytes + within_page
-        offsets: Offsets = np.add.outer(starts, self.run_offset_R).reshape(-1)
+        if len(self.run_offset_R) == 1:  # a short prompt's pages are found in less time than copied
+            offsets: Offsets = starts + self.run_offset_R[0]
+            return offsets
+        offsets = np.add.outer(starts, self.run_offset_R).reshape(-1)
         return offsets
 
 
