@@ -8,6 +8,7 @@ from msgspec import Meta
 from baton.config import EngineSettings
 from baton.control import MAX_WORKERS
 from baton.errors import ConfigError
+from baton.gateway_config import is_loopback
 from baton.router_config import RouterConfig
 from baton.worker_config import TransportChoice
 
@@ -57,6 +58,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("decode.num_workers: expected 1 or more: every request needs a decode worker")
         if self.ray_address is not None and self.runtime != "ray":
             raise ConfigError(f"ray_address: runtime {self.runtime!r} knows no Ray; leave one of them out")
+        if self.tenants is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host: {self.host!r} can be reached from other machines, which needs keys: "
+                "give --tenants FILE, or listen on 127.0.0.1"
+            )
         self.prefill.engine(self.engine)
         self.decode.engine(self.engine)
 

@@ -1,35 +1,44 @@
-"""The command line: `baton generate MODEL PROMPT`, `baton bench kv`.
+"""The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the rest of COMMANDS.
 
-Exit status: 0; 2 when something that the user gave is wrong, told in one line; 130 when interrupted; 141
-when the reader of the output has gone, as for a process that a broken pipe ends.
+Exit status: 0; 1 when what was asked for could not be done, or broke later; 2 when something that the user
+gave is wrong; both are told in one line. 130 when interrupted; 141 when the reader of the output has gone,
+as for a process that a broken pipe ends.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from typing import Final
 
 from baton.cluster import standard_output
+from baton.cluster.command_line import FAILED, USER_ERROR, OneLineParser, parser_of
 from baton.cluster.flag_names import hint_for, in_flags
 from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
 from baton.config import log_level
 from baton.errors import BatonError, ConfigError
 
-USER_ERROR: Final = 2
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch", "tqdm")  # the extra that the gateway does without
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong without the usage, which would hide it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"baton: error: {message} (see {self.prog} --help)\n")
+# Each is `add_options` and `run` of baton.cluster.<name>_command, imported when it is asked for.
+COMMANDS: Final = {
+    "serve": "start a cluster: prefill and decode workers, a router, an OpenAI API",
+    "chat": "talk to a cluster",
+    "status": "workers, their pages and queues",
+    "drain": "let a worker finish what it has, and take nothing new",
+    "doctor": "what this machine lacks, and how to mend it",
+    "config": "settings: show, schema, validate",
+    "worker": "run one worker, for a cluster that nobody else starts",
+    "gateway": "run one gateway, likewise",
+    "router": "run a router, likewise",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,17 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
         if arguments.command == "bench":
             _bench(arguments)
+        elif arguments.command in COMMANDS:
+            return _run(arguments.command, arguments.options)
         else:
             flags = flags_of_settings(arguments)
             _generate(arguments)
     except BatonError as error:
         print(f"baton: error: {in_flags(' '.join(str(error).splitlines()), flags)}", file=sys.stderr)
-        return USER_ERROR
+        return USER_ERROR if isinstance(error, ValueError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
     return 0
+
+
+def _run(name: str, options: Sequence[str]) -> int:
+    command = importlib.import_module(f"baton.cluster.{name}_command")
+    parser = parser_of(name, command.__doc__)
+    command.add_options(parser)
+    return int(command.run(parser.parse(options)) or 0)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -67,8 +85,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _bench(arguments: argparse.Namespace) -> None:
     with _needing_workers_libraries():
         from baton.bench import kv
-    parser = OneLineParser(prog=f"baton bench {arguments.suite}", description=kv.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(f"bench {arguments.suite}", kv.__doc__)
     kv.add_options(parser)
     kv.run(parser.parse_args(arguments.options))
 
@@ -94,8 +111,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     bench = commands.add_parser("bench", help="measure this machine: `baton bench kv --help`", add_help=False)
     bench.add_argument("suite", choices=("kv",))
     bench.add_argument("options", nargs=argparse.REMAINDER)
+    for name, help_ in COMMANDS.items():
+        command = commands.add_parser(name, help=help_, add_help=False, prefix_chars="\0")
+        command.add_argument("options", nargs="*")
     arguments, unknown = parser.parse_known_args(argv)
-    if arguments.command == "bench":
+    if arguments.command == "bench" or arguments.command in COMMANDS:
         return arguments
     if arguments.prompt is None:
         _take_prompt(arguments, unknown)

@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import logging
 import os
 from typing import Any, Final
 
@@ -81,6 +82,7 @@ class RayRuntime:
 
     def _open(self) -> None:
         self._ray = ray = _import_ray()
+        logging.getLogger("ray").setLevel(logging.ERROR)  # errors come back as exceptions, the rest is chat
         try:
             if self._address is None:
                 ray.init(

@@ -1,0 +1,55 @@
+"""What `baton serve` prints when it serves: where, and a request to paste."""
+
+from typing import Final
+
+import msgspec
+
+from baton.bench.tiny.tasks import recall_cases
+from baton.cluster.model_directory import TINY
+from baton.cluster.serve import Serving
+from baton.serve_config import ServeConfig
+
+RECALL_TOKENS: Final = 250
+RECALL_SEED: Final = 11
+EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # what to connect to
+
+
+def url(serving: Serving) -> str:
+    host = EVERYWHERE.get(serving.host, f"[{serving.host}]" if ":" in serving.host else serving.host)
+    return f"http://{host}:{serving.port}"
+
+
+def banner(config: ServeConfig, serving: Serving) -> str:
+    workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode workers"
+    where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
+    lines = [
+        "",
+        f"  Baton serves {config.model_name}: {workers}, {where}",
+        f"  API       {url(serving)}/v1",
+        f"  metrics   {url(serving)}/metrics",
+        "  workers   baton status",
+        "",
+        *_example(config, serving),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _example(config: ServeConfig, serving: Serving) -> list[str]:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.tenants else ""
+    if config.model != TINY:
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "What is a baton?"}]}
+        return ["  Try it:", "", _curl(config, serving, "chat/completions", body, key)]
+    (case,) = recall_cases(1, RECALL_TOKENS, seed=RECALL_SEED)
+    question = case.prompt.rpartition("\n")[2]
+    body = {"prompt": case.prompt, "max_tokens": 4, "temperature": 0}
+    return [
+        f"  Try it. The answer to {question} is{case.answer}, as the prompt says:",
+        "",
+        _curl(config, serving, "completions", body, key),
+    ]
+
+
+def _curl(config: ServeConfig, serving: Serving, route: str, body: dict[str, object], key: str) -> str:
+    text = msgspec.json.encode({"model": config.model_name, **body}).decode().replace("'", r"'\''")
+    return f"curl -s {url(serving)}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"

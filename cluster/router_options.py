@@ -1,0 +1,45 @@
+"""Which cluster a command is about: the one of this machine, or that of a router."""
+
+import argparse
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+from baton.cluster.cluster_key import read_key
+from baton.cluster.cluster_record import find_record
+from baton.config import cluster_key_file
+from baton.control import Address
+from baton.errors import ConfigError
+
+
+def add_router_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, metavar="N", help="of the API of the cluster on this machine")
+    parser.add_argument("--router", type=address, metavar="HOST:PORT", help="of another cluster")
+    add_key_option(parser)
+
+
+def add_key_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster-key-file", metavar="FILE", help="that cluster's key (what BATON_CLUSTER_KEY_FILE names)"
+    )
+
+
+def router_of(arguments: argparse.Namespace) -> tuple[Address, bytes]:
+    """Where the router listens, and the cluster's key."""
+    if arguments.router is None:
+        record = find_record(arguments.port)
+        return record.router, record.key
+    return arguments.router, key_of(arguments)
+
+
+def key_of(arguments: argparse.Namespace) -> bytes:
+    name = arguments.cluster_key_file or cluster_key_file()
+    if name is None:
+        raise ConfigError("--cluster-key-file: expected the file with the cluster's key, got none")
+    return read_key(Path(name))
+
+
+def address(text: str) -> Address:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ArgumentTypeError(f"expected HOST:PORT such as 10.0.0.1:7000, got {text!r}")
+    return Address(host.strip("[]"), int(port))

@@ -1,0 +1,72 @@
+"""Start a cluster and serve a model through it, until interrupted.
+
+Settings come from options, then BATON_* variables, then --config FILE, then defaults; `baton config show
+--origin` says which. The API is OpenAI's. What is said goes to stderr, the banner to stdout.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+from functools import partial
+
+from baton.cluster.banner import banner
+from baton.cluster.cluster_key import cluster_key
+from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.cluster.local_runtime import LocalRuntime
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.ray_runtime import RayRuntime
+from baton.cluster.runtime import Runtime
+from baton.cluster.serve import Serving, serve
+from baton.cluster.serve_options import add_options, settings
+from baton.serve_config import ServeConfig
+
+__all__ = ["add_options", "run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError, ModelError or WorkerLost."""
+    config = settings(arguments).build()
+    if config.ray_address is None:
+        resolve_model(config.model)  # said before anything is started
+    asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
+
+
+async def _serve(config: ServeConfig, key: bytes) -> None:
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    with recorded() as record:
+
+        def on_ready(serving: Serving) -> None:
+            record(ClusterRecord(port=serving.port, router=serving.router, key=key))
+            print(banner(config, serving), flush=True)
+
+        runtime = make_runtime(config, key)
+        _say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
+        await serve(config, runtime, key, stop=stop, say=_say, on_ready=on_ready)
+
+
+def make_runtime(config: ServeConfig, key: bytes) -> Runtime:
+    if config.runtime == "local":
+        return LocalRuntime(key)
+    pools = (config.prefill, config.decode)
+    num_ranks = sum(pool.num_workers * pool.engine(config.engine).tensor_parallel_size for pool in pools)
+    return RayRuntime(key, address=config.ray_address, num_cpus=num_ranks)
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first lets the cluster drain; another ends it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def on_signal(cancel: "partial[object]") -> None:
+        if stop.is_set():
+            cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, partial(task.cancel))
+
+
+def _say(text: str) -> None:
+    print(f"baton: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,68 @@
+"""Workers of a cluster: their roles, their requests, and the state of their KV pages."""
+
+import argparse
+import asyncio
+
+import msgspec
+
+from baton.cluster import standard_output
+from baton.cluster.operator_node import connected
+from baton.cluster.router_options import add_router_options, router_of
+from baton.control import Address, Status, WorkerStatus
+from baton.errors import PeerGone, WorkerLost
+
+COLUMNS = ("worker", "role", "tp", "running", "waiting", "in", "out", "attempts", "tokens", "hits", "pages")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_router_options(parser)
+    parser.add_argument("--json", action="store_true", help="everything that the router knows, as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    standard_output.check()
+    status = asyncio.run(_ask(*router_of(arguments)))
+    if arguments.json:
+        standard_output.write(f"{msgspec.json.encode(status).decode()}\n")
+    else:
+        standard_output.write(table(status) + "\n")
+
+
+def table(status: Status) -> str:
+    rows = [COLUMNS, *(_row(entry) for entry in status.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
+    return "\n".join([*lines, f"{gateways}, {status.num_attempts} requests under way"])
+
+
+def _row(entry: WorkerStatus) -> tuple[str, ...]:
+    worker, load = entry.worker, entry.load
+    state = " (draining)" if entry.is_draining else ""
+    hits = load.prefix_hits_tokens / load.prefix_queries_tokens if load.prefix_queries_tokens else 0.0
+    pages = " ".join(f"{name} {count}" for name, count in load.pages.items() if count)
+    return (
+        worker.name + state,
+        str(worker.role),
+        str(worker.tensor_parallel_size),
+        str(load.num_running),
+        str(load.num_waiting),
+        str(load.num_incoming),
+        str(load.num_outgoing),
+        str(entry.num_attempts),
+        str(load.num_tokens),
+        f"{hits:.0%}",
+        f"{pages} of {worker.num_pages} x {worker.page_size} tokens",
+    )
+
+
+async def _ask(router: Address, key: bytes) -> Status:
+    try:
+        async with connected(router, key) as operator:
+            return await operator.status()
+    except (TimeoutError, PeerGone):
+        raise WorkerLost(
+            f"the router at {router.host}:{router.port} does not answer; is the key right?"
+        ) from None
