@@ -256,4 +256,4 @@ class PrefillWorker:
         if self._by_engine_id.pop(departure.engine_id, None) is None:
             return
         if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept
-            self._engine.release_kept(departure.engine_id)
+            self._engine.release_kept(departure.engine_id, departure.request.choice)
