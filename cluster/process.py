@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
 
 import msgspec
 
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Report, Started
 from baton.config import log_level
 from baton.errors import BatonError
@@ -57,6 +58,7 @@ def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None
     from baton.gateway_config import GatewayConfig
 
     config = _config(given, GatewayConfig)
+    config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
     _run_loop(lambda stopping: serve_gateway(config, given.key, ready, stopping), stop)
 
 

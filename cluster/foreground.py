@@ -1,0 +1,76 @@
+"""One process of a cluster that nobody supervises: `baton router`, `baton gateway` and `baton worker`.
+
+What starts them, such as Kubernetes or compose, is what starts them again.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from baton.cluster.flag_names import SPELLED
+from baton.cluster.options import AnyOption, add_to, part_of
+from baton.cluster.process import STOPPED_TWICE, run
+from baton.cluster.process_spec import Assignment, ProcessKind
+from baton.cluster.router_options import add_key_option, address, key_of
+from baton.cluster.settings import Given, Settings
+from baton.config import environment_settings
+from baton.config_tree import leaves
+from baton.control import Address
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *, needs_router: bool) -> None:
+    groups: dict[str, Any] = {}
+    for option in options:
+        title = "engine" if part_of(option.key) == "engine" else "settings"
+        groups.setdefault(title, parser.add_argument_group(title))
+        groups[part_of(option.key)] = groups[title]
+    add_to(groups, options)
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
+    if needs_router:
+        parser.add_argument("--router", type=address, metavar="HOST:PORT", help="where the router listens")
+    add_key_option(parser)
+
+
+def settings(struct_type: type[StructT], arguments: argparse.Namespace) -> StructT:
+    """Options, then variables, then the file, then defaults. Raises ConfigError."""
+    spelled = getattr(arguments, SPELLED, {})
+    known = leaves(struct_type)
+    flags = {
+        key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
+    }
+    router: Address | None = getattr(arguments, "router", None)
+    if router is not None:
+        flags["router.host"] = Given(router.host, "--router")
+        flags["router.port"] = Given(router.port, "--router")
+    return Settings(
+        struct_type, flags=flags, file=arguments.config, environment=environment_settings()
+    ).build()
+
+
+def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: argparse.Namespace) -> None:
+    """Serve until SIGTERM or an interrupt; the second ends it at once. Raises BatonError when it cannot."""
+    stop = threading.Event()
+
+    def drain(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(STOPPED_TWICE)
+        print(f"baton: {name} drains; once more to stop at once", file=sys.stderr, flush=True)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)
+
+    def ready(where: Address) -> None:
+        print(f"baton: {name} serves at {where.host}:{where.port}", file=sys.stderr, flush=True)
+
+    raw = msgspec.Raw(msgspec.json.encode(config))
+    run(Assignment(kind=kind, name=name, key=key_of(arguments), config=raw), ready, stop)
