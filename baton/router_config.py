@@ -10,9 +10,9 @@ PolicyName: TypeAlias = Literal["round-robin", "least-loaded"]
 MAX_ATTEMPTS: Final = 2**20
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any that is free
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an operator sets."""
+
     policy: PolicyName = "least-loaded"
     # Prompts up to here are computed where they are decoded. One page of the default size: less than that
     # has no full page to hand over, and computing it costs a decode batch no more than a step does anyway.
@@ -21,13 +21,23 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0  # of the choice between workers that are loaded alike
 
     def __post_init__(self) -> None:
-        _between("router.port", self.port, 0, 65_535)
         _between("router.local_prefill_tokens", self.local_prefill_tokens, 0, 2**31)
         _between("router.max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
         _between("router.seed", self.seed, 0, 2**63 - 1)
         if self.policy not in PolicyName.__args__:  # type: ignore[attr-defined]
             names = ", ".join(PolicyName.__args__)  # type: ignore[attr-defined]
             raise ConfigError(f"router.policy: expected one of {names}, got {self.policy!r}")
+
+
+class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """And where one runs."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _between("router.port", self.port, 0, 65_535)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:

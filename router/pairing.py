@@ -16,7 +16,7 @@ from baton.control import Submit, WorkerRole
 from baton.router.books import Books
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View
-from baton.router_config import RouterConfig
+from baton.router_config import RouterSettings
 
 
 class Pair(NamedTuple):
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 class Pairing:
     """Remembers who reaches whom until the membership changes."""
 
-    def __init__(self, config: RouterConfig, members: Membership, books: Books) -> None:
+    def __init__(self, config: RouterSettings, members: Membership, books: Books) -> None:
         self._config = config
         self._policy = POLICIES[config.policy]
         self._members = members

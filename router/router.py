@@ -34,7 +34,7 @@ from baton.node import TICK_S, Peer
 from baton.router.books import Books, Entry, num_kv_tokens
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.pairing import Pairing
-from baton.router_config import RouterConfig
+from baton.router_config import RouterSettings
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
 RETRY_AFTER_S: Final = 1.0
@@ -54,7 +54,7 @@ class Gateway:
 class Router:
     """See node.Node."""
 
-    def __init__(self, config: RouterConfig, clock: Clock, id: str) -> None:
+    def __init__(self, config: RouterSettings, clock: Clock, id: str) -> None:
         """id: of this life of the process, 32 hex digits."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
