@@ -1,0 +1,230 @@
+"""A whole cluster in the test's process: router, workers and a gateway's Frontend, each on its own thread.
+
+Everything between them is real: sockets, handshakes, pages that move between the workers' pools. As the
+workers' engines are in reach, a test can compare what is in their pages.
+"""
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from baton.clock import SystemClock
+from baton.cluster.worker_process import HostedWorker
+from baton.config import EngineConfig
+from baton.control import TokenEvent, WorkerRole
+from baton.errors import BatonError
+from baton.gateway.frontend import Frontend
+from baton.node_thread import NodeThread
+from baton.request import Request
+from baton.router.router import Router
+from baton.router_config import RouterConfig
+from baton.worker_config import TransportChoice, WorkerConfig
+
+KEY: Final = b"the key of a cluster for tests"
+TIMEOUT_S: Final = 60.0
+
+
+@dataclass
+class Answer:
+    """A Sink that keeps what it is told."""
+
+    events: list[TokenEvent] = field(default_factory=list)
+    error: BatonError | None = None
+    on_event: Callable[[TokenEvent], None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or bool(self.events and self.events[-1].finish_reason)
+
+    @property
+    def token_ids(self) -> list[int | None]:
+        if self.error is not None:
+            raise self.error
+        return [event.token_id for event in self.events]
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            self.events.append(event)
+            if self.on_event is not None:
+                self.on_event(event)
+
+    def failed(self, error: BatonError) -> None:
+        self.error = error
+
+
+class Threads:
+    """A node on the calls of a thread that does nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.net = NodeThread(KEY, self._calls.put)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, call: Callable[[], None]) -> None:
+        """On the node's thread; what it raises is raised here."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def make() -> None:
+            try:
+                call()
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        self._calls.put(make)
+        error = done.get(timeout=TIMEOUT_S)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        self.net.close()
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+class WorkerThread:
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.hosted: HostedWorker
+        self._stop = threading.Event()
+        self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=config.name, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        error = self._ready.get(timeout=TIMEOUT_S)
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive(), f"{self.config.name} does not end"
+
+    def _run(self) -> None:
+        try:
+            self.hosted = HostedWorker(self.config, KEY)
+        except BaseException as error:
+            self._ready.put(error)
+            return
+        self._ready.put(None)
+        with contextlib.closing(self.hosted):
+            self.hosted.serve(self._stop)
+
+
+class Cluster:
+    """`engines`: of the prefill workers, then of the decode workers."""
+
+    def __init__(
+        self,
+        prefill: Sequence[EngineConfig],
+        decode: Sequence[EngineConfig],
+        *,
+        transport: TransportChoice = "auto",
+        local_prefill_tokens: int = 0,
+    ) -> None:
+        self._ends = contextlib.ExitStack()
+        with contextlib.ExitStack() as ends:
+            router = Threads("router")
+            ends.callback(router.close)
+            address = router.net.listen("127.0.0.1")
+            self.router = Router(
+                RouterConfig(policy="round-robin", local_prefill_tokens=local_prefill_tokens),
+                SystemClock(),
+                secrets.token_hex(16),
+            )
+            router.net.serve(self.router)
+            self.workers = [
+                WorkerThread(
+                    WorkerConfig(
+                        role=role,
+                        name=f"{role}-{index}",
+                        model_name="model",
+                        engine=engine,
+                        router=address,
+                        transport=transport,
+                        local_prefill_tokens=local_prefill_tokens,
+                        drain_timeout_s=10.0,
+                    )
+                )
+                for role, engines in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
+                for index, engine in enumerate(engines)
+            ]
+            for worker in self.workers:
+                ends.callback(worker.close)
+            for worker in self.workers:
+                worker.wait()
+            self._gateway = Threads("gateway")
+            ends.callback(self._gateway.close)
+            self.frontend = Frontend(secrets.token_hex(16), address, self._gateway.net.dial, SystemClock())
+            self._gateway.net.serve(self.frontend)
+            self._wait_until_routable()
+            self._ends = ends.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def ask(self, requests: Sequence[Request], timeout_s: float = TIMEOUT_S) -> list[Answer]:
+        """All at once; their answers when all have ended."""
+        answers = [self.begin(request) for request in requests]
+        self.wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
+        return answers
+
+    def begin(self, request: Request, answer: Answer | None = None) -> Answer:
+        answer = answer or Answer()
+        self._gateway.call(lambda: self.frontend.open(request, answer))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        self._gateway.call(lambda: self.frontend.cancel(request_id))
+
+    def wait_for(self, is_done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        until_s = time.monotonic() + timeout_s
+        while not is_done():
+            if time.monotonic() > until_s:
+                raise TimeoutError
+            time.sleep(0.002)
+
+    def workers_of(self, role: WorkerRole) -> Iterator[WorkerThread]:
+        return (worker for worker in self.workers if worker.config.role is role)
+
+    def check_nothing_is_held(self) -> None:
+        """Every page is free or cached within a second, and the books agree."""
+        for worker in self.workers:
+            pages = worker.hosted.engine.pages
+            self.wait_for(lambda pages=pages: _is_free(pages.num_available, pages.num_pages), 5.0)  # type: ignore[misc]
+            worker.hosted.engine.scheduler.check_integrity()
+
+    def _wait_until_routable(self) -> None:
+        """Until every prefill worker can be paired with every decode worker, for this gateway."""
+        self.wait_for(lambda: len(self.router.members) == len(self.workers))
+        members = list(self.router.members.all())
+        ids = {role: {m.id for m in members if m.worker.role is role} for role in WorkerRole}
+
+        other = {WorkerRole.PREFILL: WorkerRole.DECODE, WorkerRole.DECODE: WorkerRole.PREFILL}
+
+        def is_routable() -> bool:
+            reached = [gateway.reached for gateway in self.router._gateways.values()]
+            if len(reached) != 1 or not reached[0] >= ids[WorkerRole.PREFILL] | ids[WorkerRole.DECODE]:
+                return False
+            return all(member.reached >= ids[other[member.worker.role]] for member in members)
+
+        self.wait_for(is_routable)
+
+
+def _is_free(num_available: int, num_pages: int) -> bool:
+    return num_available == num_pages

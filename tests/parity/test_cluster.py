@@ -1,0 +1,178 @@
+"""The same prompts through one engine and through whole clusters: not one token may differ.
+
+On a difference the report names the first layer and page of the prompt's KV that differ.
+"""
+
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from baton.config import EngineConfig, engine_config
+from baton.control import WorkerRole
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from baton.request import Request, SamplingParams
+from baton.worker_config import TransportChoice
+from tests.cluster_threads import Answer, Cluster
+from tests.parity.models import VOCAB_SIZE
+
+MODEL: Final = "llama-gqa7-biased"  # its two KV heads can be split over two ranks
+
+
+@dataclass(frozen=True)
+class Topology:
+    name: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_page_size: int = 16
+    decode_page_size: int = 16
+    transport: TransportChoice = "auto"
+    decode_settings: dict[str, Any] = field(default_factory=dict)
+
+    def engines(self, directory: Path) -> tuple[list[EngineConfig], list[EngineConfig]]:
+        def config(tp: int, page_size: int, **settings: Any) -> EngineConfig:
+            cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21, **settings.pop("cache", {})}
+            base = {"model": str(directory), "device": "cpu", "tensor_parallel_size": tp}
+            return engine_config({**base, "cache": cache, **settings})
+
+        prefill = config(self.prefill_tp, self.prefill_page_size, scheduler={"max_num_batched_tokens": 48})
+        decode = config(self.decode_tp, self.decode_page_size, **self.decode_settings)
+        return [prefill] * self.num_prefill, [decode] * self.num_decode
+
+
+FAST: Final = (
+    Topology("1P+1D"),
+    Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
+    # Room for a few sequences only: they are preempted in the middle of their answers.
+    Topology("few pages", decode_settings={"cache": {"kv_cache_memory_bytes": 28 * 16 * 2 * 2 * 2 * 16 * 4}}),
+)
+SLOW: Final = tuple(
+    Topology(f"{p}P+{d}D, {transport}, pages {a} to {b}", p, d, 1, 1, a, b, transport)
+    for p, d in ((1, 1), (2, 2))
+    for transport in ("shm", "tcp", "gloo")
+    for a, b in ((16, 16), (16, 64), (64, 16))
+)
+SPLIT: Final = tuple(
+    Topology(f"tp {p} to {d}, {transport}, pages {a} to {b}", 1, 1, p, d, a, b, transport)
+    for p, d in ((1, 2), (2, 1), (2, 2))
+    for transport in ("shm", "tcp", "gloo")
+    for a, b in ((16, 16), (64, 16))
+)
+
+
+def requests(seed: int) -> list[Request]:
+    """Prompts of all lengths, some with a prefix in common, greedy and seeded, with all that sampling has."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(VOCAB_SIZE) for _ in range(80)]
+    made = []
+    for index in range(14):
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 15, 16, 17, 31, 64, 65, 100)))]
+        shared = prefix[: rng.choice((0, 16, 50, 80))]
+        settings: dict[str, Any] = {"max_tokens": rng.randrange(1, 40), "seed": rng.randrange(2**40)}
+        if index % 2:
+            settings |= {
+                "temperature": rng.choice((0.7, 1.0, 1.5)),
+                "top_k": rng.choice((0, 20)),
+                "min_p": 0.01,
+            }
+        else:
+            settings |= {"temperature": 0.0}
+        if index % 3 == 0:
+            settings |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 2}
+        if index % 4 == 0:
+            settings |= {"stop_token_ids": tuple(range(30)), "min_tokens": 3, "max_tokens": 40}
+        made.append(
+            Request(
+                request_id=secrets.token_hex(16),
+                token_ids=(*shared, *own),
+                sampling=SamplingParams(**settings),
+                choice=index % 3,
+            )
+        )
+    return made
+
+
+def alone(engine: Engine, request: Request) -> list[int | None]:
+    """What one engine answers to it when it has nothing else to do."""
+    engine.add(request)
+    tokens: list[int | None] = []
+    while engine.has_work():
+        tokens += [output.token_id for output in engine.step()]
+    return tokens
+
+
+@pytest.fixture
+def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
+    directory = model_directory(MODEL)
+    engine = load_engine(
+        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
+    )
+    yield engine
+    engine.close()
+
+
+def check(topology: Topology, oracle: Engine, directory: Path) -> None:
+    prefill, decode = topology.engines(directory)
+    with Cluster(prefill, decode, transport=topology.transport) as cluster:
+        for round_ in range(2):  # what the first leaves behind is found by the second
+            asked = requests(seed=round_ // 2)
+            expected = [alone(oracle, request) for request in asked]
+            for request, answer, tokens in zip(asked, cluster.ask(asked), expected, strict=True):
+                assert answer.token_ids == tokens, difference(request, answer, cluster, oracle)
+                assert [event.index for event in answer.events] == list(range(len(tokens)))
+        cluster.check_nothing_is_held()
+        if topology.name == "few pages":
+            stats = [worker.hosted.engine.stats() for worker in cluster.workers_of(WorkerRole.DECODE)]
+            assert sum(each.total_preemptions for each in stats), "nothing was preempted: it proves nothing"
+
+
+def difference(request: Request, answer: Answer, cluster: Cluster, oracle: Engine) -> str:
+    """Where the KV of the prompt's full pages first differs from what one engine computes."""
+    for worker in cluster.workers:
+        found = _first_difference(request.token_ids, worker.hosted.engine, oracle)
+        if found:
+            return f"{worker.config.name}: {found}"
+    return f"no page of the prompt that is still known differs; the answer was {answer.token_ids}"
+
+
+def _first_difference(token_ids: Sequence[int], engine: Engine, oracle: Engine) -> str | None:
+    theirs, ours = _prompt_kv(engine, token_ids), _prompt_kv(oracle, token_ids)
+    num_tokens = min(theirs.shape[3], ours.shape[3])
+    for layer in range(ours.shape[0]):
+        differs_T = (theirs[layer, ..., :num_tokens, :] != ours[layer, ..., :num_tokens, :]).amax((0, 1, 3))
+        if differs_T.any():
+            token = int(differs_T.nonzero()[0])
+            return f"layer {layer}, page {token // engine.pages.page_size} of the prompt, token {token}"
+    return None
+
+
+def _prompt_kv(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
+    """[L, 2, H, T, D] of the known prefix, of rank 0."""
+    filled = engine.claim_prefix(token_ids, b"", "the comparison")
+    pages = engine.runner.pool.device[list(filled.pages)].clone()  # [P, L, 2, H, S, D]
+    engine.release(filled)
+    num_pages, num_layers, _, num_heads, page_size, head_dim = pages.shape
+    return pages.permute(1, 2, 3, 0, 4, 5).reshape(num_layers, 2, num_heads, num_pages * page_size, head_dim)
+
+
+@pytest.mark.parametrize("topology", FAST, ids=lambda topology: topology.name)
+def test_a_cluster_gives_the_tokens_of_one_engine(
+    topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
+) -> None:
+    check(topology, oracle, model_directory(MODEL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", (*SLOW, *SPLIT), ids=lambda topology: topology.name)
+def test_every_topology_gives_the_tokens_of_one_engine(
+    topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
+) -> None:
+    check(topology, oracle, model_directory(MODEL))
