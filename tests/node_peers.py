@@ -1,0 +1,99 @@
+"""The other ends of connections, for tests that call a node by hand: they keep what they are sent."""
+
+from typing import Any, TypeVar
+
+from baton.control import Address, AnyMessage, Hello, Kind, Worker, WorkerRole
+from baton.node import Node
+from baton.request import Request, SamplingParams
+
+MessageT = TypeVar("MessageT")
+
+
+def id_of(name: str) -> str:
+    """An id that shows its name: as readable in a failing test as in this one."""
+    return name.encode().hex().ljust(32, "0")[:32]
+
+
+def a_worker(name: str, role: WorkerRole = WorkerRole.DECODE, **changes: Any) -> Worker:
+    """The role is PREFILL for names that begin with "p"."""
+    number = sum(map(ord, name))
+    fields: dict[str, Any] = {
+        "id": id_of(name),
+        "name": name,
+        "role": WorkerRole.PREFILL if name.startswith("p") else role,
+        "model": "tiny",
+        "fingerprint": "f",
+        "address": Address("127.0.0.1", 1000 + number),
+        "kv_address": Address("127.0.0.1", 2000 + number),
+        "page_size": 16,
+        "num_pages": 64,
+        "max_num_seqs": 8,
+        "max_model_len": 1024,
+    }
+    return Worker(**{**fields, **changes})
+
+
+def a_request(name: str = "r", num_tokens: int = 40, **changes: Any) -> Request:
+    sampling = changes.pop("sampling", SamplingParams(max_tokens=8, temperature=0.0))
+    return Request(
+        request_id=id_of(name), token_ids=tuple(range(1, num_tokens + 1)), sampling=sampling, **changes
+    )
+
+
+class TestPeer:
+    """Joined to a node; what the node sends it is in `received`."""
+
+    __test__ = False
+
+    def __init__(self, node: Node, hello: Hello) -> None:
+        self.hello = hello
+        self.received: list[AnyMessage] = []
+        self.is_open: bool = True
+        self._node = node
+        node.joined(self)
+
+    @classmethod
+    def gateway(cls, node: Node, name: str = "g") -> "TestPeer":
+        return cls(node, Hello(process=Kind.GATEWAY, id=id_of(name)))
+
+    @classmethod
+    def router(cls, node: Node, name: str = "router") -> "TestPeer":
+        return cls(node, Hello(process=Kind.ROUTER, id=id_of(name)))
+
+    @classmethod
+    def operator(cls, node: Node) -> "TestPeer":
+        return cls(node, Hello(process=Kind.OPERATOR, id=id_of("o")))
+
+    @classmethod
+    def worker(cls, node: Node, worker: Worker) -> "TestPeer":
+        return cls(node, Hello(process=Kind.WORKER, id=worker.id, worker=worker))
+
+    @property
+    def id(self) -> str:
+        return self.hello.id
+
+    def send(self, message: AnyMessage) -> None:
+        """From the node."""
+        if self.is_open:
+            self.received.append(message)
+
+    def close(self) -> None:
+        """By the node; `left` follows when the test calls `leave`."""
+        self.is_open = False
+
+    def say(self, message: AnyMessage) -> None:
+        self._node.received(self, message)
+
+    def leave(self) -> None:
+        self.is_open = False
+        self._node.left(self)
+
+    def take(self, kind: type[MessageT]) -> list[MessageT]:
+        """What has come of that kind since it was last taken."""
+        taken: list[MessageT] = [message for message in self.received if isinstance(message, kind)]
+        self.received = [message for message in self.received if not isinstance(message, kind)]
+        return taken
+
+    def only(self, kind: type[MessageT]) -> MessageT:
+        (message,) = self.take(kind)
+        return message

@@ -1,0 +1,66 @@
+"""A router and its peers, called by hand."""
+
+import dataclasses
+from typing import Any
+
+from baton.clock import ManualClock
+from baton.control import (
+    Beat,
+    Kind,
+    Load,
+    Reachable,
+    Rejected,
+    Routed,
+    Submit,
+)
+from baton.node import TICK_S
+from baton.request import Request
+from baton.router.router import Router
+from baton.router_config import RouterConfig
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+
+
+@dataclasses.dataclass
+class Cluster:
+    """A router and its peers; everybody reaches everybody unless told otherwise."""
+
+    clock: ManualClock
+    router: Router
+    peers: dict[str, TestPeer]
+
+    def __getitem__(self, name: str) -> TestPeer:
+        return self.peers[name]
+
+    def add(self, name: str, **changes: Any) -> TestPeer:
+        self.peers[name] = TestPeer.worker(self.router, a_worker(name, **changes))
+        self.all_reach_all()
+        return self.peers[name]
+
+    def all_reach_all(self) -> None:
+        workers = tuple(peer.id for peer in self.peers.values() if peer.hello.process is Kind.WORKER)
+        for peer in self.peers.values():
+            peer.say(Reachable(workers=workers))
+
+    def tick(self, seconds: float = TICK_S) -> None:
+        self.clock.advance(seconds)
+        self.router.tick()
+
+    def beat(self, *names: str, **fields: Any) -> None:
+        for name in names:
+            self[name].say(Beat(load=Load(), **fields))
+
+    def submit(self, request: Request | None = None, gateway: str = "g", **fields: Any) -> Routed | Rejected:
+        self[gateway].say(Submit(request=request or a_request(), **fields))
+        answer = self[gateway].received.pop()
+        assert isinstance(answer, Routed | Rejected)
+        return answer
+
+
+def cluster(*workers: str, **settings: Any) -> Cluster:
+    clock = ManualClock(100.0)
+    router = Router(RouterConfig(**settings), clock, id_of("router"))
+    made = Cluster(clock, router, {})
+    made.peers["g"] = TestPeer.gateway(router)
+    for name in workers:
+        made.add(name)
+    return made

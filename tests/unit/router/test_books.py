@@ -1,0 +1,104 @@
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.control import Beat, Load
+from baton.request import Request, SamplingParams
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, Entry, Key, num_kv_tokens
+from tests.node_peers import a_request, a_worker, id_of
+
+WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
+KEYS = st.tuples(st.sampled_from(["a", "b", "c", "d"]), st.integers(0, 1))
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Against a list of what is open, from which all sums are made anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = Books()
+        self.open: dict[Key, Entry] = {}
+        self.waiting: set[Key] = set()
+
+    @rule(key=KEYS, gateway=st.sampled_from("gh"), decode=WORKERS, prefill=WORKERS | st.just(""))
+    def enter(self, key: Key, gateway: str, decode: str, prefill: str) -> None:
+        if key not in self.open:
+            entry = Entry(gateway, decode, prefill, 10 + len(self.open), 100 + len(self.open))
+            self.books.enter(key, entry)
+            self.open[key] = entry
+            if prefill:
+                self.waiting.add(key)
+
+    @rule(key=KEYS)
+    def start(self, key: Key) -> None:
+        self.books.started(key)
+        self.waiting.discard(key)
+
+    @rule(key=KEYS)
+    def end(self, key: Key) -> None:
+        self.books.ended(key)
+        self._forget(key)
+
+    @rule(gateway=st.sampled_from("gh"))
+    def leave(self, gateway: str) -> None:
+        self.books.gateway_left(gateway)
+        for key in [key for key, entry in self.open.items() if entry.gateway == gateway]:
+            self._forget(key)
+
+    @rule(worker=WORKERS)
+    def forget_worker(self, worker: str) -> None:
+        self.books.forget([worker])
+
+    def _forget(self, key: Key) -> None:
+        self.open.pop(key, None)
+        self.waiting.discard(key)
+
+    @invariant()
+    def accounts_are_the_sums_of_what_is_open(self) -> None:
+        self.books.check_integrity()
+        assert len(self.books) == len(self.open)
+        for worker in ("p0", "p1", "d0", "d1"):
+            account = self.books.account(worker)
+            filling = [self.open[key] for key in self.waiting if self.open[key].prefill == worker]
+            decoding = [entry for entry in self.open.values() if entry.decode == worker]
+            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filling)
+            assert account.num_tokens == sum(entry.num_tokens for entry in decoding)
+            assert account.num_attempts == len(filling) + len(decoding)
+
+
+TestBooks: Any = BooksMachine.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_share_is_of_what_is_scarcer() -> None:
+    books, worker = Books(), a_worker("d0", num_pages=10, page_size=16, max_num_seqs=4)
+    books.enter((id_of("a"), 0), Entry("g", worker.id, "", 10, 80))
+    assert books.account(worker.id).share_of(worker) == 0.5
+    books.enter((id_of("b"), 0), Entry("g", worker.id, "", 1, 1))
+    books.enter((id_of("c"), 0), Entry("g", worker.id, "", 1, 1))
+    assert books.account(worker.id).share_of(worker) == 0.75
+
+
+def test_what_only_the_worker_knows_of_weighs_by_its_pages() -> None:
+    books, worker = Books(), a_worker("d0", num_pages=100, page_size=16, max_num_seqs=1000)
+    books.enter((id_of("a"), 0), Entry("g", worker.id, "", 10, 0))
+    beat = Beat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0), (id_of("b"), 0)))
+    books.beat(worker, beat)
+    assert books.account(worker.id).share_of(worker) == 0.1
+    books.beat(worker, Beat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0),)))
+    assert books.account(worker.id).share_of(worker) == 0.001
+
+
+def test_expected_tokens_are_bounded_by_what_was_asked_for() -> None:
+    def expected(request: Request) -> int:
+        return num_kv_tokens(request)
+
+    few, many, any_number = (
+        a_request(num_tokens=40, sampling=SamplingParams(max_tokens=limit)) for limit in (8, 10_000, None)
+    )
+    assert expected(few) == 48
+    assert expected(many) == expected(any_number) == 40 + EXPECTED_OUTPUT_TOKENS
+    begun = a_request(num_tokens=40, generated_token_ids=(1, 2, 3), attempt=1)
+    assert expected(begun) == 48

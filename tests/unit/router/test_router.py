@@ -1,0 +1,181 @@
+import pytest
+
+from baton.control import (
+    AnyMessage,
+    Beat,
+    Cancel,
+    Drain,
+    Ended,
+    Hello,
+    Kind,
+    Load,
+    Members,
+    Routed,
+    Started,
+    Status,
+    StatusQuery,
+    Submit,
+    Tokens,
+)
+from baton.errors import ProtocolError, WireError
+from baton.request import Request
+from baton.router.router import SETTLE_S
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.unit.router.router_cluster import cluster
+
+
+def test_members_are_told_of_every_change() -> None:
+    c = cluster("p0")
+    c.tick()
+    c["p0"].take(Members)
+    c["g"].take(Members)
+    c.add("d0")
+    for name in ("g", "p0", "d0"):
+        assert [worker.name for worker in c[name].only(Members).workers] == ["p0", "d0"]
+    c.tick()
+    c["p0"].leave()
+    for name in ("g", "d0"):
+        assert [worker.name for worker in c[name].only(Members).workers] == ["d0"]
+
+
+def test_list_is_complete_only_when_every_worker_had_time_to_come() -> None:
+    c = cluster("d0")
+    c.tick()
+    assert not c["g"].take(Members)[-1].is_complete
+    while c.clock.now_s() < 100 + SETTLE_S:
+        c.beat("d0")
+        c.tick()
+    assert c["g"].take(Members)[-1].is_complete
+    c.tick()
+    assert c["g"].take(Members) == []
+
+
+def test_silent_worker_is_dead_after_three_seconds() -> None:
+    c = cluster("d0", "d1")
+    for _ in range(12):
+        c.beat("d1")
+        c.tick()
+    open_before = [c[name].is_open for name in ("d0", "d1")]
+    c.beat("d1")
+    c.tick()
+    assert (open_before, [c[name].is_open for name in ("d0", "d1")]) == ([True, True], [False, True])
+    assert [worker.name for worker in c["g"].take(Members)[-1].workers] == ["d1"]
+    c["d0"].leave()
+    assert isinstance(c.submit(), Routed)
+
+
+def test_routers_own_pause_is_nobodys_silence() -> None:
+    c = cluster("d0")
+    c.tick()
+    c.tick(30.0)
+    assert [worker.name for worker in c["g"].take(Members)[-1].workers] == ["d0"]
+    for _ in range(13):
+        c.tick()
+    assert c["g"].take(Members)[-1].workers == ()
+
+
+def test_worker_that_was_held_up_may_join_again() -> None:
+    c = cluster("d0")
+    for _ in range(14):
+        c.tick()
+    assert not c["d0"].is_open
+    c.add("d0")
+    assert isinstance(c.submit(), Routed)
+
+
+def test_later_process_of_a_name_fences_the_earlier() -> None:
+    c = cluster("d0")
+    former = c["d0"]
+    c.add("d0", id=id_of("d0 again"))
+    assert not former.is_open
+    routed = c.submit()
+    assert isinstance(routed, Routed) and routed.decode == id_of("d0 again")
+    former.leave()
+    assert isinstance(c.submit(a_request("more")), Routed)
+    with pytest.raises(WireError, match="has been replaced"):
+        TestPeer.worker(c.router, a_worker("d0"))
+
+
+def test_id_of_another_name_is_refused() -> None:
+    c = cluster("d0")
+    with pytest.raises(ProtocolError, match="has the id of d0"):
+        TestPeer.worker(c.router, a_worker("d1", id=id_of("d0")))
+    assert isinstance(c.submit(), Routed)
+
+
+def test_restarted_worker_starts_with_empty_books() -> None:
+    c = cluster("d0")
+    c.submit()
+    c["d0"].leave()
+    c.add("d0", id=id_of("d0 again"))
+    assert c.router.books.account(id_of("d0 again")).num_attempts == 0
+    c["g"].say(Ended(attempts=((id_of("r"), 0),)))
+    c.tick()
+    c.router.books.check_integrity()
+    assert list(c.router.books.workers()) == [id_of("d0 again")]
+
+
+def test_status_says_what_operators_ask() -> None:
+    c = cluster("p0", "d0")
+    c.submit()
+    c["d0"].say(Beat(load=Load(num_running=3)))
+    c.tick(0.5)
+    for asker in (c["g"], TestPeer.operator(c.router)):
+        asker.say(StatusQuery())
+        status = asker.only(Status)
+        assert (status.num_gateways, status.num_attempts) == (1, 1)
+        workers = {worker.worker.name: worker for worker in status.workers}
+        assert workers["d0"].load.num_running == 3
+        assert (workers["d0"].num_attempts, workers["p0"].num_attempts) == (1, 1)
+        assert workers["d0"].beat_age_s == pytest.approx(0.5)
+        assert status.counters == {"dispatched": 1}
+
+
+@pytest.mark.parametrize(
+    ("who", "message"),
+    [
+        ("g", Beat(load=Load())),
+        ("g", Tokens(events=())),
+        ("g", Drain(worker="d0")),
+        ("d0", Submit(request=a_request())),
+        ("d0", Cancel(request_id=id_of("r"), attempt=0)),
+        ("d0", Drain(worker="d0")),
+        ("g", Submit(request=Request(request_id="../etc/passwd", token_ids=(1,)))),
+        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=(1,), attempt=2**17))),
+        ("g", Submit(request=Request(request_id=id_of("r"), token_ids=(1,), attempt=-1))),
+    ],
+)
+def test_what_a_peer_may_not_say_is_an_offence(who: str, message: AnyMessage) -> None:
+    c = cluster("d0")
+    with pytest.raises(ProtocolError):
+        c[who].say(message)
+    assert len(c.router.books) == 0
+
+
+def test_attempt_submitted_twice_is_an_offence() -> None:
+    c = cluster("d0")
+    c.submit()
+    with pytest.raises(ProtocolError, match="submitted twice"):
+        c.submit()
+
+
+def test_hello_of_a_worker_must_describe_it() -> None:
+    c = cluster()
+    for worker in (None, a_worker("d1")):
+        with pytest.raises(ProtocolError, match="must describe it"):
+            TestPeer(c.router, Hello(process=Kind.WORKER, id=id_of("d0"), worker=worker))
+    with pytest.raises(ProtocolError):
+        TestPeer.router(c.router)
+
+
+def test_ends_of_unknown_attempts_are_no_offence() -> None:
+    c = cluster("p0", "d0")
+    c["g"].say(Ended(attempts=((id_of("unknown"), 0),)))
+    c["g"].say(Started(attempts=((id_of("unknown"), 0),)))
+    c.submit()
+    for _ in range(2):
+        c["g"].say(Started(attempts=((id_of("r"), 0),)))
+    for _ in range(2):
+        c["g"].say(Ended(attempts=((id_of("r"), 0),)))
+    c.router.books.check_integrity()
+    assert len(c.router.books) == 0
