@@ -5,14 +5,15 @@
    them: rank 0 learns at once of one that died before, and in time of one that hangs.
 3. The ranks meet, load their parts of the weights and agree on the size of the pool. A follower that cannot
    says why on the channel.
-4. The follower runs every step it is sent; a closed connection or STOP_COMMAND ends it.
+4. If the engine's caller has a companion for it, that is started beside it (companions.py).
+5. The follower runs every step it is sent; a closed connection or STOP_COMMAND ends it.
 """
 
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,9 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from baton.companion import Companion
 from baton.config import EngineConfig, cache_directory
+from baton.engine.companions import make_companion
 from baton.engine.follower_channel import FollowerChannel, RankZero
 from baton.engine.hf_config import read_model_config
 from baton.engine.model_runner import ModelRunner, choose_device
@@ -38,12 +41,14 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     rendezvous: str  # path of the file where the ranks find each other
     num_threads: int
+    companion: Companion | None = None
 
 
 class Followers:
     """The processes of ranks 1 and up, and rank 0's place in their group."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, companion: Companion | None = None) -> None:
+        """companion: runs beside each of them, from the moment they have their pools."""
         size = config.tensor_parallel_size
         self._folder = tempfile.TemporaryDirectory(prefix="baton-ranks-")  # readable by this user alone
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -54,7 +59,9 @@ class Followers:
         native.set_num_threads(share)
         try:
             for rank in range(1, size):
-                assignment = Assignment(config=config, rank=rank, rendezvous=rendezvous, num_threads=share)
+                assignment = Assignment(
+                    config=config, rank=rank, rendezvous=rendezvous, num_threads=share, companion=companion
+                )
                 self._channels.append(FollowerChannel(rank))
                 self._processes.append(_start(assignment, self._channels[-1]))
             for channel, process in zip(self._channels, self._processes, strict=True):
@@ -103,8 +110,19 @@ def follow(assignment: Assignment, rank_0: RankZero) -> None:
     tp = TensorParallel.join(assignment.rank, size, store, device)
     runner = ModelRunner(config, read_model_config(Path(config.model)), tp)
     runner.load()
-    runner.allocate()
-    while (command := tp.receive_command()) != STOP_COMMAND:
+    if assignment.companion is None:
+        runner.allocate()
+        _run_steps(runner)
+        return
+    with closing(make_companion(assignment.companion)) as companion:
+        runner.allocate(companion.zeros_on_cpu)
+        companion.start(assignment.rank, runner.pool.device)
+        tp.smallest(0)  # rank 0 waits here for all companions
+        _run_steps(runner)
+
+
+def _run_steps(runner: ModelRunner) -> None:
+    while (command := runner.tp.receive_command()) != STOP_COMMAND:
         runner.execute(decode(command))
 
 

@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from baton.clock import Clock, SystemClock
+from baton.companion import Companion
 from baton.config import EngineConfig, cache_directory
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
@@ -31,11 +32,14 @@ def load_engine(
     clock: Clock | None = None,
     progress: Progress | None = None,
     zeros_on_cpu: ZerosOnCpu = huge_zeros,
+    companion: Companion | None = None,
 ) -> Engine:
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
     Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine, and
     WorkerLost when another rank ends or hangs meanwhile. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
+    Each of the other ranks has a `companion` of its own, which gives its pool's memory; all have started on
+    return.
     """
     native.keep_builds_in(cache_directory())
     directory = Path(config.model).resolve()
@@ -43,12 +47,14 @@ def load_engine(
     model = read_model_config(directory)
     _check_split(model, config.tensor_parallel_size)
     _check_memory(model, config)
-    followers = Followers(config) if config.tensor_parallel_size > 1 else None
+    followers = Followers(config, companion) if config.tensor_parallel_size > 1 else None
     try:
         runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
         with followers.telling_why() if followers else nullcontext():
             runner.load(progress)
             _allocate(runner, zeros_on_cpu)
+            if companion is not None:
+                runner.tp.smallest(0)  # the ranks meet here once their companions have started
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
         _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)

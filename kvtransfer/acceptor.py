@@ -24,20 +24,19 @@ PAUSE_S: Final = 0.1
 class Acceptor:
     def __init__(
         self,
-        listen: tuple[str, int],
+        listener: socket.socket,
         greet: Callable[[socket.socket], None],
         name: str,
         dropped: DroppedPeers,
     ) -> None:
-        """greet: takes the socket over, and raises nothing."""
+        """listener: listens, and is taken over. greet: takes a newcomer's socket over, raises nothing."""
         self._greet = greet
         self._name = name
         self._dropped = dropped
         self._lock = threading.Lock()
         self._newcomers: dict[socket.socket, threading.Thread] = {}  # oldest first
         self._closing = threading.Event()
-        self._listener = socket.create_server(listen, backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listener = listener
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
         self._thread.start()
 

@@ -1,9 +1,9 @@
-"""A rank's place in the traffic of pages: what leaves it, what arrives, and whom it talks to.
+"""A replica's place in the traffic of pages: what leaves it, what arrives, and whom it talks to.
 
 The life of a transfer, in the calls of the two sides' owners:
 
-1. The source calls `link` for the destination's address, once, and `start` for each request. It calls
-   `offer` as pages are computed.
+1. The source calls `link` for the destination's address, once, and `start` for each request. When
+   `take_granted` names it there is room for its pages: it calls `offer` as they are computed.
 2. At the destination `admit` is asked for each reservation: it makes room and names who adopts the pages.
 3. Both call `poll` in their loops, which does all the work that touches the ledger and returns what ended.
 4. `pull` asks a peer for pages that it holds; from there on it is its transfer, as above.
@@ -11,12 +11,25 @@ The life of a transfer, in the calls of the two sides' owners:
 Threads of the endpoint move bytes, read sockets and take digests. Whatever they learn is a call in the
 inbox that `poll` makes, so the ledger, the hand-offs and the callbacks belong to one thread: the caller's.
 Peers come from whoever calls `link`, and hold the cluster key; nothing in a request names one.
+
+A replica of several ranks has its endpoint in rank 0, whose ledger is that of all ranks: page p is page p of
+each rank's pool. The other ranks' pages are moved by an agent in each of their processes:
+
+    agents = RankAgents(config.tensor_parallel_size)
+    shared = SharedPool()
+    engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=agents.companion)
+    endpoint = KvEndpoint(settings, engine.runner.pool.device, ledger, admit, shared=shared, agents=agents)
+    ...
+    endpoint.close()
+    engine.close()
+
+The endpoint takes the agents over, and closes them. A rank that is lost ends the transfers that it has a part
+in, each once, and no other begins: the replica has to be loaded again.
 """
 
 import contextlib
 import secrets
 from collections.abc import Sequence
-from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -25,28 +38,29 @@ from torch import Tensor
 from baton.clock import Clock, SystemClock
 from baton.errors import WireError
 from baton.kvtransfer.choose import TransportCounters
-from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.endpoint_settings import Admit, EndpointSettings, refuse_all
-from baton.kvtransfer.handoff import Finished, Terms, answer_to_unknown
-from baton.kvtransfer.hashing import Hashing
-from baton.kvtransfer.incoming import Incoming
+from baton.kvtransfer.handoff import answer_to_unknown
 from baton.kvtransfer.ledger import Owner, PageLedger
-from baton.kvtransfer.link import Call, Link
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.message_stream import Call
 from baton.kvtransfer.messages import AnyMessage, Pull, Refuse, Reserve
-from baton.kvtransfer.outgoing import Outgoing
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.peers import Peers
-from baton.kvtransfer.pool_doors import PoolDoors
+from baton.kvtransfer.rank_agents import RankAgents
+from baton.kvtransfer.rank_messages import PartEvent
+from baton.kvtransfer.rank_plane import RankPlane
+from baton.kvtransfer.ranks import Ranks
+from baton.kvtransfer.remote_rank import RemoteRank
 from baton.kvtransfer.reservation import ID_BYTES, check_pull, reservation
-from baton.kvtransfer.source_handoff import SourceHandoff
+from baton.kvtransfer.traffic import Traffic
 from baton.wire import DroppedPeers
 
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
 
 
 class KvEndpoint:
-    """One rank's pool, on any device. Everything but `close` is called by the thread that owns the ledger."""
+    """The pools of a replica, on any device. All but `close` is called by the thread that owns the ledger."""
 
     def __init__(
         self,
@@ -56,48 +70,46 @@ class KvEndpoint:
         admit: Admit = refuse_all,
         *,
         shared: SharedPool | None = None,
+        agents: RankAgents | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """shared: what `pool` was made by, if sources on this host may write into it directly."""
+        """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
+
+        agents: of the other ranks. WorkerLost when one of them does not come.
+        """
         self.settings = settings
         self.incarnation = secrets.token_bytes(ID_BYTES)
         self.dropped = DroppedPeers()
-        self._ledger = ledger
         self._admit = admit
         self._clock = clock or SystemClock()
         self._inbox: SimpleQueue[Call] = SimpleQueue()
-        self._hashing = Hashing(settings.num_hashing_threads, may_inline=not pool.is_cuda)
-        self._epochs = count(1)
-        self._outgoing: dict[bytes, Outgoing] = {}
-        self._incoming: dict[bytes, Incoming] = {}
-        self._ended: list[Ended] = []
-        self._granted: list[bytes] = []
         self._next_tick_s = 0.0
-        self._doors = PoolDoors(
-            pool,
-            shared,
-            settings,
-            lambda transfers: self._inbox.put(lambda: self._bury(transfers)),
-            clock=self._clock,
-            dropped=self.dropped,
+        inbox, clock, dropped = self._inbox.put, self._clock, self.dropped
+        own, incarnation = settings.for_rank(0), self.incarnation
+        self._here = RankPlane(
+            own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped
         )
+        self._doors = self._here.pool_doors
+        self._ranks = Ranks(settings, self._here, agents)
+        self._traffic = Traffic(settings, ledger, self._clock, self._ranks)
+        self._outgoing, self._incoming = self._traffic.outgoing, self._traffic.incoming
         try:
             self._peers = Peers(
                 (settings.host, settings.port),
                 settings.key,
                 settings.hello(self.incarnation),
-                self._doors.message(),
-                self._doors.pages,
+                self._ranks.doors,
                 settings.transport,
-                self._inbox.put,
+                inbox,
                 self._received,
                 self._lost,
-                clock=self._clock,
-                dropped=self.dropped,
+                clock=clock,
+                dropped=dropped,
             )
         except OSError:  # somebody else listens there
-            self._doors.close()
+            self._ranks.close()
             raise
+        self._ranks.start(inbox, self._hear, self._lose)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -105,14 +117,13 @@ class KvEndpoint:
 
     @property
     def counters(self) -> TransportCounters:
-        return self._peers.counters
+        """Of rank 0's transports."""
+        return self._here.counters
 
     def counts(self) -> dict[str, int]:
-        """What went wrong or well since the start, by name: for metrics."""
-        return {
-            **self.counters.by_name(),
-            **{f"dropped_{why}": n for why, n in self.dropped.counts().items()},
-        }
+        """What went wrong or well in rank 0 since the start, by name: for metrics."""
+        dropped = {f"dropped_{why}": number for why, number in self.dropped.counts().items()}
+        return {**self.counters.by_name(), **dropped}
 
     # What the owner asks for.
 
@@ -123,18 +134,31 @@ class KvEndpoint:
         """
         return self._peers.dial(address)
 
-    def start(self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None) -> bytes:
+    def start(
+        self,
+        link: Link,
+        num_units: int,
+        *,
+        deadline_s: float,
+        transfer: bytes | None = None,
+        position: int = 0,
+    ) -> bytes:
         """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`.
 
-        transfer: 16 bytes that the peer's owner knows it by, never used before; None: an id is minted.
+        Units are counted from the token `position` of the sequence on, which starts a page on both sides: a
+        destination that holds the tokens before needs no more. transfer: 16 bytes that no transfer had yet,
+        by which `admit` may know the request; None: they are made here.
         """
-        request = reservation(num_units, deadline_s, transfer)
-        outgoing = self._depart(link, request)
-        transports = self._peers.transports(link)
-        if transports is None:
-            outgoing.perform(outgoing.handoff.peer_lost())
-        else:
-            transports.when_settled(outgoing.start)
+        page_tokens = self._traffic.page_tokens(link)
+        if position % page_tokens:
+            raise ValueError(f"token {position} starts no page of {page_tokens} tokens")
+        if transfer is not None and self._is_known(transfer):
+            raise ValueError(f"transfer {transfer.hex()} was started before")
+        num_parts = self._traffic.num_parts(link, is_source=True)
+        request = reservation(num_units, num_parts, deadline_s, transfer=transfer, position=position)
+        outgoing = self._traffic.depart(link, request)
+        if self._traffic.can_begin(outgoing):
+            outgoing.start()
         return request.transfer
 
     def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None:
@@ -155,24 +179,23 @@ class KvEndpoint:
         deadline_s: float,
     ) -> bytes:
         """Ask the peer for its pages `wanted`, (page, generation) each. The caller has made room for them."""
-        request = reservation(num_units, deadline_s)
-        check_pull(wanted, self._terms(link, is_source=False).num_destination_pages(num_units))
-        incoming = self._arrive(link, request)
-        incoming.perform(incoming.handoff.pull(adopter, link.hello.incarnation, wanted, self._doors.names))
-        if self._peers.transports(link) is None:
-            incoming.perform(incoming.handoff.peer_lost())
+        request = reservation(num_units, self._traffic.num_parts(link, is_source=False), deadline_s)
+        check_pull(wanted, self._traffic.terms(link, is_source=False).num_destination_pages(num_units))
+        incoming = self._traffic.arrive(link, request)
+        if self._traffic.can_begin(incoming):
+            incoming.perform(
+                incoming.handoff.pull(adopter, link.hello.incarnation, wanted, self._doors.names)
+            )
         return request.transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
-        for traffic in (self._outgoing, self._incoming):
-            end = traffic.get(transfer)
-            if end is not None:
-                end.perform(end.handoff.abort(reason))
+        end = self._traffic.end_of(transfer)
+        if end is not None:
+            end.perform(end.handoff.abort(reason))
 
     def take_granted(self) -> list[bytes]:
         """The transfers, begun by `start`, that have been granted pages since the last call."""
-        granted, self._granted = self._granted, []
-        return granted
+        return self._traffic.take_granted()
 
     def poll(self) -> list[Ended]:
         """Do what is due, without waiting; the transfers that have ended since the last call."""
@@ -180,9 +203,9 @@ class KvEndpoint:
             for _ in range(self._inbox.qsize()):  # no more than is there: peers may be faster than we are
                 self._inbox.get_nowait()()
         if self._clock.now_s() >= self._next_tick_s:
-            self._tick()
-        ended, self._ended = self._ended, []
-        return ended
+            self._next_tick_s = self._clock.now_s() + TICK_S
+            self._traffic.tick(self._peers.link_to)
+        return self._traffic.take_ended()
 
     def post(self, call: Call) -> None:
         """From any thread: have the call made by the next `poll` or `wait`, in order with all others."""
@@ -199,30 +222,33 @@ class KvEndpoint:
         return len(self._outgoing) + len(self._incoming)
 
     def close(self) -> None:
-        """End every link and thread. Transfers that are open are lost; nothing is written on return."""
+        """End every link and thread. Transfers that are open are lost; nothing is written here on return, and
+        in other ranks a moment later.
+        """
         self._peers.stop()
-        for outgoing in list(self._outgoing.values()):
-            outgoing.let_go()
+        if self._ranks.stop():
+            for outgoing in list(self._outgoing.values()):
+                outgoing.let_go()
         self._peers.close()
-        self._doors.close()
-        self._hashing.close()
+        self._ranks.close()
 
-    # Peers.
-
-    def _bury(self, transfers: list[bytes]) -> None:
-        """Their source's process is dead."""
-        for transfer in transfers:
-            incoming = self._incoming.get(transfer)
-            if incoming is not None:
-                incoming.perform(incoming.handoff.peer_lost())
-
-    def _ends(self) -> list[Outgoing | Incoming]:
-        return [*self._outgoing.values(), *self._incoming.values()]
+    # Peers and ranks.
 
     def _lost(self, link: Link) -> None:
-        for end in self._ends():
+        for end in self._traffic.ends():
             if end.link is link:
                 end.perform(end.handoff.peer_lost())
+        self._ranks.drop(link)
+
+    def _hear(self, event: PartEvent) -> None:
+        end = self._traffic.end_of(event.transfer)
+        if end is not None:
+            end.hear(event)
+
+    def _lose(self, rank: RemoteRank) -> None:
+        """One of ours is lost, or dead by now."""
+        for end in self._traffic.ends():
+            end.lose(rank, f"rank {rank.rank} is lost", is_dead=rank.is_dead)
 
     # Transfers.
 
@@ -230,95 +256,42 @@ class KvEndpoint:
         if link.is_lost:
             return
         match message:
-            case Reserve():
-                self._reserve(link, message)
-            case Pull():
-                self._accept_pull(link, message)
+            case Reserve() | Pull():
+                self._asked(link, message)
             case _:
                 self._hand_on(link, message)
 
     def _hand_on(self, link: Link, message: AnyMessage) -> None:
         """To the end of its transfer, whichever link of the same process it came over."""
-        transfer: bytes = getattr(message, "transfer", b"")
-        end = self._outgoing.get(transfer) or self._incoming.get(transfer)
+        end = self._traffic.end_of(getattr(message, "transfer", b""))
         if end is not None and end.link.hello.incarnation == link.hello.incarnation:
             end.receive(message)
         elif (answer := answer_to_unknown(message)) is not None:
             link.send(answer)
 
-    def _reserve(self, link: Link, request: Reserve) -> None:
-        if self._is_known(request.transfer) or request.num_parts != 1:
-            link.drop(WireError("a reservation that was made before, or of several parts", reason="protocol"))
-            return
-        num_pages = self._terms(link, is_source=False).num_destination_pages(request.num_units)
-        adopter = self._admit(request, num_pages)
-        if adopter is None:
-            link.send(Refuse(transfer=request.transfer, reason="no room"))
-            return
-        incoming = self._arrive(link, request)
-        incoming.perform(incoming.handoff.grant(adopter, self._doors.names))
+    def _asked(self, link: Link, request: Reserve | Pull) -> None:
+        complaint = self._traffic.complaint(link, request)
+        if self._is_known(request.transfer):
+            complaint = "a transfer that was asked for before"
+        if complaint is not None:
+            link.drop(WireError(complaint, reason="protocol"))
+        elif isinstance(request, Reserve):
+            self._reserve(link, request)
+        else:
+            outgoing = self._traffic.depart(link, request)
+            if self._traffic.can_begin(outgoing):
+                outgoing.accept_pull(self.incarnation)
 
-    def _accept_pull(self, link: Link, pull: Pull) -> None:
-        if self._is_known(pull.transfer) or pull.num_parts != 1:
-            link.drop(WireError("a pull that was asked for before, or of several parts", reason="protocol"))
+    def _reserve(self, link: Link, request: Reserve) -> None:
+        num_pages = self._traffic.terms(link, is_source=False).num_destination_pages(request.num_units)
+        complaint = self._ranks.complaint()
+        adopter = self._admit(request, num_pages) if complaint is None else None
+        if adopter is None:
+            link.send(Refuse(transfer=request.transfer, reason=complaint or "no room"))
             return
-        outgoing = self._depart(link, pull)
-        transports = self._peers.transports(link)
-        assert transports is not None, "a message came over a link that is lost"
-        transports.when_settled(lambda: outgoing.accept_pull(self.incarnation))
+        incoming = self._traffic.arrive(link, request)
+        incoming.perform(incoming.handoff.grant(adopter, self._doors.names))
 
     def _is_known(self, transfer: bytes) -> bool:
         """Ids are minted once; one that comes again is no new transfer's."""
-        return any(transfer in ends for ends in (self._outgoing, self._incoming, self._doors.landings))
-
-    def _terms(self, link: Link, *, is_source: bool) -> Terms:
-        return self.settings.terms(link.hello, self._ledger, self._clock, is_source=is_source)
-
-    def _depart(self, link: Link, request: Reserve | Pull) -> Outgoing:
-        outgoing = Outgoing(
-            SourceHandoff(request, self._terms(link, is_source=True)),
-            self.settings.plan(link.hello, is_source=True),
-            link,
-            self._peers.transports(link),
-            request.num_units,
-            self._doors.pages.digests,
-            self._hashing,
-            self._inbox.put,
-            self._clock,
-            self._finished,
-            self._granted_to,
-        )
-        self._outgoing[request.transfer] = outgoing
-        return outgoing
-
-    def _arrive(self, link: Link, request: Reserve) -> Incoming:
-        incoming = Incoming(
-            DestinationHandoff(request, next(self._epochs), self._terms(link, is_source=False)),
-            self.settings.plan(link.hello, is_source=False),
-            request.num_units,
-            link,
-            self._doors,
-            self._hashing,
-            self._inbox.put,
-            self._finished,
-        )
-        self._incoming[request.transfer] = incoming
-        return incoming
-
-    def _granted_to(self, transfer: bytes) -> None:
-        self._granted.append(transfer)
-
-    def _finished(self, end: Outgoing | Incoming, finished: Finished) -> None:
-        handoff = end.handoff
-        times = end.timeline.times() if isinstance(end, Outgoing) else None
-        ended = Ended(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
-        self._ended.append(ended)
-
-    def _tick(self) -> None:
-        self._next_tick_s = self._clock.now_s() + TICK_S
-        for end in self._ends():
-            if end.link.is_lost:  # what is left to be said goes over another link to the same process
-                end.link = self._peers.link_to(end.link.hello.incarnation) or end.link
-            end.perform(end.handoff.tick())
-        self._outgoing = {id_: end for id_, end in self._outgoing.items() if not end.is_over}
-        self._incoming = {id_: end for id_, end in self._incoming.items() if not end.is_over}
+        return self._traffic.end_of(transfer) is not None or transfer in self._doors.landings

@@ -9,7 +9,9 @@ from baton.kvtransfer.choose import AUTO
 from baton.kvtransfer.handoff import Terms, Timing
 from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.messages import PROTOCOL, Hello, Reserve
-from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.part_ranks import PartRanks, parts_of
+from baton.kvtransfer.rank_messages import RankSettings
+from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 
 
@@ -17,7 +19,6 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     key: bytes  # the cluster's
     fingerprint: str  # of the model
     layout: PageLayout
-    rank: int = 0
     host: str = "127.0.0.1"
     port: int = 0  # 0: one that is free
     transport: str = AUTO
@@ -30,17 +31,24 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             incarnation=incarnation,
             fingerprint=self.fingerprint,
             layout=self.layout,
-            rank=self.rank,
         )
 
-    def plan(self, peer: Hello, *, is_source: bool) -> TransferPlan:
-        """Of what moves between this rank and the peer's; is_source: from here to there."""
-        ours, theirs = (self.layout, self.rank), (peer.layout, peer.rank)
-        (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
-        return plan_transfer(source, destination, source_rank, rank)
+    def for_rank(self, rank: int) -> RankSettings:
+        return RankSettings(
+            key=self.key,
+            layout=self.layout,
+            rank=rank,
+            host=self.host,
+            transport=self.transport,
+            num_hashing_threads=self.num_hashing_threads,
+        )
+
+    def parts(self, peer: Hello, *, is_source: bool) -> tuple[PartRanks, ...]:
+        """Of a transfer between this replica and the peer's; is_source: from here to there."""
+        return parts_of(*self._ways(peer, is_source=is_source))
 
     def terms(self, peer: Hello, ledger: PageLedger, clock: Clock, *, is_source: bool) -> Terms:
-        plan = self.plan(peer, is_source=is_source)
+        plan = plan_transfer(*self._ways(peer, is_source=is_source), 0, 0)  # all parts count the same units
         return Terms(
             ledger=ledger,
             clock=clock,
@@ -48,6 +56,9 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             source_units_per_page=plan.source.units_per_page,
             destination_units_per_page=plan.destination.units_per_page,
         )
+
+    def _ways(self, peer: Hello, *, is_source: bool) -> tuple[PageLayout, PageLayout]:
+        return (self.layout, peer.layout) if is_source else (peer.layout, self.layout)
 
 
 # Asked for each reservation with the pages that it needs: makes room for them and says who adopts them.

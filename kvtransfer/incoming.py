@@ -1,58 +1,50 @@
-"""A transfer that arrives at this rank: does what its DestinationHandoff asks for.
+"""A transfer that arrives at this replica: has its parts done what its DestinationHandoff asks for.
 
-What may be written is in the landings, under the transfer's id; for sources that write straight into shared
-memory it is in the pool's table of generations too.
-
-A thread of the endpoint takes the digests of units as the source says that it has written them, so that
-little is left to do when the last ones come; they are compared once nothing can be written any more. Until
-then the source writes nothing there but the same bytes again, and nobody else may write: what is damaged on
-its way is found, and memory that has been found right is trusted like any other.
+What the source needs to hear before it writes waits until every rank has opened its part: a rank in another
+process has to be told first. Once the transfer has ended nothing waits.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
 
 from baton.errors import ProtocolError
 from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
-from baton.kvtransfer.digests import differing_units
 from baton.kvtransfer.handoff import Action, CloseLanding, Finished, OpenLanding, Send, Verify
-from baton.kvtransfer.hashing import Hashing
-from baton.kvtransfer.landing import Landing
-from baton.kvtransfer.link import Link, Post
-from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Wrote
-from baton.kvtransfer.pool_doors import PoolDoors
-from baton.kvtransfer.transfer_plan import TransferPlan
-from baton.kvtransfer.transport import offsets_of
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import AnyMessage, Wrote
+from baton.kvtransfer.rank_messages import (
+    ClosePart,
+    ForgetPart,
+    HashUnits,
+    OpenPart,
+    PartEvent,
+    PartOpened,
+    PartVerified,
+    VerifyPart,
+    WriterDied,
+    WriterStopped,
+)
+from baton.kvtransfer.rank_plane import Plane
+from baton.kvtransfer.ranks import Route
 
 
 class Incoming:
-    """All calls are made by the endpoint's thread. One part: its source and this rank are the only pair."""
+    """All calls are made by the endpoint's thread."""
 
     def __init__(
         self,
         handoff: DestinationHandoff,
-        plan: TransferPlan,
-        num_units: int,
         link: Link,
-        doors: PoolDoors,
-        hashing: Hashing,
-        post: Post,
+        routes: Sequence[Route],
+        num_units: int,
         on_finished: Callable[["Incoming", Finished], None],
     ) -> None:
         self.handoff = handoff
         self.link = link
-        self._plan = plan
+        self._routes = routes
         self._num_units = num_units
-        self._landings = doors.landings
-        self._digests = doors.pages.digests
-        self._generations = doors.generations  # of a pool that sources on this host may write into directly
-        self._hashing = hashing
-        self._post = post
         self._on_finished = on_finished
-        self._num_landings = 0
-        self._found = bytearray(num_units * DIGEST_BYTES)
-        self._taking: list[Future[None]] = []  # of digests, in the order in which units were written
+        self._opening: set[int] = set()  # parts whose ranks have yet to say that they are open
+        self._unsaid: list[AnyMessage] = []
 
     @property
     def is_over(self) -> bool:
@@ -62,14 +54,17 @@ class Incoming:
         for action in actions:
             match action:
                 case Send(message):
-                    self.link.send(message)
-                case OpenLanding():
-                    self._open_landing()
-                case CloseLanding(_, is_confirmed):
-                    self._close_landing(is_confirmed=is_confirmed)
-                case Verify(_, digests):
-                    self._verify(digests)
+                    self._say(message)
+                case OpenLanding(part):
+                    self._open(part)
+                case CloseLanding(part, is_confirmed):
+                    close = ClosePart(transfer=self.handoff.transfer, part=part, is_confirmed=is_confirmed)
+                    self._routes[part].plane.perform(close)
+                case Verify(part, digests):
+                    verify = VerifyPart(transfer=self.handoff.transfer, part=part, digests=digests)
+                    self._routes[part].plane.perform(verify)
                 case Finished():
+                    self._say_what_waited()
                     self._on_finished(self, action)
 
     def receive(self, message: AnyMessage) -> None:
@@ -80,56 +75,72 @@ class Incoming:
             actions = self.handoff.peer_lost()
         else:
             if isinstance(message, Wrote) and self._is_current(message):
-                num_bytes = (message.stop - message.first) * self._plan.unit_bytes
-                taking = self._hashing.submit(num_bytes, self._take_digests, message.first, message.stop)
-                self._taking.append(taking)
+                self._hash(message)
         self.perform(actions)
+
+    def hear(self, event: PartEvent) -> None:
+        """What the rank of one of its parts has to say."""
+        match event:
+            case PartOpened():
+                self._opened(event.part)
+            case WriterStopped():
+                self.perform(self.handoff.writer_stopped(event.part))
+            case WriterDied():
+                self.perform(self.handoff.fail("the source's process died"))
+            case PartVerified():
+                self.perform(self.handoff.verified(event.part, event.corrupt_units))
+
+    def lose(self, plane: Plane, reason: str, *, is_dead: bool) -> None:
+        """A rank is lost; is_dead: for certain, and with it its pages and whoever wrote there."""
+        parts = [route.part for route in self._routes if route.plane is plane]
+        if not parts:
+            return
+        self.perform(self.handoff.fail(reason))
+        if is_dead:
+            for part in parts:
+                self.perform(self.handoff.writer_stopped(part))
+
+    def forget(self) -> None:
+        """It is over: nobody needs to know of its parts any more."""
+        for route in self._routes:
+            route.plane.perform(ForgetPart(transfer=self.handoff.transfer, part=route.part))
+
+    def _say(self, message: AnyMessage) -> None:
+        if self._opening:
+            self._unsaid.append(message)
+        else:
+            self.link.send(message)
+
+    def _open(self, part: int) -> None:
+        plane, peer = self._routes[part].plane, self._routes[part].peer
+        self._opening.add(part)
+        order = OpenPart(
+            transfer=self.handoff.transfer,
+            part=part,
+            epoch=self.handoff.epoch,
+            num_units=self._num_units,
+            pages=tuple(self.handoff.pages),
+            generations=self.handoff.generations(),
+            source=peer,
+        )
+        plane.perform(order)
+
+    def _opened(self, part: int) -> None:
+        self._opening.discard(part)
+        if not self._opening:
+            self._say_what_waited()
+
+    def _say_what_waited(self) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        self._opening.clear()
+        for message in unsaid:
+            self.link.send(message)
 
     def _is_current(self, wrote: Wrote) -> bool:
         """Whether the hand-off, which has heard it, took it for more than a stale word."""
         handoff = self.handoff
         return wrote.epoch == handoff.epoch and handoff.state is DestinationState.RECEIVING
 
-    def _open_landing(self) -> None:
-        landing = Landing(
-            id=self.handoff.transfer,
-            epoch=self.handoff.epoch,
-            plan=self._plan,
-            num_units=self._num_units,
-            pages=tuple(self.handoff.pages),
-            writer=self.link.hello.incarnation,
-            may_write_directly=self._generations is not None,
-        )
-        if self._num_landings:
-            self._landings.reopen(landing)
-        else:
-            self._landings.add(landing)
-        self._num_landings += 1
-        if self._generations is not None:
-            self._generations.grant(self.handoff.pages, self.handoff.generations())
-
-    def _close_landing(self, *, is_confirmed: bool) -> None:
-        transfer = self.handoff.transfer
-        if self._generations is not None:
-            self._generations.revoke(self.handoff.pages)
-        if is_confirmed:
-            self._landings.release(transfer)
-        stopped = partial(self._post, self._writer_stopped)
-        self._landings.close(transfer, on_safe=stopped)
-
-    def _writer_stopped(self) -> None:
-        self.perform(self.handoff.writer_stopped(0))
-
-    def _take_digests(self, first: int, stop: int) -> None:
-        offset_N = offsets_of(self._plan.destination, first, stop, self.handoff.pages)
-        digests = self._digests.take(self._plan, offset_N, stop - first)
-        self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
-
-    def _verify(self, expected: bytes) -> None:
-        """Compare when the last digest is taken."""
-        waiting = [taking for taking in self._taking if not taking.done()]
-        if waiting:
-            waiting[-1].add_done_callback(lambda _: self._post(lambda: self._verify(expected)))
-            return
-        corrupt_units = differing_units(expected, bytes(self._found))
-        self._post(lambda: self.perform(self.handoff.verified(0, corrupt_units)))
+    def _hash(self, wrote: Wrote) -> None:
+        units = HashUnits(transfer=self.handoff.transfer, part=wrote.part, first=wrote.first, stop=wrote.stop)
+        self._routes[wrote.part].plane.perform(units)

@@ -4,34 +4,23 @@ The life of a link:
 
 1. Both ends prove that they hold the cluster key (wire.py), then each says Hello and, if the two are
    compatible, Doors. A mismatch is refused at both ends, with the reason.
-2. A thread reads messages. What it learns it hands on as a call for the endpoint's own thread to make; while
-   MAX_UNHEARD_BYTES wait for that it reads no more. What is sent never waits for the peer (outbox.py).
+2. Messages are heard as of any message_stream.py: nobody waits for the peer.
 3. A peer that breaks a rule, closes or dies ends the link. `on_lost` is called once, after everything that
    was received before. Nothing else ends with it: other peers' links go on.
 """
 
-import contextlib
-import logging
 import socket
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from baton.clock import Clock
-from baton.errors import BatonError, PeerGone, TransferFailed, WireError
-from baton.kvtransfer.compatibility import check
+from baton.errors import BatonError, TransferFailed, WireError
+from baton.kvtransfer.compatibility import check, check_doors
+from baton.kvtransfer.message_stream import Call, MessageStream, Post
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello, decode, encode
-from baton.outbox import Outbox
-from baton.wire import HANDSHAKE_TIMEOUT_S, MAX_BODY_BYTES, Connection, DroppedPeers, Role
+from baton.wire import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
 
-logger = logging.getLogger(__name__)
-
-Call: TypeAlias = Callable[[], None]
-Post: TypeAlias = Callable[[Call], None]  # hands a call to the endpoint's thread, from any thread
-
-
-MAX_UNHEARD_BYTES: Final = 2 * MAX_BODY_BYTES  # room for the largest message, and for the one before it
 OnMessage: TypeAlias = Callable[["Link", AnyMessage], None]
 
 
@@ -42,66 +31,24 @@ class Link:
         self.host = host  # the peer's address, as the network has it
         self.hello = hello
         self.doors = doors
+        self.number = 0  # among the links of our endpoint, which gives it
         self.is_lost = False
-        self._connection = connection
-        self._outbox = Outbox(connection)
-        self._heard = threading.Condition()
-        self._num_unheard_bytes = 0  # of messages whose calls are still to be made
-        self._thread: threading.Thread | None = None
+        self._stream = MessageStream(connection, decode, "kv-link")
 
     def start(self, post: Post, on_message: OnMessage, on_lost: Call) -> None:
         """The calls are posted, never made by the reading thread."""
-        self._thread = threading.Thread(
-            target=self._read, args=(post, on_message, on_lost), name="kv-link", daemon=True
-        )
-        self._thread.start()
+        self._stream.start(post, partial(on_message, self), on_lost)
 
     def send(self, message: AnyMessage) -> None:
-        """A peer that is gone gets nothing: the reading thread finds out and `on_lost` tells."""
-        with contextlib.suppress(PeerGone, WireError):
-            self._outbox.send(encode(message))
+        """A peer that is gone gets nothing: `on_lost` tells."""
+        self._stream.send(encode(message))
 
     def drop(self, error: WireError) -> None:
         """End the link to a peer that broke a rule, and count it."""
-        logger.warning("a link was dropped: %s", error)
-        self._connection.drop(error)
+        self._stream.drop(error)
 
     def close(self) -> None:
-        self._connection.close()
-        with self._heard:
-            self._heard.notify()
-        self._outbox.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _read(self, post: Post, on_message: OnMessage, on_lost: Call) -> None:
-        try:
-            while True:
-                body = self._connection.recv()
-                message = decode(body)
-                self._make_room(len(body))
-                post(partial(self._hear, on_message, message, len(body)))
-        except WireError as error:
-            self.drop(error)
-        except PeerGone:
-            logger.info("a link has ended")
-        finally:
-            self._connection.close()
-            post(on_lost)
-
-    def _make_room(self, num_bytes: int) -> None:
-        def has_room() -> bool:
-            return self._num_unheard_bytes + num_bytes <= MAX_UNHEARD_BYTES or self._connection.is_closed
-
-        with self._heard:
-            self._heard.wait_for(has_room)
-            self._num_unheard_bytes += num_bytes
-
-    def _hear(self, on_message: OnMessage, message: AnyMessage, num_bytes: int) -> None:
-        with self._heard:
-            self._num_unheard_bytes -= num_bytes
-            self._heard.notify()
-        on_message(self, message)
+        self._stream.close()
 
 
 def dial(
@@ -146,4 +93,7 @@ def _greet(connection: Connection, host: str, hello: Hello, doors: Doors) -> Lin
     their_doors = decode(connection.recv(HANDSHAKE_TIMEOUT_S))
     if not isinstance(their_doors, Doors):
         raise connection.drop(WireError(f"{type(their_doors).__name__} came before Doors", reason="order"))
+    complaint = check_doors(theirs, their_doors)
+    if complaint is not None:
+        raise connection.drop(WireError(complaint, reason="incompatible"))
     return Link(connection, host, theirs, their_doors)

@@ -19,10 +19,11 @@ from baton.errors import WireError
 from baton.layout import PageLayout
 from baton.wire import MAX_BODY_BYTES
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
 MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
 MAX_PARTS: Final = 256
+MAX_RANKS: Final = 128  # of a replica: two of as many have no more than MAX_PARTS parts
 MAX_DIGESTS: Final = 1 << 22  # of one transfer, all parts: 32 MiB
 DIGEST_BYTES: Final = 8  # of one unit, see digests.py
 MAX_DURATION_MS: Final = 24 * 3600 * 1000
@@ -62,13 +63,13 @@ class Hello(Message, frozen=True):
     protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)]
     incarnation: Incarnation  # minted when the process starts: pages and epochs mean something within one
     fingerprint: Annotated[str, Meta(min_length=1, max_length=128)]  # of the model
-    layout: PageLayout
-    rank: Annotated[int, Meta(ge=0, le=MAX_PARTS - 1)] = 0
+    layout: PageLayout  # of each of its tp_size ranks
 
 
-class Doors(Message, frozen=True):
-    """The second message each way: how the sender's pages are reached. Its address is the link's own."""
+class RankDoors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the pages of one rank are reached. Its address is the link's own."""
 
+    incarnation: Incarnation  # of the rank's process, which may die alone
     host: Annotated[str, Meta(min_length=1, max_length=64)]  # as in choose.Place
     device: Literal["cpu", "cuda"]
     tcp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # 0: no such door
@@ -88,6 +89,12 @@ class Doors(Message, frozen=True):
             "tcp": self.tcp_port,
         }
         return tuple(name for name, door in doors.items() if door)
+
+
+class Doors(Message, frozen=True):
+    """The second message each way: the doors of every rank of the sender, in order."""
+
+    ranks: Annotated[tuple[RankDoors, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class Reserve(Message, frozen=True):

@@ -1,24 +1,30 @@
-"""A transfer that leaves this rank: does what its SourceHandoff asks for.
-
-Pieces go out over the peer's transports; the digests of a piece are taken once it is written, from the pages
-it was read from, which its reader holds until then.
-"""
+"""A transfer that leaves this replica: has its parts done what its SourceHandoff asks for."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from baton.clock import Clock
 from baton.errors import ProtocolError
-from baton.kvtransfer.digests import UnitDigests
 from baton.kvtransfer.handoff import Action, Finished, Granted, Push, Send, StopPushes
-from baton.kvtransfer.hashing import Hashing
-from baton.kvtransfer.link import Link, Post
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.message_stream import Call
 from baton.kvtransfer.messages import AnyMessage, Grant, Pull
-from baton.kvtransfer.peer_transports import PeerTransports
+from baton.kvtransfer.rank_messages import (
+    ForgetPart,
+    GrantPart,
+    PartEvent,
+    PartHashed,
+    PartReached,
+    PartStopped,
+    PartWritten,
+    PushPart,
+    ReachPeer,
+    StopPart,
+)
+from baton.kvtransfer.rank_plane import Plane
+from baton.kvtransfer.ranks import Route
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from baton.kvtransfer.timeline import Timeline
-from baton.kvtransfer.transfer_plan import TransferPlan
-from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus, offsets_of
+from baton.kvtransfer.transport import Progress, TransferStatus
 
 
 class Outgoing:
@@ -27,42 +33,41 @@ class Outgoing:
     def __init__(
         self,
         handoff: SourceHandoff,
-        plan: TransferPlan,
         link: Link,
-        transports: PeerTransports | None,
+        routes: Sequence[Route],
         num_units: int,
-        digests: UnitDigests,
-        hashing: Hashing,
-        post: Post,
         clock: Clock,
         on_finished: Callable[["Outgoing", Finished], None],
         on_granted: Callable[[bytes], None],
     ) -> None:
+        """on_granted: told the transfer's id once the peer has made room, if we had to ask for it."""
         self.handoff = handoff
         self.link = link
-        self.timeline = Timeline(clock, num_units)
-        self._plan = plan
-        self._transports = transports
-        self._digests = digests
-        self._hashing = hashing
-        self._post = post
+        self.timeline = Timeline(clock, num_units * len(routes))
+        self._routes = routes
         self._on_finished = on_finished
         self._on_granted = on_granted
-        self._grant: Grant | Pull | None = None
+        self._num_told = [0] * len(routes)  # pages that the rank of each part knows
+        self._unreached: set[int] = set()
+        self._stopping: set[int] = set()
+        self._then: Call | None = None
 
     @property
     def is_over(self) -> bool:
         return self.handoff.state is SourceState.CLOSED
 
     def start(self) -> None:
-        """The transports to the peer are open, or none will be."""
-        self.timeline.settled()
-        self.perform(self.handoff.start())
+        """Ask for pages, once the transports of every part are open, or none will be."""
+        self._reach(lambda: self.perform(self.handoff.start()))
 
     def accept_pull(self, incarnation: bytes) -> None:
-        self.timeline.settled()
-        self.timeline.offered()
-        self.perform(self.handoff.accept_pull(incarnation))
+        """As `start`, but with pages that the peer has named; incarnation: of this endpoint."""
+
+        def accept() -> None:
+            self.timeline.offered()
+            self.perform(self.handoff.accept_pull(incarnation))
+
+        self._reach(accept)
 
     def offer(self, pages: Sequence[int], num_units: int) -> None:
         self.timeline.offered()
@@ -74,21 +79,17 @@ class Outgoing:
                 case Send(message):
                     self.link.send(message)
                 case Granted(grant):
-                    self._grant = grant
-                    self.timeline.granted()
-                    self._on_granted(self.handoff.transfer)
+                    self._grant(grant)
                 case Push():
                     self._push(action)
                 case StopPushes():
-                    assert self._transports is not None
-                    self._transports.abort(self.handoff.transfer)
-                    self.perform(self.handoff.pushes_stopped())
+                    self._stop()
                 case Finished():
                     self.timeline.finished()
                     self._on_finished(self, action)
 
     def let_go(self) -> None:
-        """The transports are closed for good: the peer's pages are its own again."""
+        """No rank writes any more: the peer's pages are its own again."""
         self.perform(self.handoff.released())
 
     def receive(self, message: AnyMessage) -> None:
@@ -99,33 +100,95 @@ class Outgoing:
             actions = self.handoff.peer_lost()
         self.perform(actions)
 
-    def _push(self, push: Push) -> None:
-        grant = self._grant
-        assert grant is not None and self._transports is not None
-        transfer = OutgoingTransfer(
-            id=self.handoff.transfer,
-            epoch=grant.epoch,
-            plan=self._plan,
-            source_pages=tuple(self.handoff.pages),
-            destination_pages=grant.pages,
-            destination_generations=grant.generations,
-        )
-        piece = Piece(transfer, push.first, push.stop)
-        self.timeline.pushed()
-        self._transports.push(piece, partial(self._written, push, piece))
+    def hear(self, event: PartEvent) -> None:
+        """What the rank of one of its parts has to say."""
+        match event:
+            case PartReached():
+                self._reached(event.part)
+            case PartWritten():
+                self._written(event)
+            case PartHashed():
+                self.perform(self.handoff.pushed(event.part, event.first, event.stop, event.digests))
+            case PartStopped():
+                self._stopped(event.part)
 
-    def _written(self, push: Push, piece: Piece, progress: Progress) -> None:
-        self.timeline.wrote(push.stop - push.first, progress)
-        if progress.status is not TransferStatus.DONE:
-            failed = self.handoff.push_failed(push.part, push.first, push.stop, progress.reason)
-            self.perform(failed)
+    def lose(self, plane: Plane, reason: str, *, is_dead: bool) -> None:
+        """A rank is lost; is_dead: for certain, so that nothing leaves it any more."""
+        parts = [route.part for route in self._routes if route.plane is plane]
+        if not parts:
             return
-        digests = self._hashing.submit(piece.num_bytes, self._digest, piece)
-        digests.add_done_callback(lambda taken: self._post(lambda: self._pushed(push, taken.result())))
+        self.perform(self.handoff.fail(reason))
+        if is_dead:
+            for part in parts:
+                self._stopped(part)
 
-    def _pushed(self, push: Push, digests: bytes) -> None:
-        self.perform(self.handoff.pushed(push.part, push.first, push.stop, digests))
+    def forget(self) -> None:
+        """It is over: nobody needs to know of its parts any more."""
+        for route in self._routes:
+            route.plane.perform(ForgetPart(transfer=self.handoff.transfer, part=route.part))
 
-    def _digest(self, piece: Piece) -> bytes:
-        offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)
-        return self._digests.take(self._plan, offset_N, piece.stop - piece.first)
+    def _reach(self, then: Call) -> None:
+        self._then = then
+        self._unreached = {route.part for route in self._routes}
+        for route in self._routes:
+            reach = ReachPeer(
+                transfer=self.handoff.transfer,
+                part=route.part,
+                link=self.link.number,
+                destination=route.peer,
+            )
+            route.plane.perform(reach)
+
+    def _reached(self, part: int) -> None:
+        self._unreached.discard(part)
+        if not self._unreached and self._then is not None:
+            then, self._then = self._then, None
+            self.timeline.settled()
+            then()
+
+    def _grant(self, grant: Grant | Pull) -> None:
+        self.timeline.granted()
+        for route in self._routes:
+            told = GrantPart(
+                transfer=self.handoff.transfer,
+                part=route.part,
+                epoch=grant.epoch,
+                pages=grant.pages,
+                generations=grant.generations,
+            )
+            route.plane.perform(told)
+        if isinstance(grant, Grant):
+            self._on_granted(self.handoff.transfer)
+
+    def _push(self, push: Push) -> None:
+        pages = self.handoff.pages
+        more_pages, self._num_told[push.part] = tuple(pages[self._num_told[push.part] :]), len(pages)
+        self.timeline.pushed()
+        order = PushPart(
+            transfer=self.handoff.transfer,
+            part=push.part,
+            first=push.first,
+            stop=push.stop,
+            more_pages=more_pages,
+        )
+        self._routes[push.part].plane.perform(order)
+
+    def _written(self, event: PartWritten) -> None:
+        if self.handoff.outcome is None:
+            status = TransferStatus.DONE if event.is_done else TransferStatus.FAILED
+            progress = Progress(status, event.num_bytes, event.num_messages, event.reason, event.spans)
+            self.timeline.wrote(event.stop - event.first, progress)
+        if not event.is_done:
+            self.perform(self.handoff.push_failed(event.part, event.first, event.stop, event.reason))
+
+    def _stop(self) -> None:
+        self._stopping = {route.part for route in self._routes}
+        for route in self._routes:
+            route.plane.perform(StopPart(transfer=self.handoff.transfer, part=route.part))
+
+    def _stopped(self, part: int) -> None:
+        if part not in self._stopping:
+            return
+        self._stopping.remove(part)
+        if not self._stopping:
+            self.perform(self.handoff.pushes_stopped())

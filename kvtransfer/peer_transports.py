@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from baton.errors import TransferFailed
 from baton.kvtransfer.choose import TransportCounters, TransportName
-from baton.kvtransfer.link import Call, Post
+from baton.kvtransfer.message_stream import Call, Post
 from baton.kvtransfer.transport import OnEnd, Piece, Progress, TransferStatus, Transport
 
 logger = logging.getLogger(__name__)

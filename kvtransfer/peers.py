@@ -1,28 +1,20 @@
-"""Whom an endpoint talks to: links that it dialled and links that it answered, and the transports of each."""
+"""Whom an endpoint talks to: links that it dialled and links that it answered."""
 
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import count
 from typing import Final
 
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, TransferFailed, WireError
 from baton.kvtransfer.acceptor import Acceptor
-from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
-from baton.kvtransfer.cuda_ipc import CudaIpcTransport
-from baton.kvtransfer.group import GroupTransport
-from baton.kvtransfer.group_door import Knock, ask_for_meeting
-from baton.kvtransfer.link import Link, Post, answer, dial
+from baton.kvtransfer.link import Link, answer, dial
+from baton.kvtransfer.message_stream import Post
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello
-from baton.kvtransfer.pair import GroupName, GroupSettings, Meeting
-from baton.kvtransfer.pair_channel import payload_bytes
-from baton.kvtransfer.peer_transports import PeerTransports
-from baton.kvtransfer.rank_pages import RankPages
-from baton.kvtransfer.shm import ShmTransport
-from baton.kvtransfer.tcp import TcpTransport
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.kvtransfer.transport import OnEnd, Transport
+from baton.kvtransfer.part_ranks import parts_of
+from baton.kvtransfer.rank_transports import transports_between
 from baton.wire import DroppedPeers
 
 logger = logging.getLogger(__name__)
@@ -40,7 +32,6 @@ class Peers:
         key: bytes,
         hello: Hello,
         doors: Doors,
-        pages: RankPages,
         transport: str,
         post: Post,
         on_message: Callable[[Link, AnyMessage], None],
@@ -50,23 +41,23 @@ class Peers:
         dropped: DroppedPeers,
     ) -> None:
         """transport: a name of choose.py that is tried first, or "auto"."""
-        self.counters = TransportCounters()
         self._key = key
         self._hello = hello
         self._doors = doors
-        self._pages = pages
         self._transport = transport
         self._post = post
         self._on_message = on_message
         self._on_lost = on_lost
         self._clock = clock
         self._dropped = dropped
-        self._links: dict[Link, PeerTransports] = {}
+        self._links: set[Link] = set()
+        self._numbers = count(1)
         self._joining: set[Link] = set()  # greeted, and not yet let in
         self._lock = threading.Lock()  # a link is started before it is closed
         self._is_closed = False
-        self._acceptor = Acceptor(listen, self._answer, "kv", dropped)
-        self.address = self._acceptor.address
+        listener = socket.create_server(listen, backlog=128)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._acceptor = Acceptor(listener, self._answer, "kv", dropped)
 
     def dial(self, address: tuple[str, int]) -> Link:
         """From any thread."""
@@ -79,16 +70,10 @@ class Peers:
         links = (link for link in list(self._links) if link.hello.incarnation == incarnation)
         return next(links, None)
 
-    def transports(self, link: Link) -> PeerTransports | None:
-        """None: the link is lost."""
-        return self._links.get(link)
-
     def stop(self) -> None:
-        """No page leaves any more, and none will; links live on. From any thread."""
+        """No link joins any more; those that there are live on. From any thread."""
         with self._lock:
             self._is_closed = True
-        for transports in list(self._links.values()):
-            transports.close()
 
     def close(self) -> None:
         self.stop()
@@ -126,80 +111,25 @@ class Peers:
         The link is closed then.
         """
         try:
-            names = self._order(link)
+            self._check_ways(link)
         except ConfigError:
             link.close()
             raise
-        transports = PeerTransports(
-            names, lambda name, on_end: self._make(link, name, on_end), self._post, self.counters
-        )
         with self._lock:
             if not self._is_closed:
-                self._links[link] = transports
+                link.number = next(self._numbers)
+                self._links.add(link)
                 link.start(self._post, self._on_message, lambda: self._remove(link))
                 return
         link.close()
         raise TransferFailed("the endpoint is closed")
 
     def _remove(self, link: Link) -> None:
-        """Whoever has transfers over it hears first: their pieces end before the transports do."""
         link.is_lost = True
+        self._links.discard(link)
         self._on_lost(link)
-        transports = self._links.pop(link, None)
-        if transports is not None:
-            transports.close()
 
-    def _order(self, link: Link) -> Sequence[TransportName]:
-        here = Place(host=self._doors.host, device=self._doors.device)
-        there = Place(host=link.doors.host, device=link.doors.device)
-        return order(here, there, link.doors.names, self._transport)
-
-    def _make(self, link: Link, name: TransportName, on_end: OnEnd) -> Transport:
-        key, pages, clock, dropped = self._key, self._pages, self._clock, self._dropped
-        doors, incarnation = link.doors, self._hello.incarnation
-        match name:
-            case "shm":
-                assert pages.memory is not None
-                return ShmTransport(
-                    doors.shm_address,
-                    key,
-                    pages.memory,
-                    incarnation,
-                    clock=clock,
-                    on_end=on_end,
-                    dropped=dropped,
-                )
-            case "cuda_ipc":
-                return CudaIpcTransport(
-                    doors.cuda_ipc_address,
-                    key,
-                    pages.pool,
-                    incarnation,
-                    clock=clock,
-                    on_end=on_end,
-                    dropped=dropped,
-                )
-            case "tcp":
-                address = (link.host, doors.tcp_port)
-                return TcpTransport(
-                    address, key, pages.for_sockets(), clock=clock, on_end=on_end, dropped=dropped
-                )
-            case "gloo":
-                return self._make_group(link, name, doors.gloo_port, on_end)
-            case "nccl":
-                return self._make_group(link, name, doors.nccl_port, on_end)
-
-    def _make_group(self, link: Link, name: GroupName, port: int, on_end: OnEnd) -> GroupTransport:
-        here, there, settings = self._hello, link.hello, GroupSettings(host=self.address[0])
-        plan = plan_transfer(here.layout, there.layout, here.rank, there.rank)
-
-        def meet() -> Meeting:
-            knock = Knock(name=name, layout=here.layout, rank=here.rank, payload_bytes=payload_bytes(plan))
-            address, timeout_s = (link.host, port), settings.connect_s
-            return ask_for_meeting(
-                address, self._key, knock, timeout_s, clock=self._clock, dropped=self._dropped
-            )
-
-        return GroupTransport(
-            name, meet, self._pages.pool, plan, settings=settings, clock=self._clock, on_end=on_end
-        )
+    def _check_ways(self, link: Link) -> None:
+        for ranks in parts_of(self._hello.layout, link.hello.layout):
+            source, destination = self._doors.ranks[ranks.source], link.doors.ranks[ranks.destination]
+            transports_between(source, destination, self._transport)

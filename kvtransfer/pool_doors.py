@@ -9,13 +9,13 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.kvtransfer.choose import this_host
 from baton.kvtransfer.cuda_ipc import CudaIpcDoor, SharedDevicePool
-from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.group_door import GroupDoor
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landings
-from baton.kvtransfer.messages import Doors
+from baton.kvtransfer.messages import RankDoors
 from baton.kvtransfer.page_memory import PageGenerations, PageMemory, SharedPool
 from baton.kvtransfer.pair import GroupName, GroupSettings
+from baton.kvtransfer.rank_messages import RankSettings
 from baton.kvtransfer.rank_pages import RankPages
 from baton.kvtransfer.shm_door import PoolDoor, ShmDoor
 from baton.kvtransfer.tcp_receiver import TcpReceiver
@@ -35,13 +35,18 @@ class PoolDoors:
         self,
         pool: Tensor,
         shared: SharedPool | None,
-        settings: EndpointSettings,
+        settings: RankSettings,
+        incarnation: bytes,
         on_death: Callable[[list[bytes]], None],
         *,
         clock: Clock,
         dropped: DroppedPeers,
     ) -> None:
-        """shared: what `pool` was made by. on_death: called by a thread, see PoolDoor."""
+        """shared: what `pool` was made by. incarnation: of this process.
+
+        on_death: called by a thread, see PoolDoor.
+        """
+        self._incarnation = incarnation
         self.pages = RankPages(pool)
         self.landings = Landings(self.pages.num_pages)
         self.generations: PageGenerations | None = None
@@ -80,11 +85,12 @@ class PoolDoors:
     def names(self) -> tuple[str, ...]:
         return self.message().names
 
-    def message(self) -> Doors:
+    def message(self) -> RankDoors:
         is_cuda = self.pages.device == "cuda"
         direct = self._direct.address if self._direct is not None else ""
         port = self._group_door.address[1] if self._group_door is not None else 0
-        return Doors(
+        return RankDoors(
+            incarnation=self._incarnation,
             host=this_host(),
             device=self.pages.device,
             tcp_port=self._receiver.address[1],

@@ -4,22 +4,33 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from baton.kvtransfer.messages import MAX_DURATION_MS, MAX_PAGES, MAX_PULLED_PAGES, Reserve
+from baton.kvtransfer.messages import MAX_DIGESTS, MAX_DURATION_MS, MAX_PAGES, MAX_PULLED_PAGES, Reserve
 
 ID_BYTES: Final = 16
 
 
-def reservation(num_units: int, deadline_s: float, transfer: bytes | None = None) -> Reserve:
-    """A new transfer, with a minted id if none is given. ValueError for what no message can ask for."""
-    if not 1 <= num_units <= MAX_PAGES:
-        raise ValueError(f"{num_units} units are no transfer, 1 to {MAX_PAGES} are")
+def reservation(
+    num_units: int, num_parts: int, deadline_s: float, *, transfer: bytes | None = None, position: int = 0
+) -> Reserve:
+    """A new transfer, by the id given or a new one. ValueError for what no message can ask for."""
+    if not 1 <= num_units <= MAX_PAGES or num_units * num_parts > MAX_DIGESTS:
+        raise ValueError(
+            f"{num_units} units in {num_parts} parts are no transfer, 1 to {MAX_PAGES} units are, "
+            f"{MAX_DIGESTS} in all parts"
+        )
     if not 0 < deadline_s <= MAX_DURATION_MS / 1000:
         raise ValueError(f"a transfer within {deadline_s} s, {MAX_DURATION_MS // 1000} are most")
     if transfer is not None and len(transfer) != ID_BYTES:
-        raise ValueError(f"a transfer's id of {len(transfer)} bytes, {ID_BYTES} are due")
-    deadline_ms = max(1, round(deadline_s * 1000))
-    transfer = transfer or secrets.token_bytes(ID_BYTES)
-    return Reserve(transfer=transfer, num_units=num_units, deadline_ms=deadline_ms)
+        raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(transfer)}")
+    if not 0 <= position < 2**31:
+        raise ValueError(f"no sequence has a token {position}")
+    return Reserve(
+        transfer=secrets.token_bytes(ID_BYTES) if transfer is None else transfer,
+        num_units=num_units,
+        deadline_ms=max(1, round(deadline_s * 1000)),
+        position=position,
+        num_parts=num_parts,
+    )
 
 
 def check_pull(wanted: Sequence[tuple[int, int]], num_pages: int) -> None:

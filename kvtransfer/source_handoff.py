@@ -156,6 +156,10 @@ class SourceHandoff:
     def abort(self, reason: str) -> list[Action]:
         return self._fail(reason, Outcome.CANCELLED)
 
+    def fail(self, reason: str) -> list[Action]:
+        """Our own side can't go on."""
+        return self._fail(reason)
+
     def peer_lost(self) -> list[Action]:
         return self._fail("peer lost", tells_peer=False)
 

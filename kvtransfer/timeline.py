@@ -52,6 +52,7 @@ class Timeline:
     """Told what happens when it happens."""
 
     def __init__(self, clock: Clock, num_units: int) -> None:
+        """num_units: of all parts together, as `wrote` counts them."""
         self._clock = clock
         self._num_units = num_units
         self._started_s = self._changed_s = clock.now_s()
@@ -78,7 +79,7 @@ class Timeline:
         self._enter(Phase.MOVING)
 
     def wrote(self, num_units: int, progress: Progress) -> None:
-        """A piece has ended, well or not."""
+        """A piece of a part has ended, well or not."""
         self._num_in_flight -= 1
         self._num_unwritten -= num_units
         spans = progress.spans

@@ -28,7 +28,9 @@ from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import AnyMessage, Reserve, Wrote
 from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.rank_agents import RankAgents
 from baton.layout import PageLayout
+from tests.rank_process import RankProcess, fill, shape_of
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 KEY: Final = b"the key of the tests' cluster"
@@ -36,9 +38,14 @@ NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
 
 
-def layout(page_size: int = 16, head_dim: int = 32) -> PageLayout:
+def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_heads: int = 2) -> PageLayout:
     return PageLayout(
-        tp_size=1, page_size=page_size, num_layers=2, num_kv_heads=2, head_dim=head_dim, dtype="bfloat16"
+        tp_size=num_ranks,
+        page_size=page_size,
+        num_layers=2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
     )
 
 
@@ -81,20 +88,29 @@ class Host:
         fingerprint: str = "model",
         key: str = KEY.hex(),
         device: str = "cpu",
+        num_ranks: int = 1,
+        num_kv_heads: int = 2,
     ) -> None:
-        shape = (num_pages, 2, 2, 2, page_size, head_dim)
+        """num_ranks: those beside rank 0 are processes; is_shared is for rank 0's pool."""
+        cut = layout(page_size, head_dim, num_ranks, num_kv_heads)
+        agents = RankAgents(num_ranks) if num_ranks > 1 else None
+        self.others = [
+            RankProcess(agents.companion, cut, rank, num_pages) for rank in range(1, num_ranks) if agents
+        ]
         self._shared = SharedPool() if is_shared and device == "cpu" else None
         zeros = partial(torch.zeros, device=device) if self._shared is None else self._shared.zeros
-        self.pool = zeros(shape, dtype=torch.bfloat16)
+        self.pool = zeros(shape_of(cut, num_pages), dtype=torch.bfloat16)
         self.ledger = PagePool(num_pages, page_size)
         settings = EndpointSettings(
             key=bytes.fromhex(key),
             fingerprint=fingerprint,
-            layout=layout(page_size, head_dim),
+            layout=cut,
             transport=transport,
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
-        self.endpoint = FaultyEndpoint(settings, self.pool, self.ledger, self._admit, shared=self._shared)
+        self.endpoint = FaultyEndpoint(
+            settings, self.pool, self.ledger, self._admit, shared=self._shared, agents=agents
+        )
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ended: dict[bytes, Ended] = {}
         self._digests: dict[bytes, str] = {}
@@ -109,11 +125,9 @@ class Host:
     def fill(self, seed: int) -> None:
         """Random contents; a host's pages are only told apart by them."""
 
-        def fill() -> None:
-            generator = torch.Generator().manual_seed(seed)
-            self.pool.copy_(torch.randn(self.pool.shape, generator=generator))
-
-        self._call(fill)
+        self._call(lambda: fill(self.pool, self.endpoint.settings.layout, 0, seed))
+        for other in self.others:
+            other.fill(seed)
 
     def abort_at(self, point: str) -> None:
         self._call(lambda: setattr(self.endpoint, "abort_at", point))
@@ -214,6 +228,8 @@ class Host:
         self._is_closed = True
         self._thread.join()
         self.endpoint.close()
+        for other in self.others:
+            other.close()
         if self._shared is not None:
             self._shared.close()
 
@@ -239,8 +255,9 @@ class Host:
         self._ended[end.transfer] = end
 
     def _digest(self, pages: Sequence[int]) -> str:
-        """Of the tokens in their order, however they are cut into pages."""
-        chosen = self.pool[list(pages)].permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8).cpu()
+        """Of the tokens in their order and all heads, however they are cut into pages and ranks."""
+        heads = [self.pool[list(pages)].cpu(), *(other.pages(pages) for other in self.others)]
+        chosen = torch.cat(heads, dim=3).permute(1, 2, 3, 0, 4, 5).contiguous().view(torch.uint8)
         return hashlib.blake2b(chosen.numpy().data, digest_size=16).hexdigest()
 
     def _call(self, function: Callable[[], Any]) -> Any:

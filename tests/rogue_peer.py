@@ -12,6 +12,7 @@ from baton.kvtransfer.messages import (
     Grant,
     Hello,
     Message,
+    RankDoors,
     Reserve,
     decode,
     encode,
@@ -40,7 +41,10 @@ class RoguePeer:
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.say(Hello(protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()))
         self.hello = self.hear(Hello)
-        self.say(Doors(host=host, device="cpu", tcp_port=tcp_port, shm_address=shm_address))
+        door = RankDoors(
+            incarnation=self.incarnation, host=host, device="cpu", tcp_port=tcp_port, shm_address=shm_address
+        )
+        self.say(Doors(ranks=(door,)))
         self.doors = self.hear(Doors)
 
     def __enter__(self) -> Self:

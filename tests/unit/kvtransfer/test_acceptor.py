@@ -18,7 +18,9 @@ class Greeter:
 
     def __init__(self) -> None:
         self.dropped = DroppedPeers()
-        self.acceptor = Acceptor(("127.0.0.1", 0), self._greet, "test", self.dropped)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.address = listener.getsockname()
+        self.acceptor = Acceptor(listener, self._greet, "test", self.dropped)
 
     def _greet(self, sock: socket.socket) -> None:
         with sock:
@@ -26,7 +28,7 @@ class Greeter:
                 sock.sendall(b"welcome")
 
     def is_welcome(self) -> bool:
-        with socket.create_connection(self.acceptor.address, timeout=5.0) as sock:
+        with socket.create_connection(self.address, timeout=5.0) as sock:
             sock.sendall(b"?")
             return sock.recv(7, socket.MSG_WAITALL) == b"welcome"
 
@@ -39,7 +41,7 @@ def greeter() -> Iterator[Greeter]:
 
 
 def test_those_who_say_nothing_make_way(greeter: Greeter) -> None:
-    silent = [socket.create_connection(greeter.acceptor.address) for _ in range(3 * MAX_NEWCOMERS)]
+    silent = [socket.create_connection(greeter.address) for _ in range(3 * MAX_NEWCOMERS)]
     assert greeter.is_welcome()
     wait_for(lambda: threading.active_count() <= MAX_NEWCOMERS + 8)
     assert greeter.dropped.counts()["crowd"] >= 2 * MAX_NEWCOMERS
@@ -52,7 +54,7 @@ def test_without_files_the_port_waits_and_burns_nothing(greeter: Greeter) -> Non
     client = socket.socket()
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, limit[1]))
-        client.connect(greeter.acceptor.address)
+        client.connect(greeter.address)
         time.sleep(0.05)
         busy_s = time.process_time()
         time.sleep(0.3)
@@ -69,14 +71,14 @@ def test_without_threads_the_port_lives_on(greeter: Greeter, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        with socket.create_connection(greeter.acceptor.address, timeout=5.0) as sock:
+        with socket.create_connection(greeter.address, timeout=5.0) as sock:
             assert sock.recv(1) == b""
     assert greeter.is_welcome()
 
 
 def test_closing_waits_for_nobody() -> None:
     greeter = Greeter()
-    with socket.create_connection(greeter.acceptor.address):
+    with socket.create_connection(greeter.address):
         time.sleep(0.05)
         started_s = time.monotonic()
         greeter.acceptor.close()

@@ -3,15 +3,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kvtransfer.compatibility import check
-from baton.kvtransfer.messages import Hello
+from baton.kvtransfer.compatibility import check, check_doors
+from baton.kvtransfer.messages import Doors, Hello, RankDoors
 from baton.layout import PageLayout
 
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 
 
 def hello(**changes: Any) -> Hello:
-    fields = {"protocol": 1, "incarnation": b"a" * 16, "fingerprint": "abc", "layout": LAYOUT, "rank": 1}
+    fields = {"protocol": 1, "incarnation": b"a" * 16, "fingerprint": "abc", "layout": LAYOUT}
     return Hello(**{**fields, **changes})
 
 
@@ -34,10 +34,23 @@ def test_other_cuts_of_the_same_pages_are_compatible(changes: dict[str, int]) ->
         (relaid(num_kv_heads=16), "num_kv_heads 8 and num_kv_heads 16"),
         (relaid(head_dim=128), "head_dim 64 and head_dim 128"),
         (relaid(dtype="float16"), "dtype bfloat16 and dtype float16"),
-        (hello(incarnation=b"b" * 16, rank=2), "no rank 2 in a layout of tp_size 2"),
         (hello(), "this process itself"),
     ],
 )
 def test_what_differs_is_named(theirs: Hello, reason: str) -> None:
     found = check(hello(), theirs)
     assert found is not None and reason in found
+
+
+@pytest.mark.parametrize(
+    ("incarnations", "reason"),
+    [
+        ("ab", None),
+        ("a", "1 ranks have doors in a layout of tp_size 2"),
+        ("abc", "3 ranks have doors in a layout of tp_size 2"),
+        ("aa", "two ranks are one process"),
+    ],
+)
+def test_every_rank_has_doors_of_its_own(incarnations: str, reason: str | None) -> None:
+    ranks = [RankDoors(incarnation=each.encode() * 16, host="h", device="cpu") for each in incarnations]
+    assert check_doors(hello(), Doors(ranks=tuple(ranks))) == reason

@@ -7,8 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.kvtransfer.link import Call, Link
-from baton.kvtransfer.messages import PROTOCOL, AnyMessage, Commit, Doors, Extend, Hello, decode, encode
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.message_stream import Call
+from baton.kvtransfer.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Commit,
+    Doors,
+    Extend,
+    Hello,
+    RankDoors,
+    decode,
+    encode,
+)
 from baton.layout import PageLayout
 from baton.wire import Connection, DroppedPeers, Role
 from tests.transfer_ends import wait_for
@@ -16,6 +27,7 @@ from tests.transfer_ends import wait_for
 KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
 HELLO = Hello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
+DOORS = Doors(ranks=(RankDoors(incarnation=HELLO.incarnation, host="h", device="cpu"),))
 LARGE = Commit(transfer=b"t" * 16, epoch=1, digests=bytes(2**19))
 SMALL = Extend(transfer=b"t" * 16, epoch=1)
 AT_ONCE_S = 0.1  # far less than a peer may take for a frame
@@ -36,7 +48,7 @@ class Ends:
         proving.start()
         connection.handshake()
         proving.join()
-        self.link = Link(connection, "127.0.0.1", HELLO, Doors(host="h", device="cpu"))
+        self.link = Link(connection, "127.0.0.1", HELLO, DOORS)
         self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
 
     def _lose(self) -> None:

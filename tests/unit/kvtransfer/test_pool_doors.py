@@ -44,7 +44,8 @@ def doors(transport: str = "auto", *, is_shared: bool = False) -> PoolDoors:
     return PoolDoors(
         zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8),
         shared,
-        settings,
+        settings.for_rank(0),
+        b"i" * 16,
         lambda transfers: None,
         clock=SystemClock(),
         dropped=DroppedPeers(),

@@ -1,0 +1,104 @@
+"""A part that leaves this rank: its pieces go out over the transports to the destination rank.
+
+The digests of a piece are taken once it is written, from the pages it was read from, which its reader holds
+until then.
+"""
+
+from functools import partial
+from typing import Final
+
+from baton.kvtransfer.arriving_part import RankTools
+from baton.kvtransfer.part_ranks import landing_id
+from baton.kvtransfer.peer_transports import PeerTransports
+from baton.kvtransfer.rank_messages import (
+    GrantPart,
+    PartHashed,
+    PartReached,
+    PartStopped,
+    PartWritten,
+    PushPart,
+    ReachPeer,
+)
+from baton.kvtransfer.transfer_plan import TransferPlan
+from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus, offsets_of
+
+MAX_REASON: Final = 256  # of a message
+
+
+class DepartingPart:
+    """All calls are made by the rank's thread."""
+
+    def __init__(
+        self, order: ReachPeer, plan: TransferPlan, transports: PeerTransports, tools: RankTools
+    ) -> None:
+        self._transfer = order.transfer
+        self._part = order.part
+        self._landing_id = landing_id(order.transfer, order.part)
+        self._plan = plan
+        self._transports = transports
+        self._tools = tools
+        self._pages: tuple[int, ...] = ()
+        self._grant: GrantPart | None = None
+
+    def reach(self) -> None:
+        """Emits PartReached, at once or later."""
+        self._transports.when_settled(self._reached)
+
+    def grant(self, grant: GrantPart) -> None:
+        self._grant = grant
+
+    def push(self, order: PushPart) -> None:
+        """After the grant."""
+        grant = self._grant
+        assert grant is not None, "pages are pushed that nobody granted"
+        self._pages += order.more_pages
+        transfer = OutgoingTransfer(
+            id=self._landing_id,
+            epoch=grant.epoch,
+            plan=self._plan,
+            source_pages=self._pages,
+            destination_pages=grant.pages,
+            destination_generations=grant.generations,
+        )
+        piece = Piece(transfer, order.first, order.stop)
+        self._transports.push(piece, partial(self._written, piece))
+
+    def stop(self) -> None:
+        """Emits PartStopped: on return nothing is read or written for the part."""
+        self._transports.abort(self._landing_id)
+        self._tools.emit(PartStopped(transfer=self._transfer, part=self._part))
+
+    def _reached(self) -> None:
+        name = self._transports.name or ""
+        self._tools.emit(PartReached(transfer=self._transfer, part=self._part, transport=name))
+
+    def _written(self, piece: Piece, progress: Progress) -> None:
+        is_done = progress.status is TransferStatus.DONE
+        self._tools.emit(
+            PartWritten(
+                transfer=self._transfer,
+                part=self._part,
+                first=piece.first,
+                stop=piece.stop,
+                is_done=is_done,
+                reason=progress.reason[:MAX_REASON],
+                num_bytes=progress.num_bytes,
+                num_messages=progress.num_messages,
+                spans=progress.spans,
+            )
+        )
+        if is_done:
+            digests = self._tools.hashing.submit(piece.num_bytes, self._digest, piece)
+            digests.add_done_callback(
+                lambda taken: self._tools.post(partial(self._hashed, piece, taken.result()))
+            )
+
+    def _hashed(self, piece: Piece, digests: bytes) -> None:
+        hashed = PartHashed(
+            transfer=self._transfer, part=self._part, first=piece.first, stop=piece.stop, digests=digests
+        )
+        self._tools.emit(hashed)
+
+    def _digest(self, piece: Piece) -> bytes:
+        offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)
+        return self._tools.doors.pages.digests.take(self._plan, offset_N, piece.stop - piece.first)

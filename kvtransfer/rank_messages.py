@@ -1,0 +1,245 @@
+"""What rank 0 of a replica has the ranks of it do, and what they answer.
+
+A transfer's state machines run in rank 0. Each of its parts is carried out by the rank of ours that it is of:
+what the machines ask for goes there as a command, and comes back as an event. In rank 0 itself the two are
+calls; a follower's travel over a private connection (remote_rank.py, rank_agent.py).
+
+The life of a part, where it arrives:
+
+1. OpenPart lets its bytes land; PartOpened. HashUnits says which units are there: their digests are taken.
+2. ClosePart ends that; WriterStopped when nothing can be written any more. WriterDied comes unasked: the
+   source rank's process is gone, and whoever has the part open is to end it.
+3. VerifyPart; PartVerified. OpenPart once more opens it for the units that were wrong.
+
+Where it leaves: ReachPeer opens a transport; PartReached, with one or without any. GrantPart says where to
+write. Each PushPart is answered by PartWritten, and if all went well by PartHashed. StopPart ends its pushes:
+PartStopped when nothing reads or writes for it any more. ForgetPart is the end of either.
+"""
+
+from typing import Annotated, Final, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import WireError
+from baton.kvtransfer.messages import (
+    Digests,
+    Epoch,
+    Generations,
+    NumUnits,
+    Page,
+    Pages,
+    Part,
+    RankDoors,
+    Reason,
+    TransferId,
+    Unit,
+)
+from baton.kvtransfer.transport import Spans
+from baton.layout import PageLayout
+from baton.wire import MAX_BODY_BYTES
+
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
+Kind = TypeVar("Kind")
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class RankMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """One of the classes below."""
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: bytes  # the cluster's
+    layout: PageLayout
+    rank: Rank
+    host: str  # where its doors listen
+    transport: str  # a name of choose.py that is tried first, or "auto"
+    num_hashing_threads: int
+
+
+class PeerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank of another replica: whom a part leaves for, or comes from."""
+
+    host: str  # its address
+    layout: PageLayout
+    rank: Rank
+    doors: RankDoors
+
+
+class OfPart(RankMessage, frozen=True):
+    transfer: TransferId
+    part: Part
+
+
+# Commands.
+
+
+class SetUp(RankMessage, frozen=True):
+    """To a follower, first and once: open the doors of your pool."""
+
+    settings: RankSettings
+
+
+class OpenPart(OfPart, frozen=True):
+    epoch: Epoch
+    num_units: NumUnits
+    pages: Pages
+    generations: Generations
+    source: PeerRank
+
+
+class ClosePart(OfPart, frozen=True):
+    is_confirmed: bool  # as of handoff.CloseLanding
+
+
+class HashUnits(OfPart, frozen=True):
+    first: Unit
+    stop: NumUnits
+
+
+class VerifyPart(OfPart, frozen=True):
+    digests: Digests  # of every unit
+
+
+class ReachPeer(OfPart, frozen=True):
+    link: Count  # transports are of one link to the peer, and end with it
+    destination: PeerRank
+
+
+class GrantPart(OfPart, frozen=True):
+    epoch: Epoch
+    pages: Pages  # the destination's
+    generations: Generations
+
+
+class PushPart(OfPart, frozen=True):
+    first: Unit
+    stop: NumUnits
+    more_pages: tuple[Page, ...]  # of the source, which follow those of the pushes before
+
+
+class StopPart(OfPart, frozen=True):
+    pass
+
+
+class ForgetPart(OfPart, frozen=True):
+    pass
+
+
+class DropLink(RankMessage, frozen=True):
+    """The link has ended: the transports that were opened for it end too."""
+
+    link: Count
+
+
+class StopAll(RankMessage, frozen=True):
+    """No page leaves any more, now and later; AllStopped."""
+
+
+# Events.
+
+
+class Came(RankMessage, frozen=True):
+    """A follower's first word."""
+
+    rank: Rank
+
+
+class Ready(RankMessage, frozen=True):
+    """The answer to SetUp."""
+
+    doors: RankDoors
+
+
+class AllStopped(RankMessage, frozen=True):
+    pass
+
+
+class PartOpened(OfPart, frozen=True):
+    pass
+
+
+class WriterStopped(OfPart, frozen=True):
+    pass
+
+
+class WriterDied(OfPart, frozen=True):
+    pass
+
+
+class PartVerified(OfPart, frozen=True):
+    corrupt_units: tuple[Unit, ...]
+
+
+class PartReached(OfPart, frozen=True):
+    transport: str  # "": none is left
+
+
+class PartWritten(OfPart, frozen=True):
+    """Units [first, stop) are in the destination's memory, or will never be."""
+
+    first: Unit
+    stop: NumUnits
+    is_done: bool
+    reason: Reason
+    num_bytes: Count
+    num_messages: Count
+    spans: Spans
+
+
+class PartHashed(OfPart, frozen=True):
+    first: Unit
+    stop: NumUnits
+    digests: Digests
+
+
+class PartStopped(OfPart, frozen=True):
+    pass
+
+
+PartCommand: TypeAlias = (
+    OpenPart | ClosePart | HashUnits | VerifyPart | ReachPeer | GrantPart | PushPart | StopPart | ForgetPart
+)
+Command: TypeAlias = PartCommand | DropLink
+PartEvent: TypeAlias = (
+    PartOpened
+    | WriterStopped
+    | WriterDied
+    | PartVerified
+    | PartReached
+    | PartWritten
+    | PartHashed
+    | PartStopped
+)
+ToFollower: TypeAlias = SetUp | Command | StopAll
+ToRankZero: TypeAlias = Came | Ready | AllStopped | PartEvent
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_TO_FOLLOWER: Final[msgspec.msgpack.Decoder[ToFollower]] = msgspec.msgpack.Decoder(ToFollower)
+_TO_RANK_ZERO: Final[msgspec.msgpack.Decoder[ToRankZero]] = msgspec.msgpack.Decoder(ToRankZero)
+
+
+def encode(message: ToFollower | ToRankZero) -> bytes:
+    """The body of a frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_for_follower(body: bytes) -> ToFollower:
+    """WireError for what no rank 0 says."""
+    return _decode(_TO_FOLLOWER, body)
+
+
+def decode_for_rank_zero(body: bytes) -> ToRankZero:
+    """WireError for what no follower says."""
+    return _decode(_TO_RANK_ZERO, body)
+
+
+def _decode(decoder: "msgspec.msgpack.Decoder[Kind]", body: bytes) -> Kind:
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"a message that is none: {error}", reason="malformed") from None

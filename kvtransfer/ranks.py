@@ -1,0 +1,95 @@
+"""The ranks of one replica, each with its pool, as rank 0 has them at hand."""
+
+import time
+from typing import Final, NamedTuple
+
+from baton.errors import ConfigError
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.message_stream import Post
+from baton.kvtransfer.messages import Doors
+from baton.kvtransfer.rank_agents import RankAgents
+from baton.kvtransfer.rank_messages import Command, DropLink, PeerRank
+from baton.kvtransfer.rank_plane import Emit, Plane, RankPlane
+from baton.kvtransfer.remote_rank import OnLost, RemoteRank
+
+STOP_S: Final = 5.0  # for followers to say that no page leaves them; one that hangs never does
+
+
+class Route(NamedTuple):
+    """A part of a transfer: the rank of ours that carries it out, and the peer's rank at its other end."""
+
+    part: int
+    plane: Plane
+    peer: PeerRank
+
+
+class Ranks:
+    def __init__(self, settings: EndpointSettings, here: RankPlane, agents: RankAgents | None) -> None:
+        """here: rank 0, which is closed when the others do not come (WorkerLost), or are not as many as the
+        layout says (ConfigError).
+        """
+        self._settings = settings
+        self._agents = agents
+        self._others: list[RemoteRank] = []
+        num_ranks = 1 if agents is None else agents.num_ranks
+        try:
+            if num_ranks != settings.layout.tp_size:
+                raise ConfigError(f"{num_ranks} ranks have agents, the layout has {settings.layout.tp_size}")
+            if agents is not None:
+                self._others = agents.meet(settings)
+        except BaseException:
+            here.close()
+            if agents is not None:
+                agents.close()
+            raise
+        self._planes: list[Plane] = [here, *self._others]
+
+    def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
+        """Hear the other ranks; on_lost as of RemoteRank.start."""
+        for rank in self._others:
+            rank.start(post, emit, on_lost)
+        if self._agents is not None:
+            self._agents.watch(self._others)
+
+    @property
+    def doors(self) -> Doors:
+        return Doors(ranks=tuple(plane.doors for plane in self._planes))
+
+    def complaint(self) -> str | None:
+        """Why no transfer can begin; None when every rank is there."""
+        lost = [str(rank) for rank, plane in enumerate(self._planes) if plane.is_lost]
+        return f"rank {', '.join(lost)} is lost" if lost else None
+
+    def routes(self, link: Link, *, is_source: bool) -> list[Route]:
+        """Of a transfer over the link, part by part. is_source: from here to there."""
+        found = []
+        for part, ranks in enumerate(self._settings.parts(link.hello, is_source=is_source)):
+            ours, theirs = ranks if is_source else (ranks.destination, ranks.source)
+            peer = PeerRank(
+                host=link.host, layout=link.hello.layout, rank=theirs, doors=link.doors.ranks[theirs]
+            )
+            found.append(Route(part, self._planes[ours], peer))
+        return found
+
+    def drop(self, link: Link) -> None:
+        """What the link's transports had to move has come to its end before."""
+        self._perform(DropLink(link=link.number))
+
+    def stop(self) -> bool:
+        """No page leaves any rank, now and later. Whether that is certain: a rank that hangs can't say so."""
+        for plane in self._planes:
+            plane.stop()
+        deadline_s = time.monotonic() + STOP_S
+        waits = [plane.wait_until_stopped(deadline_s - time.monotonic()) for plane in self._planes]
+        return all(waits)
+
+    def close(self) -> None:
+        if self._agents is not None:
+            self._agents.close()
+        for plane in self._planes:
+            plane.close()
+
+    def _perform(self, command: Command) -> None:
+        for plane in self._planes:
+            plane.perform(command)
