@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.clock import ManualClock
 from baton.config import SchedulerConfig
 from baton.engine.host_tier import HostTier
+from baton.engine.leases import Owner
 from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool, PageState
 from baton.engine.plan import Advance, Batch, Plan
@@ -42,6 +43,9 @@ class Harness:
         self.model = HashModel(self.pool, settings.num_host_pages)
         self.live: dict[SequenceKey, Sequence] = {}
         self.finished: list[Sequence] = []
+        self.kept: dict[SequenceKey, list[int]] = {}  # page tables of ended sequences that keep them
+        self.used: dict[Owner, set[int]] = {}  # pages that somebody outside uses: claimed or received
+        self.leased: dict[Owner, set[int]] = {}  # reserved, or read by somebody
         self.num_steps = 0
 
     def add(
@@ -86,7 +90,10 @@ class Harness:
         advances = self.scheduler.commit(batch, self.model.run(batch))
         for advance in advances:
             if advance.finish_reason is not None:
-                self.finished.append(self.live.pop(advance.sequence.key))
+                sequence = self.live.pop(advance.sequence.key)
+                self.finished.append(sequence)
+                if sequence.keeps_pages:
+                    self.kept[sequence.key] = list(sequence.page_table)
         self._check_books()
         self.num_steps += 1
         return plan, batch, advances
@@ -122,9 +129,12 @@ class Harness:
         assert nums[: plan.num_decodes] == [1] * plan.num_decodes and 1 not in nums[plan.num_decodes :]
         assert set(plan.scheduled) <= running | set(plan.admitted)
         assert config.policy != "continuous" or set(plan.admitted) <= set(plan.scheduled)
-        assert set(plan.preempted) <= running - set(plan.scheduled)
-        assert len(running) + len(plan.admitted) - len(plan.preempted) <= config.max_num_seqs
-        kept = {p for key in running - set(plan.preempted) for p in self.live[key].page_table}
+        holders = {key for key, s in self.live.items() if s.page_table}
+        assert set(plan.preempted) <= (running | holders) - set(plan.scheduled)
+        num_leaving = len(running & set(plan.preempted))
+        assert len(running) + len(plan.admitted) - num_leaving <= config.max_num_seqs
+        kept = {p for key in holders - set(plan.preempted) for p in self.live[key].page_table}
+        kept = kept.union(*self.kept.values(), *self.used.values(), *self.leased.values())
         freed = {p for key in plan.preempted for p in self.live[key].page_table} - kept
         shared = {p for key in plan.admitted for p in self._shared_pages(self.live[key])}
         claimed = {p for p in shared if p in freed or self.pool.is_available(p)}
@@ -149,12 +159,16 @@ class Harness:
         contexts: set[int] = set()
         for page in range(self.pool.num_pages):
             last = self.model.device[page][-1]
-            if last is not None and (self.pool.state(page) is PageState.CACHED or self._is_computed(page)):
+            is_held = any(page in pages for pages in self.used.values())
+            is_held |= any(page in pages for who, pages in self.leased.items() if "reader" in str(who))
+            is_cached = self.pool.state(page) is PageState.CACHED
+            if last is not None and (is_cached or is_held or self._is_computed(page)):
                 contexts.add(last.context)
         hits = {}
         for key in plan.admitted:
             sequence = self.live[key]
-            if sequence.status is SequenceStatus.WAITING and not self.settings.num_host_pages:
+            brings = bool(sequence.page_table)
+            if sequence.status is SequenceStatus.WAITING and not self.settings.num_host_pages and not brings:
                 hits[key] = self._num_hit_tokens(sequence, contexts) if self.settings.prefix_caching else 0
         return hits
 
@@ -168,9 +182,10 @@ class Harness:
 
     def _is_computed(self, page: int) -> bool:
         size = self.pool.page_size
+        kept = (s for s in self.finished if s.key in self.kept)
         return any(
             page in s.page_table and s.page_table.index(page) < s.num_computed_tokens // size
-            for s in self.live.values()
+            for s in (*self.live.values(), *kept)
         )
 
     def _num_hit_tokens(self, sequence: Sequence, contexts: set[int]) -> int:
@@ -195,18 +210,24 @@ class Harness:
                 assert chunk.start == expected_hits[sequence.key], f"{sequence.key} missed a prefix"
 
     def _check_books(self) -> None:
-        """Owners, states and sizes of tables, derived from nothing but the live sequences."""
+        """Owners, states and sizes of tables, derived from nothing but the sequences and who else holds."""
         self.scheduler.check_integrity()
-        owners: dict[int, set[SequenceKey]] = defaultdict(set)
+        owners: dict[int, set[Owner]] = defaultdict(set)
         for sequence in self.live.values():
             assert len(set(sequence.page_table)) == len(sequence.page_table)
-            held = 0 if sequence.status is not SequenceStatus.RUNNING else sequence.num_computed_tokens
+            held = 0 if sequence.status is SequenceStatus.SWAPPED else sequence.num_computed_tokens
             assert len(sequence.page_table) == self.pool.pages_for(held)
             for page in sequence.page_table:
                 owners[page].add(sequence.key)
+        for users in (self.kept, self.used):
+            for user, pages in users.items():
+                for page in pages:
+                    owners[page].add(user)
         for page in range(self.pool.num_pages):
-            assert self.pool.owners(page) == owners[page]
+            lessees = {lessee for lessee, pages in self.leased.items() if page in pages}
+            assert self.pool.owners(page) == owners[page] | lessees
             assert (self.pool.state(page) is PageState.ACTIVE) == bool(owners[page])
+            owners[page] |= lessees
         assert self.pool.num_available == self.pool.num_pages - sum(map(bool, owners.values()))
         num_swapped = sum(len(s.host_pages) for s in self.live.values())
         assert self.host.num_available >= 0 and num_swapped <= self.host.num_pages

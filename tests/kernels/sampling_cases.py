@@ -52,14 +52,17 @@ def sampling_tensors(num_rows: int, filters: Filters, device: torch.device | Non
 
 
 def awkward_logits(vocab_size: int, device: torch.device) -> Tensor:
-    """[6, V]: smooth, tied, all equal, mostly impossible, wholly impossible, and one infinite logit."""
-    logits = normal(6, vocab_size + 3, dtype=torch.float32, device=device)[:, :vocab_size] * 2
+    """[8, V]: smooth, tied, all equal, mostly impossible, wholly impossible, one infinite logit, the last
+    one no number, none a number."""
+    logits = normal(8, vocab_size + 3, dtype=torch.float32, device=device)[:, :vocab_size] * 2
     logits[1] = logits[1].round()
     logits[2] = -0.0
     logits[2, ::2] = 0.0
     logits[3, vocab_size // 3 :] = -math.inf
     logits[4] = -math.inf
     logits[5, vocab_size // 2] = math.inf
+    logits[6, -1] = math.nan
+    logits[7] = -math.nan
     return logits
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.sample import SamplingTensors, kept_reference, sample, sample_reference
+from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, kept_reference, sample, sample_reference
 from tests.kernels.outcomes import normal
 from tests.kernels.sampling_cases import FILTERS, Filters, awkward_logits, sampling_tensors
 
@@ -111,10 +111,24 @@ def test_a_draw_depends_on_seed_choice_and_position_alone(draw: Sample) -> None:
 def test_impossible_tokens_are_never_drawn(draw: Sample) -> None:
     logits = awkward_logits(61, CPU)
     for filters in FILTERS.values():
-        tokens = draw(logits, sampling_tensors(6, filters))
-        assert tokens.min() >= 0 and tokens.max() < 61
+        tokens = draw(logits, sampling_tensors(8, filters))
+        assert tokens[:6].min() >= 0 and tokens.max() < 61
         assert tokens[3] < 61 // 3  # beyond lie only -inf
         assert tokens[5] == 61 // 2  # the infinite logit
+
+
+@samplers
+@pytest.mark.parametrize("vocab_size", [1, 16, 35])
+def test_a_row_with_what_is_no_number_gives_no_token_and_the_others_theirs(
+    draw: Sample, vocab_size: int
+) -> None:
+    logits = normal(vocab_size + 1, vocab_size, dtype=torch.float32, device=CPU)
+    logits[torch.arange(vocab_size), torch.arange(vocab_size)] = math.nan  # each place once
+    for filters in FILTERS.values():
+        sampling = sampling_tensors(vocab_size + 1, filters)
+        *bad, good = draw(logits, sampling).tolist()
+        assert bad == [NOT_A_TOKEN] * vocab_size
+        assert good == draw(logits.nan_to_num(), sampling).tolist()[-1]
 
 
 @samplers

@@ -181,6 +181,19 @@ def test_known_page_takes_no_writer() -> None:
         pool.quarantine(pages, "writer")
 
 
+@pytest.mark.parametrize("trouble", ["another's", "leased", "written"])
+def test_a_page_that_the_owner_does_not_use_alone_with_readers_is_named(trouble: str) -> None:
+    pool = PagePool(2, 16)
+    used = pool.allocate(1, "a")
+    other = pool.reserve(1, "a", 5.0) if trouble == "leased" else pool.allocate(1, "b")
+    if trouble == "written":
+        pool.share(other, "a")
+        pool.quarantine(other, "writer")
+    pool.check_used_by(used, "a")
+    with pytest.raises(IntegrityError, match=f"page {other[0]} is held by .* not used by a"):
+        pool.check_used_by([*used, *other], "a")
+
+
 def test_integrity_check_finds_a_page_freed_behind_its_owner() -> None:
     pool = PagePool(2, 16)
     pages = pool.allocate(1, "a")

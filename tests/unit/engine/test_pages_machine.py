@@ -97,6 +97,30 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.lease(chosen, owner, deadline_s)
             self.leases[owner] = (deadline_s, set(chosen))
 
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.sequences)))
+        pages, new_owner = sorted(self.sequences[owner]), self.name()
+        if not any(self.holds("writer")[page] for page in pages):
+            self.pool.check_used_by(pages, owner)
+            self.pool.hand_over(pages, owner, new_owner)
+            self.sequences[new_owner] = self.sequences.pop(owner)
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """Whatever half-done calls have left in what is derived."""
+        lost = data.draw(st.sets(st.sampled_from(sorted(self.sequences) or ["nobody"])))
+        if data.draw(st.booleans()):
+            self.pool._free.clear()
+            self.pool._counts = [7] * len(PageState)
+            self.pool._state = bytearray([PageState.CACHED] * self.NUM_PAGES)
+        self.pool.lose(lost)
+        for owner in lost:
+            self.sequences.pop(owner, None)
+        self.known.clear()
+        self.forget_reused()
+
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def extend(self, data: st.DataObject) -> None:

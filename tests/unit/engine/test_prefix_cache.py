@@ -190,3 +190,53 @@ def test_nothing_is_learned_below_a_cut_in_the_chain() -> None:
     cache._forget(first.page_table[0])
     compute(cache, sequence)
     assert matched(cache, sequence_of("c", range(9))) == 0
+
+
+def test_a_prompt_without_a_sequence_finds_what_its_sequence_would() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(12), salt=b"s"))
+    for length in range(1, 14):
+        sequence = sequence_of("b", range(length), salt=b"s")
+        matched(cache, sequence)
+        assert cache.find(range(length), b"s") == cache.match(sequence).device_pages
+    assert cache.find((), b"s") == cache.find(range(12), b"") == make(enabled=False).find(range(9), b"") == []
+
+
+def test_pages_that_are_not_trusted_are_found_no_more_nor_what_follows_them() -> None:
+    cache = make()
+    first = sequence_of("a", range(8))
+    compute(cache, first)
+    longer = sequence_of("b", range(16))
+    cache.pool.share(first.page_table, longer.key)
+    longer.page_table += first.page_table
+    compute(cache, longer)
+    finish(cache, first)
+    cache.forget(first.page_table[1:])
+    cache.check_integrity()
+    assert matched(cache, sequence_of("c", range(17))) == 1
+    finish(cache, longer)
+    assert (cache.pool.num_free, cache.pool.count(PageState.CACHED)) == (7, 1)
+
+
+def test_a_chain_of_any_length_is_forgotten() -> None:
+    cache = make(num_pages=5_000)
+    sequence = sequence_of("a", range(20_000))
+    compute(cache, sequence)
+    cache._forget(sequence.page_table[0])
+    cache.check_integrity()
+    assert cache.num_cut_pages == 4_999
+
+
+def test_a_cleared_cache_knows_nothing_on_either_side() -> None:
+    cache = make(num_pages=4, num_host_pages=4)
+    sequence = sequence_of("a", range(16))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    cache.make_room(2)
+    cache.pool.lose(())
+    cache.clear()
+    cache.check_integrity()
+    cache.host.check_integrity()
+    assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.num_cached
+    assert cache.host.take_copies() == ((), ())
+    assert matched(cache, sequence_of("b", range(17))) == 0

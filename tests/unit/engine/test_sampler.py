@@ -104,6 +104,26 @@ def test_tokens_are_given_to_the_chunks_that_sample() -> None:
     assert not sampled.logprobs and not sampled.prompt_logprobs
 
 
+def test_a_row_that_is_not_a_number_fails_alone() -> None:
+    sequences = [make_sequence(name, range(5), logprobs=2, temperature=1.0) for name in "abc"]
+    batch = make_batch(*(rest_of(sequence) for sequence in sequences))
+    logits = random_logits(3)
+    whole = Sampler(CPU).sample(batch, logits.clone())
+    logits[1, 7] = float("nan")
+    sampled = Sampler(CPU).sample(batch, logits)
+    assert sampled.failed == [sequences[1]] and whole.failed == []
+    assert sampled.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
+    assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
+
+
+def test_when_all_that_ask_for_logprobs_fail_none_are_given() -> None:
+    asking, other = make_sequence("asking", range(5), logprobs=2), make_sequence("other", range(5))
+    logits = random_logits(2)
+    logits[0] = float("nan")
+    sampled = Sampler(CPU).sample(make_batch(rest_of(asking), rest_of(other)), logits)
+    assert sampled.failed == [asking] and not sampled.logprobs
+
+
 def test_nothing_is_drawn_of_an_empty_batch() -> None:
     assert Sampler(CPU).sample(make_batch(), random_logits(0)).token_ids == []
 

@@ -1,0 +1,246 @@
+"""What goes wrong with one request, or with a whole step, and what must survive it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.clock import ManualClock
+from baton.engine.engine import BAD_LOGITS, Engine
+from baton.engine.pages import PageState
+from baton.engine.sequence import FilledPages
+from baton.engine.step_arrays import StepArrays
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from tests.tiny_models import generate, tiny_engine, token_ids
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+@pytest.fixture(params=[0, 2**16], ids=["device", "host-tier"])
+def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
+    return tiny_engine(tiny_model, ManualClock(), cache={"host_cache_memory_bytes": request.param})
+
+
+def add(engine: Engine, name: str, prompt: list[int], **sampling: Any) -> None:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6, **sampling})
+    engine.add(Request(request_id=name, token_ids=tuple(prompt), sampling=params))
+
+
+def drain(engine: Engine) -> dict[str, list[StepOutput]]:
+    outputs: dict[str, list[StepOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def poison(engine: Engine, monkeypatch: pytest.MonkeyPatch, position: int) -> None:
+    """The model gives no numbers for the token that follows `position`, whatever the batch."""
+    execute = engine.runner.execute
+
+    @torch.inference_mode()
+    def with_poison(arrays: StepArrays) -> Tensor:
+        logits = execute(arrays)
+        logits[arrays.positions[arrays.logit_rows] == position] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine.runner, "execute", with_poison)
+
+
+def test_a_request_whose_logits_are_no_numbers_ends_alone_in_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = token_ids(generate(engine, PROMPT[:3], max_tokens=6))
+    with monkeypatch.context() as patch:
+        poison(engine, patch, len(PROMPT) + 2)  # of its fourth token
+        add(engine, "bad", PROMPT, logprobs=1)
+        add(engine, "good", PROMPT[:3])
+        outputs = drain(engine)
+    assert token_ids(outputs["good"]) == expected
+    *tokens, last = outputs["bad"]
+    assert [output.finish_reason for output in tokens] == [None] * 3
+    assert (last.finish_reason, last.token_id, last.index) == (FinishReason.ERROR, None, 3)
+    assert last.error == BAD_LOGITS
+    engine.scheduler.check_integrity()
+    assert engine.stats().num_active_pages == 0
+    assert generate(engine, PROMPT)[0].num_cached_tokens == 0  # its pages are not trusted
+
+
+def test_one_choice_may_fail_and_another_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = generate(engine, PROMPT, n=2, seed=1, temperature=1.0, max_tokens=4)
+    execute = engine.runner.execute
+
+    @torch.inference_mode()
+    def second_row_fails(arrays: StepArrays) -> Tensor:
+        logits = execute(arrays)
+        logits[1:] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine.runner, "execute", second_row_fails)
+    outputs = generate(engine, PROMPT, n=2, seed=1, temperature=1.0, max_tokens=4)
+    first = [output for output in outputs if output.choice == 0]
+    assert token_ids(first) == [output.token_id for output in whole if output.choice == 0]
+    assert [output.finish_reason for output in outputs if output.choice == 1] == [FinishReason.ERROR]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["build", "execute", "allocate", "release", "sample"])
+def test_a_step_that_fails_anywhere_leaves_others_their_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Claims, leases, writers and kept pages are outside the step; what was known is forgotten."""
+    expected = token_ids(generate(engine, PROMPT * 3))
+    claim = engine.claim_prefix(PROMPT * 3, b"", "claim")
+    (kept,) = engine.add(
+        Request(request_id="kept", token_ids=(7,) * 9, sampling=SamplingParams(max_tokens=1)),
+        keeps_pages=True,
+    )
+    drain(engine)
+    reserved = engine.pages.reserve(2, "lease", deadline_s=50.0)
+    engine.pages.quarantine(reserved, "writer")
+    add(engine, "lost", PROMPT, max_tokens=1)
+    add(engine, "waits", PROMPT, max_tokens=1)
+
+    owner, name = {
+        "build": (engine._builder, "build"),
+        "execute": (engine.runner, "execute"),
+        "allocate": (engine.pages, "_take_free"),
+        "release": (engine.pages, "release"),
+        "sample": (engine._sampler, "sample"),
+    }[where]
+
+    def fail(*arguments: object) -> None:
+        if where == "allocate":  # half-way
+            engine.pages._free.pop()
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(Interrupted):
+            engine.step()
+    assert not engine.has_work()
+    engine.scheduler.check_integrity()
+    pages = engine.pages
+    assert all(pages.owners(page) == {"claim"} for page in claim.pages)
+    assert all(pages.owners(page) == {("kept", 0)} for page in kept.page_table)
+    assert all(pages.owners(page) == {"lease", "writer"} for page in reserved)
+    num_held = len(claim.pages) + len(kept.page_table) + len(reserved)
+    assert pages.count(PageState.FREE) == pages.num_pages - num_held
+    engine.release(claim)
+    engine.release_kept("kept")
+    pages.release(reserved, "lease")
+    pages.release(reserved, "writer")
+    again = generate(engine, PROMPT * 3)
+    assert token_ids(again) == expected and again[0].num_cached_tokens == 0
+    assert engine.stats().num_active_pages == 0
+
+
+def test_what_a_failing_step_was_about_to_keep_is_lost_with_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept,) = engine.add(
+        Request(request_id="r", token_ids=(7,) * 9, sampling=SamplingParams(max_tokens=1)), keeps_pages=True
+    )
+    commit = engine.scheduler.commit
+
+    def fail_after(*arguments: Any) -> None:
+        commit(*arguments)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "commit", fail_after)
+        with pytest.raises(Interrupted):
+            engine.step()
+    assert engine.pages.num_free == engine.pages.num_pages
+    engine.scheduler.check_integrity()
+    engine.release_kept("r")
+    assert kept.num_computed_tokens == 9
+
+
+def test_pages_of_one_engine_go_on_in_another(tiny_model: Path) -> None:
+    """The two halves of a hand-off, with real tensors: claimed, received and kept pages, to the bit."""
+    prefill, decode = tiny_engine(tiny_model), tiny_engine(tiny_model)
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=12, logprobs=1)
+    prompt = tuple(PROMPT * 2)
+    prefill.add(Request(request_id="whole", token_ids=prompt, sampling=sampling))
+    whole = drain(prefill)["whole"]
+    generate(decode, PROMPT)  # decode knows the first pages
+    claim = decode.claim_prefix(prompt, b"", "r")
+    assert claim.num_tokens == 8
+
+    first_only = SamplingParams(temperature=1.0, seed=5, max_tokens=1, logprobs=1)
+    (kept,) = prefill.add(Request(request_id="r", token_ids=prompt, sampling=first_only), keeps_pages=True)
+    (first,) = drain(prefill)["r"]
+    num_pages = decode.pages.pages_for(len(prompt)) - len(claim.pages)
+    assert decode.make_room(num_pages)
+    received = decode.pages.reserve(num_pages, "landing", 1e12)
+    sent = list(kept.page_table[len(claim.pages) :])
+    with torch.inference_mode():
+        decode.runner.pool.device[received] = prefill.runner.pool.device[sent]
+    prefill.release_kept("r")
+    decode.pages.adopt(received, "landing", "r")
+
+    request = Request(
+        request_id="r", token_ids=prompt, sampling=sampling, generated_token_ids=(first.token_id or 0,)
+    )
+    decode.add(request, FilledPages((*claim.pages, *received), len(prompt), "r"))
+    rest = drain(decode)["r"]
+    assert [first.logprobs, *(output.logprobs for output in rest)] == [output.logprobs for output in whole]
+    assert [output.index for output in rest] == list(range(1, 12))
+    for engine in (prefill, decode):
+        engine.scheduler.check_integrity()
+        assert engine.stats().num_active_pages == 0
+
+
+def test_several_choices_cannot_bring_the_same_pages(engine: Engine) -> None:
+    pages = tuple(engine.pages.allocate(1, "mine"))
+    request = Request(request_id="r", token_ids=(1,) * 5, sampling=SamplingParams(n=2))
+    with pytest.raises(ValueError, match="2 choices cannot share"):
+        engine.add(request, FilledPages(pages, 4, "mine"))
+    engine.release(FilledPages(pages, 4, "mine"))
+    assert not engine.has_work() and engine.pages.num_free == engine.pages.num_pages
+
+
+def test_room_is_made_by_eviction_and_not_beyond_what_is_available(engine: Engine) -> None:
+    generate(engine, PROMPT * 4)
+    assert engine.stats().num_cached_pages
+    num_pages = engine.num_available_pages
+    assert num_pages == engine.pages.num_pages
+    assert not engine.make_room(num_pages + 1) and engine.pages.num_free < num_pages
+    assert engine.make_room(num_pages) and engine.pages.num_free == num_pages
+    assert engine.stats().num_cached_pages == 0
+
+
+def test_leases_end_by_the_engines_clock(tiny_model: Path) -> None:
+    clock = ManualClock()
+    engine = tiny_engine(tiny_model, clock)
+    everything = engine.pages.num_pages
+    for ask in (lambda: engine.num_available_pages, lambda: engine.make_room(1), engine.stats, engine.step):
+        engine.pages.reserve(everything, "lease", clock.now_s() + 5.0)
+        assert engine.num_available_pages == 0 and not engine.make_room(1)
+        clock.advance(5.0)
+        ask()
+        assert engine.pages.num_free == everything
+
+
+def test_figures_are_those_of_what_happened(engine: Engine) -> None:
+    generate(engine, PROMPT)
+    generate(engine, PROMPT)
+    add(engine, "runs", PROMPT, max_tokens=9)
+    add(engine, "waits", PROMPT[::-1])
+    engine.step()
+    engine.pages.reserve(3, "lease", 5.0)
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 0)
+    states = ("free", "active", "cached", "leased", "quarantined")
+    assert sum(getattr(stats, f"num_{state}_pages") for state in states) == stats.num_pages
+    assert stats.num_leased_pages == 3
+    assert (stats.total_queried_tokens, stats.total_hit_tokens) == (40, 16)
+    assert stats.num_reservable_pages == engine.num_available_pages
+    drain(engine)
+    assert engine.stats().num_running == 0 and engine.stats().total_preemptions == 0
