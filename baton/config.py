@@ -108,6 +108,11 @@ def cluster_key_file() -> str | None:
     return os.environ.get("BATON_CLUSTER_KEY_FILE") or None
 
 
+def api_key() -> str | None:
+    """A client's own, from BATON_API_KEY."""
+    return os.environ.get("BATON_API_KEY") or None
+
+
 def environment_settings() -> dict[str, str]:
     """Every BATON_* variable by its name."""
     return {name: value for name, value in os.environ.items() if name.startswith("BATON_")}

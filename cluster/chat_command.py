@@ -1,0 +1,58 @@
+"""Talk to a cluster: what is typed is sent with all that was said before, and answered as it is made.
+
+With MESSAGE it answers that one and ends. An empty line or Ctrl-D ends it.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from baton.cluster import standard_output
+from baton.cluster.api_client import ApiClient, Message
+from baton.cluster.cluster_record import find_record
+from baton.config import api_key
+from baton.errors import ConfigError
+
+PROMPT: Final = "> "
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("message", metavar="MESSAGE", nargs="?", help="what to say")
+    parser.add_argument("--url", metavar="URL", help="of the API (that of the cluster on this machine)")
+    parser.add_argument("--model", metavar="NAME", help="as the API names it (its first)")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (0.7)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The key is BATON_API_KEY's. Raises ConfigError and WorkerLost."""
+    standard_output.check()
+    client = ApiClient(arguments.url or f"http://127.0.0.1:{find_record().port}", api_key())
+    settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    model = arguments.model or client.first_model()
+    said: list[Message] = []
+    if arguments.system:
+        said.append({"role": "system", "content": arguments.system})
+    for question in [arguments.message] if arguments.message else _typed():
+        said.append({"role": "user", "content": question})
+        answer = ""
+        for text in client.chat(model, said, settings):
+            standard_output.write(text)
+            answer += text
+        standard_output.write("\n")
+        said.append({"role": "assistant", "content": answer})
+
+
+def _typed() -> Iterator[str]:
+    if sys.stdin is None:
+        raise ConfigError("MESSAGE: expected one, as there is nothing to read one from")
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            standard_output.write(PROMPT)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line

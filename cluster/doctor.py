@@ -1,0 +1,215 @@
+"""What a machine lacks, and how to mend it: each check looks, changes nothing, and says what to do."""
+
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from baton.cluster.listeners import Listener, listeners
+from baton.cluster.model_directory import resolve_model
+from baton.config import visible_gpus
+from baton.errors import BatonError
+from baton.gateway_config import is_loopback
+from baton.serve_config import ServeConfig
+
+Verdict: TypeAlias = Literal["ok", "warning", "error"]
+
+MIN_SHM_BYTES: Final = 1 << 30
+MIN_OPEN_FILES: Final = 8192  # connections, twice, and room for Ray's own
+MIN_RAY: Final = (2, 54)
+REDIS_PORT: Final = 6379  # of Redis, and of Ray's GCS, by default
+# What Ray serves there runs code for whoever reaches it.
+RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server", REDIS_PORT: "GCS"}
+PROBE_TIMEOUT_S: Final = 0.5
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    verdict: Verdict
+    what: str
+    mend: str = ""
+
+
+Check: TypeAlias = Callable[[ServeConfig], Iterator[Finding]]
+
+
+def examine(config: ServeConfig) -> list[Finding]:
+    """What stands in the way of `baton serve` with these settings, and what does not."""
+    return [finding for check in CHECKS for finding in check(config)]
+
+
+def _ok(what: str) -> Finding:
+    return Finding(verdict="ok", what=what)
+
+
+def _warning(what: str, mend: str) -> Finding:
+    return Finding(verdict="warning", what=what, mend=mend)
+
+
+def _error(what: str, mend: str) -> Finding:
+    return Finding(verdict="error", what=what, mend=mend)
+
+
+def libraries(config: ServeConfig) -> Iterator[Finding]:
+    needed = {"torch": "worker", "safetensors": "worker", "fastapi": "", "uvicorn": "", "tokenizers": ""}
+    if config.runtime == "ray":
+        needed["ray"] = "ray"
+    for name, extra in needed.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            package = f"'baton[{extra}]'" if extra else "baton"
+            yield _error(f"{name} is not installed", f"pip install {package}")
+            continue
+        if name == "ray" and tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
+            yield _error(f"ray {version} lets strangers run code", "pip install --upgrade 'baton[ray]'")
+        else:
+            yield _ok(f"{name} {version}")
+
+
+def compiler(config: ServeConfig) -> Iterator[Finding]:
+    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found or config.engine.device == "cuda":
+        yield _ok(f"C compiler: {found or 'not needed on a GPU'}")
+    else:
+        yield _warning("there is no C compiler: a CPU computes much slower", "apt-get install gcc libc6-dev")
+
+
+def model(config: ServeConfig) -> Iterator[Finding]:
+    try:
+        yield _ok(f"model: {resolve_model(config.model)}")
+    except BatonError as error:
+        yield _error(str(error), "give the directory of a model that is on this machine")
+
+
+def gpus(config: ServeConfig) -> Iterator[Finding]:
+    found = visible_gpus()
+    if config.engine.device == "cuda" and not found:
+        yield _error(
+            "engine.device is cuda, and this machine shows no GPU",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        )
+    elif found:
+        yield _ok(f"{len(found)} GPU{'s' * (len(found) != 1)}")
+        yield from _nccl()
+
+
+def _nccl() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    names = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
+    if any(str(name).startswith("nvidia-nccl") for name in names):
+        yield _ok("NCCL is installed")
+    else:
+        yield _warning(
+            "there is no NCCL package: ranks on several GPUs need it",
+            "install a torch that was built with CUDA: its wheel brings nvidia-nccl",
+        )
+
+
+def shared_memory(config: ServeConfig) -> Iterator[Finding]:
+    path = Path("/dev/shm")
+    free = shutil.disk_usage(path).free if path.exists() else 0
+    if free < MIN_SHM_BYTES:
+        yield _warning(
+            f"/dev/shm has {free >> 20} MiB free: KV pages in shared memory may not fit",
+            "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm",
+        )
+    else:
+        yield _ok(f"/dev/shm has {free >> 20:,} MiB free")
+
+
+def open_files(config: ServeConfig) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MIN_OPEN_FILES:
+        yield _warning(
+            f"a process may have {soft:,} files open: a gateway with many clients needs more",
+            f"ulimit -n {MIN_OPEN_FILES if hard >= MIN_OPEN_FILES else hard} before `baton serve`",
+        )
+    else:
+        yield _ok(f"{soft:,} open files a process")
+
+
+def port(config: ServeConfig) -> Iterator[Finding]:
+    taken = [one for one in listeners() if config.port and one.port == config.port]
+    if taken:
+        yield _error(f"port {config.port} is in use", "stop what listens there, or give another --port")
+    else:
+        yield _ok(f"port {config.port} is free")
+
+
+def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
+    here = [one for one in listeners() if one.port == REDIS_PORT]
+    if not here:
+        return
+    if _speaks_redis(here[0]):
+        yield _warning(
+            f"a Redis listens on {REDIS_PORT}, where `ray start --head` puts its GCS",
+            "ray start --head --port 6380, or move Redis; a Ray that `baton serve` starts avoids the port",
+        )
+    else:
+        yield _ok(f"port {REDIS_PORT} is not a Redis: probably Ray's GCS; put a Redis elsewhere")
+
+
+def strangers(config: ServeConfig) -> Iterator[Finding]:
+    if not is_loopback(config.host):
+        yield _ok(f"clients of other machines reach {config.host}: tenants' keys are in {config.tenants}")
+    for one in listeners():
+        if one.port in RAY_PORTS and not is_loopback(one.host) and one.port != REDIS_PORT:
+            yield _error(
+                f"Ray's {RAY_PORTS[one.port]} can be reached from other machines at port {one.port}: whoever "
+                "reaches it may run code here",
+                "ray start --dashboard-host 127.0.0.1, RAY_AUTH_MODE=token, a firewall around the cluster",
+            )
+
+
+def shadowed_kernels(config: ServeConfig) -> Iterator[Finding]:
+    spec = importlib.util.find_spec("kernels")
+    if spec is not None and spec.origin and Path(spec.origin).parent == _checkout() / "kernels":
+        yield _error(
+            f"{spec.origin} hides Hugging Face's `kernels` from transformers",
+            "remove that file: Baton's folders hold no __init__.py",
+        )
+    else:
+        yield _ok("nothing of Baton's hides Hugging Face's `kernels`")
+
+
+def memory(config: ServeConfig) -> Iterator[Finding]:
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield _ok(f"{len(os.sched_getaffinity(0))} cores, {present >> 30} GiB of memory")
+
+
+def _checkout() -> Path:
+    return Path(__file__).resolve().parents[1]
+
+
+def _speaks_redis(where: Listener) -> bool:
+    host = "127.0.0.1" if where.host == "0.0.0.0" else where.host
+    try:
+        with socket.create_connection((host, where.port), PROBE_TIMEOUT_S) as probe:
+            probe.settimeout(PROBE_TIMEOUT_S)
+            probe.sendall(b"PING\r\n")
+            return probe.recv(16).startswith((b"+PONG", b"-NOAUTH", b"-ERR"))
+    except OSError:
+        return False
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    memory,
+    libraries,
+    compiler,
+    model,
+    gpus,
+    shared_memory,
+    open_files,
+    port,
+    redis_and_ray,
+    strangers,
+    shadowed_kernels,
+)

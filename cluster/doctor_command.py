@@ -1,0 +1,38 @@
+"""Look at this machine, and say what `baton serve` with the same options would miss, and how to mend it.
+
+Exit status: 0, or 1 when something would keep it from serving.
+"""
+
+import argparse
+
+import msgspec
+
+from baton.cluster import standard_output
+from baton.cluster.command_line import FAILED
+from baton.cluster.doctor import Finding, examine
+from baton.cluster.serve_options import add_options as add_serve_options
+from baton.cluster.serve_options import settings
+from baton.cluster.settings import Given
+
+MARKS = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_serve_options(parser)
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    given = settings(arguments)
+    given.given.setdefault("model", Given("tiny", "default"))
+    findings = examine(given.build())
+    if arguments.json:
+        standard_output.write(f"{msgspec.json.encode(findings).decode()}\n")
+    else:
+        standard_output.write("".join(map(_lines, findings)))
+    return FAILED if any(finding.verdict == "error" for finding in findings) else 0
+
+
+def _lines(finding: Finding) -> str:
+    mend = f"        -> {finding.mend}\n" if finding.mend else ""
+    return f"{MARKS[finding.verdict]} {finding.what}\n{mend}"
