@@ -71,10 +71,12 @@ def _value(expected: Any, value: object, key: str) -> Any:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """What to say of it."""
-    # Leaves are compared alone: a shared prefix would make any two keys of one section look alike.
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1)
-    hint = f"did you mean {leaves[nearest[0]]!r}?" if nearest else f"known keys are {', '.join(known)}"
+    # Leaves are compared first: a shared prefix would make any two keys of one section look alike.
+    leaf_of = {name: name.rpartition(".")[2] for name in known}
+    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaf_of.values(), n=1)
+    alike = [name for name, leaf in leaf_of.items() if leaf in nearest]
+    best = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
+    hint = f"did you mean {best[0]!r}?" if best else f"known keys are {', '.join(known)}"
     return f"unknown configuration key {key!r}; {hint}"
 
 

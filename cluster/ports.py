@@ -17,13 +17,14 @@ class KeptPort:
     def __init__(self, host: str, port: int, option: int) -> None:
         """port 0: any that is free. ConfigError: something listens there already, or `host` is not here."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             if port:
                 _check_unused(family, host, port)
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
             self._socket.bind((host, port))
         except OSError as error:
+            self._socket.close()
             raise _cannot_bind(host, port, error) from None
         self.number: int = self._socket.getsockname()[1]
 

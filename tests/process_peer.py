@@ -1,0 +1,50 @@
+"""What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
+
+serves: reports and waits for SIGTERM. fails, fails-us: reports why not. crashes: ends without a word.
+falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
+"""
+
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+
+from baton.cluster.process_spec import Assignment, Failed, Report, Started
+from baton.control import Address
+
+
+def report(what: Report) -> None:
+    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    config = msgspec.json.decode(given.config)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    match given.name:
+        case "fails":
+            report(Failed("the model is nowhere", is_users_error=True))
+            sys.exit(2)
+        case "fails-us":
+            report(Failed("a bug", is_users_error=False))
+            sys.exit(1)
+        case "crashes":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "falls":
+            with open(config["log"], "a") as log:
+                log.write("x")
+            report(Started(Address("127.0.0.1", 1)))
+            if os.path.getsize(config["log"]) < config["num_falls"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        case "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    report(Started(Address("127.0.0.1", len(given.key))))
+    stop.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from baton.cluster.local_runtime import LocalRuntime
+from baton.control import Address
+from baton.errors import ConfigError, WorkerLost
+from tests.peer_processes import PEER, spec
+
+KEY: Final = b"k" * 20
+
+
+def with_runtime(test: Callable[[LocalRuntime], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        runtime = LocalRuntime(KEY, command=PEER)
+        await runtime.open()
+        try:
+            await test(runtime)
+        finally:
+            await runtime.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("serves"))
+        assert await process.ready() == Address("127.0.0.1", len(KEY))  # it had the key, which is on no argv
+        process.stop()
+        assert await process.watch() == ""
+
+    with_runtime(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("fails", ConfigError, "fails: the model is nowhere"),
+        ("fails-us", WorkerLost, "fails-us: a bug"),
+        ("crashes", WorkerLost, "crashes: it ended by SIGKILL before it served"),
+    ],
+)
+def test_one_that_does_not_start_says_why(name: str, kind: type[Exception], message: str) -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec(name))
+        with pytest.raises(kind, match=message):
+            await process.ready()
+        assert await process.watch() != ""
+
+    with_runtime(test)
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    pids: list[int] = []
+
+    async def test(runtime: LocalRuntime) -> None:
+        for name in ("serves", "deaf"):
+            process = await runtime.spawn(spec(name))
+            await process.ready()
+            pids.append(process.pid)
+
+    with_runtime(test)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_share_the_cores_out() -> None:
+    shown = [sys.executable, "-c", PRINT_THREADS]
+
+    async def threads(num_ranks: int) -> int:
+        runtime = LocalRuntime(KEY, command=shown)
+        workers = [spec(f"worker-{index}", num_ranks=1) for index in range(num_ranks)]
+        await runtime.open()
+        await runtime.place(workers)
+        try:
+            return (await (await runtime.spawn(workers[0])).ready()).port
+        finally:
+            await runtime.close()
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    num_cores = len(os.sched_getaffinity(0))
+    assert asyncio.run(threads(1)) == num_cores
+    assert asyncio.run(threads(num_cores)) == 1
+    assert asyncio.run(threads(4 * num_cores)) == 1
+
+
+PRINT_THREADS: Final = """
+import os, sys
+sys.stdin.readline()
+print('{"type":"Started","address":["127.0.0.1",%s]}' % os.environ["OMP_NUM_THREADS"], flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_more_ranks_than_gpus_cannot_be_placed() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        greedy = msgspec.structs.replace(spec("worker-0", num_ranks=99), gpus_per_rank=1.0)
+        with pytest.raises(ConfigError, match="worker-0: 99 ranks need a GPU each, this machine has"):
+            await runtime.place([greedy])
+
+    with_runtime(test)
+
+
+def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("serves"))
+        await process.ready()
+        assert os.getpgid(process.pid) != os.getpgid(0)
+
+    with_runtime(test)
