@@ -11,8 +11,9 @@ from typing import Final
 
 from baton.cluster.completion import Completion, CompletionOutput, TextDelta
 from baton.errors import InvalidRequest
+from baton.gateway.choice_text import ChoiceText
 from baton.gateway.detokenizer import Detokenizer
-from baton.gateway.text_stream import TextStream
+from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
 
@@ -79,13 +80,18 @@ class Generation:
 class _Choice:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
         sampling = request.sampling
-        self._stream = TextStream(_detokenizer(tokenizer, request), stops, min_tokens=sampling.min_tokens)
-        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._text = ChoiceText(_detokenizer(tokenizer, request), stops, sampling)
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self._text.stop_reason
 
     def accept(self, output: StepOutput) -> str:
         """Take the next token, if there is one; returns the text that has become certain."""
@@ -93,7 +99,7 @@ class _Choice:
             self.token_ids.append(output.token_id)
         if output.logprobs is not None and self._logprobs is not None:
             self._logprobs.append(output.logprobs)
-        text = self._text(output)
+        text = self._text.accept(output.token_id, output.finish_reason)
         self._texts.append(text)
         return text
 
@@ -108,23 +114,8 @@ class _Choice:
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )
 
-    def _text(self, output: StepOutput) -> str:
-        token_id, reason = output.token_id, output.finish_reason
-        text = ""
-        if token_id is not None and reason is not FinishReason.STOP:  # what stops is not shown
-            text = self._stream.push(token_id)
-        if reason is not None:
-            text += self._stream.finish()
-            self.finish_reason = reason
-        if self._stream.stopped_at is not None:
-            self.finish_reason = FinishReason.STOP
-            self.stop_reason = self._stream.stopped_at
-        elif reason is FinishReason.STOP and token_id in self._stop_token_ids:
-            self.stop_reason = token_id
-        return text
 
-
-def _detokenizer(tokenizer: Tokenizer | None, request: Request) -> Detokenizer:
+def _detokenizer(tokenizer: Tokenizer | None, request: Request) -> Incremental:
     if tokenizer is None:
         return Detokenizer(lambda _: "")
     return tokenizer.detokenizer(request.token_ids[-NUM_CONTEXT_TOKENS:])

@@ -1,15 +1,22 @@
 """From the tokens of one choice to the text that its reader sees."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from baton.gateway.detokenizer import Detokenizer
 from baton.gateway.stop_strings import StopStrings
+
+
+class Incremental(Protocol):
+    """A detokenizer: the parts that it gives out join to the whole text."""
+
+    def push(self, token_id: int) -> str: ...
+    def finish(self) -> str: ...
 
 
 class TextStream:
     """Whole characters only, cut before the first stop string. `push` every token, then `finish`."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+    def __init__(self, detokenizer: Incremental, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         """Text of the first `min_tokens` tokens is shown as it is: no stop string is looked for in it."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)

@@ -7,7 +7,9 @@ from typing import Final
 import tokenizers
 
 from baton.errors import InvalidRequest, ModelError
+from baton.gateway.byte_level import ByteLevelDetokenizer, BytesOfTokens
 from baton.gateway.detokenizer import Detokenizer
+from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer_config import TokenizerConfig, read_text, read_tokenizer_config
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -22,6 +24,8 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._special_tokens = config.special_tokens()
+        # Of a byte-level vocabulary: what is shown, by whether special tokens are skipped.
+        self._bytes_of_tokens = _bytes_of_tokens(inner)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
@@ -86,11 +90,27 @@ class Tokenizer:
                 raise
             raise ModelError(f"the tokenizer is damaged, it fails to decode: {error}") from error
 
-    def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself; a byte-level one may be a part of a character."""
+        if self._bytes_of_tokens is not None:
+            return self._bytes_of_tokens[False][token_id]
+        return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "replace")
+
+    def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Incremental:
         """For one stream. `context`: the last few tokens of the prompt that it goes on from."""
+        if self._bytes_of_tokens is not None:
+            return ByteLevelDetokenizer(self._bytes_of_tokens[skip_special_tokens])
         return Detokenizer(
             lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens), context
         )
+
+
+def _bytes_of_tokens(inner: tokenizers.Tokenizer) -> dict[bool, BytesOfTokens] | None:
+    """None for a vocabulary whose tokens are no bytes by themselves."""
+    if not isinstance(inner.decoder, tokenizers.decoders.ByteLevel):
+        return None
+    special = {token_id for token_id, token in inner.get_added_tokens_decoder().items() if token.special}
+    return {True: BytesOfTokens(inner.id_to_token, special), False: BytesOfTokens(inner.id_to_token)}
 
 
 def _is_the_librarys(error: BaseException) -> bool:

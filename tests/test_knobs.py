@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from baton.config import EngineConfig
+from baton.gateway_config import GatewayConfig
 
 KNOBS: dict[str, Any] = {
     "model": "required",
@@ -27,6 +28,30 @@ KNOBS: dict[str, Any] = {
     "scheduler.preferred_batch_sizes": (),
 }
 
+GATEWAY_KNOBS: dict[str, Any] = {
+    "model": "required",
+    "router.host": "required",
+    "router.port": "required",
+    "served_model_name": "",
+    "host": "127.0.0.1",
+    "port": 8000,
+    "shares_port": False,
+    "tenants_file": None,
+    "strict": False,
+    "vllm_metric_names": False,
+    "max_connections": 4096,
+    "max_body_bytes": 4 * 2**20,
+    "send_buffer_bytes": 128 * 2**10,
+    "header_timeout_s": 10.0,
+    "body_timeout_s": 30.0,
+    "idle_timeout_s": 15.0,
+    "stall_timeout_s": 30.0,
+    "max_open_requests": 4096,
+    "max_wait_s": 30.0,
+    "ping_interval_s": 15.0,
+    "drain_timeout_s": 60.0,
+}
+
 
 def knobs(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in msgspec.structs.fields(struct):
@@ -38,3 +63,7 @@ def knobs(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str,
 
 def test_knobs_are_the_ones_in_the_table() -> None:
     assert dict(knobs(EngineConfig)) == KNOBS
+
+
+def test_a_gateways_knobs_are_the_ones_in_the_table() -> None:
+    assert dict(knobs(GatewayConfig)) == GATEWAY_KNOBS

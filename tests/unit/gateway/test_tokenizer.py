@@ -105,6 +105,8 @@ def test_a_tokenizer_that_fails_inside_is_the_models_fault(directory: Path, part
 class Failing:
     """A tokenizer of the library's kind that decodes nothing."""
 
+    decoder = None
+
     def __init__(self, error: BaseException) -> None:
         self._error = error
 

@@ -1,0 +1,240 @@
+"""One call being answered: its choices are requests of the cluster, their tokens become text here.
+
+1. `start` opens choice 0 of every prompt. Its first token opens the other choices, beside it: the worker that
+   computed the prompt has its pages.
+2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
+3. A choice ends by its last event, or at a stop string, which no worker knows: it is cancelled there.
+4. The call ends once: when all choices have, by the first failure of one, or by `cancel`. Nothing of it runs
+   on afterwards.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from baton.control import TokenEvent
+from baton.errors import BatonError, IntegrityError
+from baton.gateway.call import Call, Prompt
+from baton.gateway.choice_text import ChoiceText
+from baton.gateway.detokenizer import Detokenizer
+from baton.gateway.service import Service
+from baton.gateway.text_stream import Incremental
+from baton.gateway.tokenizer import Tokenizer
+from baton.request import FinishReason, Request, TokenLogprobs
+
+NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one batch of tokens adds to a choice; those that follow each other may be `joined`."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+
+    @classmethod
+    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """As one batch would have brought them."""
+        if len(deltas) == 1:
+            return deltas[0]
+        return cls(
+            "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+        )
+
+
+class Listener(Protocol):
+    def advanced(self, choice: "Choice", delta: Delta) -> None:
+        """With `choice.finish_reason` set, the last of the choice; with `is_over`, `finished` follows."""
+
+    def finished(self) -> None:
+        """Every choice has ended."""
+
+    def failed(self, error: BatonError) -> None:
+        """The end of all of them."""
+
+
+class Answer:
+    def __init__(
+        self,
+        call: Call,
+        service: Service,
+        tokenizer: Tokenizer | None,
+        *,
+        draw_seed: Callable[[], int],
+        now_s: float = 0.0,
+    ) -> None:
+        """Raises InvalidRequest on stop strings that cannot be found."""
+        self.call = call
+        self.listener: Listener | None = None
+        self._service = service
+        self._tokenizer = tokenizer
+        self._arrival_s = now_s
+        sampling = call.sampling
+        if sampling.seed is None:  # choices differ by their number, not by their seed
+            sampling = msgspec.structs.replace(sampling, seed=draw_seed())
+        self._sampling = sampling
+        self.choices = [
+            Choice(self, prompt, number, index * call.num_choices + number)
+            for index, prompt in enumerate(call.prompts)
+            for number in range(call.num_choices)
+        ]
+        self._num_running = len(self.choices)
+        self.is_over = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.call.prompts)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
+
+    def start(self, listener: Listener) -> None:
+        """Raises what `Service.open` raises; nothing runs then."""
+        self.listener = listener
+        try:
+            for choice in self.choices[:: self.call.num_choices]:
+                self._open(choice)
+        except BatonError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Let go of whatever still runs; the listener hears nothing more."""
+        self.is_over = True
+        self.listener = None
+        for choice in self.choices:
+            if choice.is_running:
+                choice.is_running = False
+                self._service.cancel(choice.request_id)
+
+    def detokenizer(self, prompt: Prompt) -> Incremental:
+        if self._tokenizer is None:
+            return Detokenizer(lambda _: "")
+        return self._tokenizer.detokenizer(
+            prompt.token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=self.call.skips_special_tokens
+        )
+
+    # What choices call.
+
+    def advanced(self, choice: "Choice", delta: Delta, *, by_worker: bool) -> None:
+        """`by_worker`: the choice's end, if this is it, came from its worker, so it is known there."""
+        is_first = choice.num_tokens == len(delta.token_ids)
+        if is_first and choice.number == 0 and self.call.num_choices > 1:
+            self._open_others(choice)
+        if choice.finish_reason is not None:
+            choice.is_running = False
+            self._num_running -= 1
+            if not by_worker:
+                self._service.cancel(choice.request_id)
+        self.is_over = self.is_over or not self._num_running
+        if self.listener is not None:
+            self.listener.advanced(choice, delta)
+        if not self._num_running and self.listener is not None:
+            self.listener.finished()
+
+    def failed(self, choice: "Choice", error: BatonError) -> None:
+        choice.is_running = False
+        listener = self.listener
+        self.cancel()
+        if listener is not None:
+            listener.failed(error)
+
+    def _open_others(self, first: "Choice") -> None:
+        beside = self._service.decode_worker(first.request_id)
+        others = self.choices[first.index + 1 : first.index + self.call.num_choices]
+        for choice in others:
+            if self.is_over:
+                return
+            try:
+                self._open(choice, beside)
+            except BatonError as error:
+                self.failed(choice, error)
+
+    def _open(self, choice: "Choice", beside: str = "") -> None:
+        call, sampling = self.call, self._sampling
+        if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        request = Request(
+            request_id=choice.request_id,
+            token_ids=choice.prompt.token_ids,
+            sampling=sampling,
+            choice=choice.number,
+            tenant=call.tenant.name,
+            cache_salt=call.tenant.cache_salt,
+            priority=call.priority,
+            sla=call.sla,
+            arrival_s=self._arrival_s,
+        )
+        choice.is_running = True
+        try:
+            self._service.open(request, choice, beside=beside)
+        except BatonError:
+            choice.is_running = False
+            raise
+
+
+class Choice:
+    """The sink of one request. `index` counts over all prompts of the call, `number` within its prompt."""
+
+    def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
+        self.request_id = uuid.uuid4().hex
+        self.prompt = prompt
+        self.number = number
+        self.index = index
+        self.is_running = False  # the service knows of it
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._answer = answer
+        self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self._text.stop_reason
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """See Sink."""
+        if not self.is_running:
+            return
+        texts, token_ids, logprobs = [], [], []
+        by_worker = False
+        for event in events:
+            if event.finish_reason not in _GOOD_ENDS:
+                error = IntegrityError(f"request {self.request_id} was ended as {event.finish_reason}")
+                self._answer.failed(self, error)
+                return
+            if event.token_id is not None:
+                token_ids.append(event.token_id)
+            if event.logprobs is not None:
+                logprobs.append(event.logprobs)
+            if event.index == 0:
+                self.num_cached_tokens = event.num_cached_tokens
+                self.prompt_logprobs = event.prompt_logprobs
+            texts.append(self._text.accept(event.token_id, event.finish_reason))
+            if self._text.finish_reason is not None:
+                by_worker = event.finish_reason is not None
+                break
+        self.num_tokens += len(token_ids)
+        delta = Delta("".join(texts), token_ids, logprobs)
+        self._answer.advanced(self, delta, by_worker=by_worker)
+
+    def failed(self, error: BatonError) -> None:
+        """See Sink."""
+        if self.is_running:
+            self._answer.failed(self, error)
+
+
+_GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

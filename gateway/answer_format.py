@@ -1,0 +1,211 @@
+"""What an answer looks like on the wire: whole, or as the chunks of a stream, of a chat or of a completion.
+
+A stream of a chat, choice by choice: a chunk with the role, chunks with text, one with the finish reason and
+an empty delta. Then, only if asked, one with the usage and no choices: clients that did not ask would read
+choices[0] of it. A completion's stream has no chunk for a role.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from baton.gateway.answer import Answer, Choice, Delta
+from baton.gateway.logprobs_format import LogprobsFormat
+from baton.gateway.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class AnswerFormat(Protocol):
+    def first(self, choice: Choice) -> bytes:
+        """The chunk before a choice's first text; b"" for none."""
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes: ...
+
+    def last(self, choice: Choice) -> bytes: ...
+
+    def usage(self) -> bytes: ...
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        """The answer in one piece; `deltas` by the index of their choice."""
+
+
+def answer_format(answer: Answer, tokenizer: Tokenizer | None, created_s: int) -> AnswerFormat:
+    kind = ChatFormat if answer.call.is_chat else CompletionFormat
+    return kind(answer, LogprobsFormat(tokenizer), created_s)
+
+
+class _Format:
+    """What both share."""
+
+    ID_PREFIX = ""
+    CHUNK = ""
+    WHOLE = ""
+
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
+        self._answer = answer
+        self._call = answer.call
+        self._logprobs = logprobs
+        self._head: Json = {
+            "id": f"{self.ID_PREFIX}{answer.choices[0].request_id}",
+            "object": self.CHUNK,
+            "created": created_s,
+            "model": self._call.model,
+        }
+        self._has_plain_deltas = (
+            self._call.sampling.logprobs is None
+            and not self._call.has_running_usage
+            and not self._call.returns_token_ids
+        )
+        start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        self._starts = [b"%s%d," % (start, choice.index) for choice in answer.choices]
+
+    def usage(self) -> bytes:
+        return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
+
+    def _chunk(self, choice: Json) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        if self._call.has_running_usage:
+            chunk["usage"] = self._usage()
+        return orjson.dumps(chunk)
+
+    def _whole(self, choices: list[Json], **particulars: object) -> bytes:
+        head = {**self._head, "object": self.WHOLE}
+        return orjson.dumps({**head, "choices": choices, "usage": self._usage(), **particulars})
+
+    def _usage(self) -> Json:
+        answer = self._answer
+        num_prompt = answer.num_prompt_tokens
+        num_completion = 0 if self._call.hides_tokens else answer.num_completion_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+        }
+
+    def _end(self, choice: Choice) -> Json:
+        if self._call.hides_tokens:
+            return {"finish_reason": "length", "stop_reason": None}
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+class ChatFormat(_Format):
+    ID_PREFIX = "chatcmpl-"
+    CHUNK = "chat.completion.chunk"
+    WHOLE = "chat.completion"
+
+    def first(self, choice: Choice) -> bytes:
+        body: Json = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if not self._call.returns_token_ids:
+            return self._chunk(body)
+        chunk = orjson.loads(self._chunk(body))
+        return orjson.dumps({**chunk, "prompt_token_ids": choice.prompt.token_ids})
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        if self._has_plain_deltas:
+            return b'%s"delta":{"content":%s},"logprobs":null,"finish_reason":null}]}' % (
+                self._starts[choice.index],
+                orjson.dumps(delta.text),
+            )
+        body: Json = {
+            "index": choice.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs_of(delta),
+            "finish_reason": None,
+        }
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+        return self._chunk(body)
+
+    def last(self, choice: Choice) -> bytes:
+        return self._chunk({"index": choice.index, "delta": {}, "logprobs": None, **self._end(choice)})
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        choices: list[Json] = []
+        for choice, delta in zip(self._answer.choices, deltas, strict=True):
+            body: Json = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": delta.text},
+                "logprobs": self._logprobs_of(delta),
+                **self._end(choice),
+            }
+            if self._call.returns_token_ids:
+                body["token_ids"] = delta.token_ids
+            choices.append(body)
+        if not self._call.returns_token_ids:
+            return self._whole(choices)
+        return self._whole(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+
+    def _logprobs_of(self, delta: Delta) -> Json | None:
+        if self._call.sampling.logprobs is None:
+            return None
+        return {"content": self._logprobs.chat(delta.logprobs), "refusal": None}
+
+
+class CompletionFormat(_Format):
+    ID_PREFIX = "cmpl-"
+    CHUNK = "text_completion"
+    WHOLE = "text_completion"
+
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
+        super().__init__(answer, logprobs, created_s)
+        self._num_chars = [0] * len(answer.choices)  # shown of each choice, by its tokens' own texts
+
+    def first(self, choice: Choice) -> bytes:
+        """With `echo`, the prompt."""
+        if not self._call.has_echo:
+            return b""
+        return self._chunk(self._body(choice, Delta(), is_first=True) | {"finish_reason": None})
+
+    def delta(self, choice: Choice, delta: Delta) -> bytes:
+        if self._call.hides_tokens:
+            return b""
+        if self._has_plain_deltas:
+            return b'%s"text":%s,"logprobs":null,"finish_reason":null}]}' % (
+                self._starts[choice.index],
+                orjson.dumps(delta.text),
+            )
+        return self._chunk(self._body(choice, delta, is_first=False) | {"finish_reason": None})
+
+    def last(self, choice: Choice) -> bytes:
+        return self._chunk({"index": choice.index, "text": "", "logprobs": None, **self._end(choice)})
+
+    def whole(self, deltas: Sequence[Delta]) -> bytes:
+        if self._call.hides_tokens:
+            deltas = [Delta() for _ in deltas]
+        return self._whole(
+            [
+                self._body(choice, delta, is_first=True) | self._end(choice)
+                for choice, delta in zip(self._answer.choices, deltas, strict=True)
+            ]
+        )
+
+    def _body(self, choice: Choice, delta: Delta, *, is_first: bool) -> Json:
+        shows_prompt = is_first and self._call.has_echo
+        text = (choice.prompt.text or "") + delta.text if shows_prompt else delta.text
+        body: Json = {"index": choice.index, "text": text, "logprobs": None}
+        if self._call.sampling.logprobs is not None:
+            body["logprobs"] = self._logprobs_of(choice, delta, shows_prompt)
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+            if is_first:
+                body["prompt_token_ids"] = choice.prompt.token_ids
+        return body
+
+    def _logprobs_of(self, choice: Choice, delta: Delta, shows_prompt: bool) -> Json:
+        token_ids, entries = list(delta.token_ids), list(delta.logprobs)
+        if shows_prompt:
+            first = self._answer.choices[choice.index - choice.number]  # it alone was asked for them
+            entries = [*(first.prompt_logprobs or [None] * len(choice.prompt.token_ids)), *entries]
+            token_ids = [*choice.prompt.token_ids, *token_ids]
+        shown = self._logprobs.completion(entries, token_ids, self._num_chars[choice.index])
+        if token_ids:
+            self._num_chars[choice.index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
+        return shown

@@ -1,0 +1,197 @@
+"""An answer on its way to one client, as fast as the client reads.
+
+1. Tokens come in batches; each is written at once, in one piece, from the callback that brings it.
+2. While the client lags, text is held and joined. What is written then, and until the client has kept up for
+   CALM_SENTENCES, is whole sentences.
+3. A client that lags by more than MAX_HELD_BYTES is given up: the answer is cancelled.
+
+So a slow client costs a bounded amount of memory, and nobody else's time.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Final
+
+from baton.errors import BatonError
+from baton.gateway.answer import Answer, Choice, Delta
+from baton.gateway.answer_format import AnswerFormat
+from baton.gateway.api_errors import as_api_error
+from baton.gateway.outlet import Outlet
+
+MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
+BYTES_PER_LOGPROBS: Final = 256  # of one token, about
+SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
+MAX_SENTENCE_CHARS: Final = 400  # more is written without an end
+CALM_SENTENCES: Final = 4
+DONE: Final = b"[DONE]"
+
+
+class Framing:
+    """What stands around a chunk."""
+
+    def __init__(self, before: bytes, after: bytes, ping: bytes) -> None:
+        self.before = before
+        self.after = after
+        self.ping = ping
+
+
+SERVER_SENT_EVENTS: Final = Framing(b"data: ", b"\n\n", b": ping\n\n")
+PLAIN: Final = Framing(b"", b"", b"")  # WebSocket messages have their own ends, and their own pings
+
+
+class AnswerStream:
+    """A Listener. Until `begin` nothing is written: a request that fails early is refused plainly."""
+
+    def __init__(
+        self, answer: Answer, form: AnswerFormat, framing: Framing, observe: Callable[[Choice, Delta], None]
+    ) -> None:
+        self._answer = answer
+        self._form = form
+        self._framing = framing
+        self._observe = observe
+        self._outlet: Outlet | None = None
+        self._held: list[list[Delta]] = [[] for _ in answer.choices]
+        self._num_held_bytes = 0  # while the client lags
+        self._num_calm = CALM_SENTENCES  # sentences written since it lagged
+        self._greeted: set[int] = set()
+        self._chunks: list[bytes] = []
+        self._has_news = asyncio.Event()
+        self.error: BatonError | None = None
+        self.is_over = False
+        self.is_gone = False  # the client, before the end
+        self.is_given_up = False
+        self._has_written = False  # since `wait` began
+
+    def begin(self, outlet: Outlet) -> None:
+        """The response has its headers: write what has come, and what comes from now on."""
+        self._outlet = outlet
+        outlet.on_writable = self.writable
+        self._has_news.clear()
+        if outlet.is_gone:
+            self.gone()
+        else:
+            self._write_all()
+
+    async def wait(self, seconds: float) -> bool:
+        """Until something happens that the one who waits must see: the first tokens, the end. False: nothing
+        did, and nothing was written either.
+        """
+        self._has_written = False
+        try:
+            async with asyncio.timeout(seconds):
+                await self._has_news.wait()
+        except TimeoutError:
+            return self._has_written
+        self._has_news.clear()
+        return True
+
+    def ping(self) -> None:
+        if self._outlet is not None and self._framing.ping and not self._outlet.lags:
+            self._outlet.write(self._framing.ping)
+
+    # What an answer calls.
+
+    def advanced(self, choice: Choice, delta: Delta) -> None:
+        self._observe(choice, delta)
+        self._held[choice.index].append(delta)
+        outlet = self._outlet
+        if outlet is None:
+            self._has_news.set()
+        elif outlet.lags:
+            self._hold(delta)
+        elif not self._answer.is_over:
+            self._put_choice(choice)
+            self._flush(outlet)
+
+    def finished(self) -> None:
+        if self._outlet is not None and not self._outlet.lags:
+            self._write_all()
+        self._has_news.set()
+
+    def failed(self, error: BatonError) -> None:
+        self.error = error
+        self._write_all()
+        self._has_news.set()
+
+    # What an outlet calls.
+
+    def writable(self) -> None:
+        self._write_all()
+
+    def gone(self) -> None:
+        if not self.is_over:
+            self.is_gone = True
+            self._answer.cancel()
+            self._end()
+
+    # Writing.
+
+    def _hold(self, delta: Delta) -> None:
+        self._num_calm = 0
+        self._num_held_bytes += len(delta.text) * 4 + len(delta.logprobs) * BYTES_PER_LOGPROBS
+        self._num_held_bytes += len(delta.token_ids) * 4
+        if self._num_held_bytes > MAX_HELD_BYTES:
+            self.is_given_up = True
+            self.gone()
+
+    def _write_all(self) -> None:
+        outlet = self._outlet
+        if outlet is None or self.is_over:
+            return
+        for choice in self._answer.choices:
+            self._put_choice(choice)
+        self._num_held_bytes = 0
+        if self._answer.is_over:
+            self._put_end()
+            self._end()
+        self._flush(outlet)
+
+    def _put_choice(self, choice: Choice) -> None:
+        index = choice.index
+        held = self._held[index]
+        if not held:
+            return
+        delta, has_ended = Delta.joined(held), choice.finish_reason is not None
+        held.clear()
+        if index not in self._greeted:
+            self._greeted.add(index)
+            self._put(self._form.first(choice))
+        if self._num_calm < CALM_SENTENCES and not has_ended:
+            delta = self._whole_sentences(delta, held)
+        if delta.text or delta.logprobs or (delta.token_ids and self._answer.call.returns_token_ids):
+            self._put(self._form.delta(choice, delta))
+        if has_ended:
+            self._put(self._form.last(choice))
+
+    def _whole_sentences(self, delta: Delta, held: list[Delta]) -> Delta:
+        """What may go of `delta`; the rest is put back. Logprobs and ids belong to tokens: then all goes."""
+        ends = list(SENTENCE_END.finditer(delta.text))
+        if delta.logprobs or self._answer.call.returns_token_ids or len(delta.text) > MAX_SENTENCE_CHARS:
+            return delta
+        end = ends[-1].end() if ends else 0
+        self._num_calm += len(ends)
+        if end < len(delta.text):
+            held.append(Delta(delta.text[end:], delta.token_ids))
+        return Delta(delta.text[:end])
+
+    def _put_end(self) -> None:
+        if self.error is not None:
+            self._put(as_api_error(self.error).body())
+        elif self._answer.call.has_usage:
+            self._put(self._form.usage())
+        self._put(DONE)
+
+    def _put(self, chunk: bytes) -> None:
+        if chunk:
+            self._chunks += (self._framing.before, chunk, self._framing.after)
+
+    def _flush(self, outlet: Outlet) -> None:
+        if self._chunks:
+            outlet.write(b"".join(self._chunks))
+            self._chunks.clear()
+            self._has_written = True
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._has_news.set()

@@ -1,0 +1,160 @@
+"""The gateway's routes, and what is put together to serve them.
+
+What clients send by the thousand goes to plain ASGI applications; the few others are FastAPI's.
+"""
+
+import importlib.metadata
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import BatonError
+from baton.gateway import openapi
+from baton.gateway.api_errors import ApiError, as_api_error
+from baton.gateway.canary import Canary
+from baton.gateway.gate import Gate, log_failure
+from baton.gateway.inference import Inference
+from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway.served_model import ServedModel
+from baton.gateway.stream_socket import StreamSocket
+from baton.gateway.tenants import Tenants
+from baton.gateway.text_routes import TextRoutes
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+JSON = "application/json"
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the routes work with."""
+
+    model: ServedModel
+    inference: Inference
+    text_routes: TextRoutes
+    stream_socket: StreamSocket
+    canary: Canary
+    metrics: Metrics
+    exporter: Exporter
+    tenants: Tenants
+
+
+class _Plain:
+    """An ASGI application as it is: a bound method would be taken for a function of a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def make_app(parts: Parts) -> ASGIApp:
+    """The whole gateway, as one ASGI application."""
+    app = FastAPI(
+        title="Baton",
+        version=importlib.metadata.version("baton"),
+        redirect_slashes=False,
+        docs_url=None,  # it loads scripts from elsewhere
+        redoc_url=None,
+    )
+    app.router.routes += [
+        Route("/v1/chat/completions", _Plain(parts.inference.chat), methods=["POST"]),
+        Route("/v1/completions", _Plain(parts.inference.completions), methods=["POST"]),
+        Route("/tokenize", _Plain(parts.text_routes.tokenize), methods=["POST"]),
+        Route("/detokenize", _Plain(parts.text_routes.detokenize), methods=["POST"]),
+        WebSocketRoute("/v1/stream", parts.stream_socket.serve),
+    ]
+    _add_status_routes(app, parts)
+    _answer_errors(app)
+    openapi.describe(app.openapi())  # it is made once, and kept
+    return Gate(app, parts.tenants, answered=parts.metrics.answered)
+
+
+def _add_status_routes(app: FastAPI, parts: Parts) -> None:
+    @app.get("/ping")
+    async def ping() -> Response:
+        """This process runs its loop; nothing is said of workers."""
+        return Response(b"{}", media_type=JSON)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """A request has just gone through a prefill and a decode worker."""
+        try:
+            await parts.canary.sing()
+        except BatonError as error:
+            raise ApiError(503, f"not healthy: {error}", code="unhealthy", retry_after_s=1.0) from error
+        return Response(orjson.dumps({"status": "ok", "model": parts.model.name}), media_type=JSON)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": app.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """In Prometheus' text format."""
+        return Response(parts.exporter.text(), headers={"content-type": METRICS_TYPE})
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """Calls that this process is answering."""
+        return {"server_load": parts.metrics.num_open}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_card(parts.model)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> dict[str, Any]:
+        parts.model.check(name, request.state.tenant)
+        return _card(parts.model)
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    lengths = [worker.max_model_len for worker in model.service.workers]
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_s,
+        "owned_by": "baton",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": min(lengths, default=None),
+    }
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Everything in OpenAI's shape."""
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        message = {404: "there is no such path", 405: "this path takes another method"}.get(
+            error.status_code, "the request cannot be served"
+        )
+        return _response(
+            ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _response(ApiError(400, "the request's parameters are not valid", code="invalid_value"))
+
+    @app.exception_handler(BatonError)
+    async def failed(request: Request, error: BatonError) -> Response:
+        answer = as_api_error(error)
+        if answer.status >= 500:
+            log_failure(error, request.state.request_id)
+        return _response(answer)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return _response(as_api_error(error))  # and then it goes on to the Gate
+
+
+def _response(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body(), status_code=error.status, media_type=JSON, headers=headers)

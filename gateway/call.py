@@ -1,0 +1,164 @@
+"""One call of the API in the one form that is served: prompts of token ids, and how to answer them."""
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from baton.errors import InvalidRequest
+from baton.gateway.api_errors import invalid, unsupported
+from baton.gateway.api_types import Body, ChatBody, CompletionBody
+from baton.gateway.tenants import Tenant
+from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams, Sla
+
+DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's; a chat ends where the model ends it
+SAMPLING_FIELDS: Final = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+
+
+class Prompt(NamedTuple):
+    """`text` is None when token ids were given, until somebody wants it back."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    model: str  # as the client named it
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams  # of each choice; its n is 1
+    num_choices: int  # a prompt
+    stops: tuple[str, ...] = ()
+    is_chat: bool = False
+    is_streamed: bool = False
+    has_usage: bool = False  # in a last chunk of the stream
+    has_running_usage: bool = False  # in every chunk
+    has_echo: bool = False
+    hides_tokens: bool = False  # max_tokens was 0: the prompt alone is asked about
+    returns_token_ids: bool = False
+    skips_special_tokens: bool = True
+    priority: int = 0
+    sla: Sla = Sla()
+    tenant: Tenant
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call brings beside its body."""
+
+    tenant: Tenant
+    model: str
+    sla: Sla = Sla()
+
+
+def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
+    """Raises InvalidRequest or ApiError naming the field."""
+    refuse_unsupported_chat(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs)
+    return _call(body, (prompt,), sampling, terms, is_chat=True)
+
+
+def completion_call(body: CompletionBody, prompts: tuple[Prompt, ...], terms: Terms) -> Call:
+    """Raises InvalidRequest or ApiError naming the field."""
+    refuse_unsupported_completion(body)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    has_echo = bool(body.echo)
+    sampling = _sampling(
+        body,
+        max_tokens=max_tokens or 1,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if has_echo else None,
+    )
+    return _call(body, prompts, sampling, terms, has_echo=has_echo, hides_tokens=max_tokens == 0)
+
+
+def refuse_unsupported_chat(body: ChatBody) -> None:
+    if (body.tools or body.functions) and body.tool_choice != "none":
+        raise unsupported("calling tools", param="tools" if body.tools else "functions")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise unsupported(
+            f"response_format of type {body.response_format.type[:40]!r}", param="response_format"
+        )
+
+
+def refuse_unsupported_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of other than n", param="best_of")
+    if body.suffix:
+        raise unsupported("suffix", param="suffix")
+
+
+def _call(
+    body: Body,
+    prompts: tuple[Prompt, ...],
+    sampling: SamplingParams,
+    terms: Terms,
+    **particulars: bool,
+) -> Call:
+    options = body.stream_options
+    has_usage = bool(options and options.include_usage)
+    return Call(
+        model=terms.model,
+        prompts=prompts,
+        sampling=sampling,
+        num_choices=_num_choices(body),
+        stops=_stops(body),
+        is_streamed=bool(body.stream),
+        has_usage=has_usage,
+        has_running_usage=has_usage and bool(options and options.continuous_usage_stats),
+        returns_token_ids=bool(body.return_token_ids),
+        skips_special_tokens=body.skip_special_tokens is not False,
+        priority=body.priority or 0,
+        sla=terms.sla,
+        tenant=terms.tenant,
+        **particulars,
+    )
+
+
+def _num_choices(body: Body) -> int:
+    num_choices = 1 if body.n is None else body.n
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
+    return num_choices
+
+
+def _sampling(
+    body: Body, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+        raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=_logit_bias(body),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        seed=None if body.seed is None else body.seed & MAX_SEED,  # negative ones are seeds as well
+        **given,
+    )
+
+
+def _logit_bias(body: Body) -> dict[int, float]:
+    try:
+        return {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
+    except ValueError:
+        raise invalid("logit_bias: its keys must be token ids", param="logit_bias") from None
+
+
+def _stops(body: Body) -> tuple[str, ...]:
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if not all(stops):
+        raise InvalidRequest("stop: a stop string must not be empty")
+    return stops

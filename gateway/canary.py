@@ -1,0 +1,83 @@
+"""Whether the cluster answers, by asking it: a tiny request through a prefill and a decode worker."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Sequence
+from typing import Final
+
+from baton.clock import Clock
+from baton.control import TokenEvent, Worker
+from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.gateway.service import Service
+from baton.request import Request, SamplingParams
+
+TIMEOUT_S: Final = 5.0
+FRESH_S: Final = 1.0  # an answer is good for so long
+NUM_PAGES: Final = 2  # of the prompt, and a token: more than a decode worker computes by itself
+# The first token is prefill's, the second decode's.
+SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
+
+
+class Canary:
+    """Everybody who asks at the same time hears the same answer."""
+
+    def __init__(self, service: Service, clock: Clock, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._service = service
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+        self._sung_s: float | None = None
+        self._song: asyncio.Task[None] | None = None
+
+    async def sing(self) -> None:
+        """Raises the BatonError of what is wrong."""
+        if self._sung_s is not None and self._clock.now_s() - self._sung_s < FRESH_S:
+            return
+        if self._song is None or self._song.done():
+            self._song = asyncio.create_task(self._ask())
+        await asyncio.shield(self._song)
+
+    async def _ask(self) -> None:
+        workers = self._service.workers
+        if not workers or not self._service.is_ready:
+            raise Overloaded("no worker is ready", retry_after_s=FRESH_S)
+        sink = _Waiting()
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            token_ids=self._prompt(workers),
+            sampling=SAMPLING,
+            cache_salt=b"canary",
+            arrival_s=self._clock.now_s(),
+        )
+        self._service.open(request, sink)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await sink.end
+        except TimeoutError:
+            raise WorkerLost(f"no answer within {self._timeout_s:g} s") from None
+        finally:
+            self._service.cancel(request.request_id)
+        self._sung_s = self._clock.now_s()
+
+    def _prompt(self, workers: Sequence[Worker]) -> tuple[int, ...]:
+        """Another one each time, so that no cache answers it. Its ids are in every vocabulary."""
+        longest = min(worker.max_model_len for worker in workers) - 2
+        length = min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest)
+        number = next(self._numbers)
+        return tuple((number >> (index % 16)) % 2 for index in range(max(length, 1)))
+
+
+class _Waiting:
+    """A sink that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        if events[-1].finish_reason is not None and not self.end.done():
+            self.end.set_result(None)
+
+    def failed(self, error: BatonError) -> None:
+        if not self.end.done():
+            self.end.set_exception(error)

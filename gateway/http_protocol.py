@@ -1,0 +1,291 @@
+"""uvicorn's HTTP/1.1 with the limits that a server on its own is not safe without.
+
+A connection is always under exactly one of these:
+
+1. A header block is awaited, or has begun: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES.
+2. Its body arrives: `body_timeout_s` and `max_body_bytes`, counted as it comes.
+3. It is being answered: as long as that takes, unless the client reads nothing for `stall_timeout_s`.
+4. It is idle: `idle_timeout_s`.
+
+What breaks a limit is answered, as far as nothing of an answer has been written yet, and ends: what still
+comes is read and thrown away for LINGER_S, for a client that writes may not look at what it is told before.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+import httptools
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from baton.gateway.api_errors import ApiError
+from baton.gateway.http_refusals import (
+    BAD_REQUEST,
+    BODY_TOO_LARGE,
+    HEADERS_TOO_LARGE,
+    TOO_MANY,
+    TOO_SLOW,
+    response,
+)
+from baton.gateway.outlet import EXTENSION
+
+MAX_HEADERS: Final = 64
+MAX_HEADER_BYTES: Final = 32 * 2**10
+HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
+LINGER_S: Final = 2.0
+WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
+WRITE_LOW_BYTES: Final = 8 * 2**10
+RESERVED_PATHS: Final = frozenset({b"/health", b"/ping", b"/metrics"})
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    max_connections: int
+    max_body_bytes: int
+    header_timeout_s: float
+    body_timeout_s: float
+    stall_timeout_s: float
+    refused: Callable[[str], None]  # told the code of what was refused
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None  # nothing is parsed or answered any more
+        self._in_header = True
+        self._num_raw_bytes = 0  # that came while a header block was not whole
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._outlets: list[BodyOutlet] = []  # of requests that are not answered yet, the oldest first
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
+        self._must_come_within(self._limits.header_timeout_s)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(TOO_MANY)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        self._forget_stall()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._leave_outlets()
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        if self._in_header:
+            self._num_raw_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._upgrade()
+        except httptools.HttpParserError:
+            self._refuse(BAD_REQUEST)
+        if self._in_header and self._num_raw_bytes > MAX_HEADER_BYTES:
+            self._refuse(HEADERS_TOO_LARGE)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._forget_stall()
+        self._stall = self.loop.call_later(self._limits.stall_timeout_s, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_stall()
+        for outlet in self._outlets[:1]:  # the others' turns have not come
+            outlet.writable()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unset_keepalive_if_required()
+        self._in_header = True
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._must_come_within(self._limits.header_timeout_s)
+        self.scope["extensions"] = {}
+
+    def on_url(self, url: bytes) -> None:
+        self._count_header_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_header_bytes(len(name) + len(value) + HEADER_OVERHEAD_BYTES)
+        if self._refusal is None:
+            super().on_header(name, value)
+            name, value = self.headers[-1]
+            if name == b"content-length" and _length(value) > self._limits.max_body_bytes:
+                self._refuse(BODY_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._num_raw_bytes = 0
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(HEADERS_TOO_LARGE)
+        if self._refusal is not None:
+            return
+        if self._uses_the_reserve():
+            self._refuse(TOO_MANY)
+            return
+        self._must_come_within(self._limits.body_timeout_s)
+        super().on_headers_complete()
+        if self.parser.should_upgrade() and self._should_upgrade():
+            return
+        # The task that serves the request runs later: it finds this in its scope.
+        outlet = BodyOutlet(self.cycle)
+        self._outlets.append(outlet)
+        extensions: Any = self.scope["extensions"]
+        extensions[EXTENSION] = outlet
+
+    def on_body(self, body: bytes) -> None:
+        if self._refusal is not None:
+            return
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self._limits.max_body_bytes:
+            self._refuse(BODY_TOO_LARGE)
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._forget_deadline()
+        self._num_raw_bytes = 0
+        if self._refusal is None:
+            super().on_message_complete()
+
+    # Ends.
+
+    def on_response_complete(self) -> None:
+        self._outlets = [outlet for outlet in self._outlets if not outlet.is_complete]
+        super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nobody has asked for anything; what is still unwritten by now is not waited for much longer."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse(HEADERS_TOO_LARGE)
+
+    def _uses_the_reserve(self) -> bool:
+        """The last tenth of the connections is for those who watch."""
+        most = self._limits.max_connections
+        return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
+
+    def _upgrade(self) -> None:
+        self._forget_deadline()
+        if self._refusal is None and self._should_upgrade():
+            self.handle_websocket_upgrade()
+
+    def _must_come_within(self, seconds: float) -> None:
+        self._forget_deadline()
+        self._deadline = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        self._deadline = None
+        if self.flow.read_paused:  # an answer before this one is on its way: the client can't be blamed
+            self._must_come_within(self._limits.body_timeout_s)
+        elif self._num_raw_bytes or not self._in_header:
+            self._refuse(TOO_SLOW)
+        else:
+            self.transport.close()
+
+    def _stalled(self) -> None:
+        self._limits.refused("stalled")
+        self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        if self._refusal is not None:
+            return
+        self._refusal = error
+        self._limits.refused(error.code or "")
+        self._forget_deadline()
+        has_begun = any(outlet.has_begun for outlet in self._outlets)
+        self._leave_outlets()
+        self.pipeline.clear()
+        self.flow.resume_reading()
+        if not has_begun:
+            self.transport.write(response(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _leave_outlets(self) -> None:
+        outlets, self._outlets = self._outlets, []
+        for outlet in outlets:
+            outlet.leave()
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _forget_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+
+class BodyOutlet:
+    """See outlet.Outlet: of a response with chunked encoding, which uvicorn has begun and will end."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self._cycle = cycle
+
+    @property
+    def is_gone(self) -> bool:
+        return self._cycle.disconnected
+
+    @property
+    def lags(self) -> bool:
+        return self._cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        cycle = self._cycle
+        if not cycle.disconnected and not cycle.response_complete:
+            cycle.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    @property
+    def has_begun(self) -> bool:
+        return self._cycle.response_started
+
+    @property
+    def is_complete(self) -> bool:
+        return self._cycle.response_complete
+
+    def leave(self) -> None:
+        """The client is gone, or is not listened to any more."""
+        if not self._cycle.response_complete:
+            self._cycle.disconnected = True
+            self._cycle.message_event.set()
+            if self.on_gone is not None:
+                self.on_gone()
+
+    def writable(self) -> None:
+        if not self._cycle.response_complete and self.on_writable is not None:
+            self.on_writable()
+
+
+def _length(value: bytes) -> int:
+    return int(value) if value.isdigit() else 0  # the parser refuses what is no number

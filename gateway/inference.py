@@ -1,0 +1,151 @@
+"""`/v1/chat/completions` and `/v1/completions`: a call is read, answered, and counted.
+
+Who leaves before the end has cancelled, wherever the call is. A call that fails before its first token is
+refused with a status; one that fails later ends its stream with an error event.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from baton.clock import Clock
+from baton.gateway.answer import Answer, Choice, Delta
+from baton.gateway.answer_collector import AnswerCollector
+from baton.gateway.answer_format import AnswerFormat, answer_format
+from baton.gateway.answer_stream import SERVER_SENT_EVENTS, AnswerStream, Framing
+from baton.gateway.api_errors import ClientGone
+from baton.gateway.asgi import read_body, respond
+from baton.gateway.call import Call
+from baton.gateway.call_reader import CallReader
+from baton.gateway.metrics import Metrics
+from baton.gateway.outlet import EXTENSION, Outlet
+from baton.gateway.served_model import ServedModel
+
+EVENT_STREAM: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Inference:
+    def __init__(
+        self,
+        reader: CallReader,
+        model: ServedModel,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        draw_seed: Callable[[], int],
+        calendar_s: Callable[[], float],
+        ping_interval_s: float,
+    ) -> None:
+        """`calendar_s`: seconds since 1970, for clients to see."""
+        self.reader = reader
+        self.ping_interval_s = ping_interval_s
+        self._model = model
+        self._metrics = metrics
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._calendar_s = calendar_s
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        await self._serve(await self.reader.chat(await read_body(receive), scope), scope, send)
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        await self._serve(await self.reader.completion(await read_body(receive), scope), scope, send)
+
+    @contextmanager
+    def answering(self, call: Call) -> Iterator[Answer]:
+        """An answer, not started yet. Whatever way it ends, it is counted, and nothing of it runs on."""
+        text = self._model.text
+        started_s = self._clock.now_s()
+        answer = Answer(
+            call,
+            self._model.service,
+            text.tokenizer if text.has_tokenizer else None,
+            draw_seed=self._draw_seed,
+            now_s=started_s,
+        )
+        self._metrics.num_open += 1
+        self._metrics.prompt_tokens += answer.num_prompt_tokens
+        try:
+            yield answer
+        except ClientGone:
+            self._metrics.clients_gone += 1
+            raise
+        finally:
+            answer.cancel()
+            self._metrics.num_open -= 1
+            self._metrics.cached_tokens += answer.num_cached_tokens
+            self._metrics.duration.observe(self._clock.now_s() - started_s)
+
+    def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
+        return AnswerStream(answer, self._form(answer), framing, self._observer())
+
+    async def follow(self, stream: AnswerStream) -> None:
+        """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""
+        while not stream.is_over:
+            if not await stream.wait(self.ping_interval_s):
+                stream.ping()
+        if stream.is_given_up:
+            self._metrics.clients_given_up += 1
+        if stream.is_gone:
+            raise ClientGone
+
+    async def _serve(self, call: Call, scope: Scope, send: Send) -> None:
+        outlet: Outlet = scope["extensions"][EXTENSION]
+        with self.answering(call) as answer:
+            if outlet.is_gone:
+                raise ClientGone
+            if call.is_streamed:
+                await self._serve_stream(answer, outlet, send)
+            else:
+                await self._serve_whole(answer, outlet, send)
+
+    async def _serve_whole(self, answer: Answer, outlet: Outlet, send: Send) -> None:
+        collector = AnswerCollector(answer, self._observer())
+        outlet.on_gone = collector.gone
+        answer.start(collector)
+        deltas = await collector.wait()
+        await respond(send, 200, self._form(answer).whole(deltas))
+
+    async def _serve_stream(self, answer: Answer, outlet: Outlet, send: Send) -> None:
+        stream = self.stream(answer, SERVER_SENT_EVENTS)
+        outlet.on_gone = stream.gone
+        answer.start(stream)
+        await stream.wait(self.ping_interval_s)  # headers after the first token: until then it may be refused
+        if stream.error is not None:
+            raise stream.error
+        if stream.is_gone:
+            raise ClientGone
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        stream.begin(outlet)
+        await self.follow(stream)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _form(self, answer: Answer) -> AnswerFormat:
+        text = self._model.text
+        return answer_format(answer, text.tokenizer if text.has_tokenizer else None, int(self._calendar_s()))
+
+    def _observer(self) -> Callable[[Choice, Delta], None]:
+        """Times of a call's tokens, from now on."""
+        metrics, now_s = self._metrics, self._clock.now_s
+        started_s = now_s()
+        last_s: dict[int, float] = {}
+
+        def observe(choice: Choice, delta: Delta) -> None:
+            at_s = now_s()
+            metrics.generated_tokens += len(delta.token_ids)
+            before_s = last_s.get(choice.index)
+            if before_s is not None:
+                metrics.itl.observe(at_s - before_s)
+            elif not last_s:
+                metrics.ttft.observe(at_s - started_s)
+            last_s[choice.index] = at_s
+
+        return observe

@@ -1,0 +1,125 @@
+"""The gateway's process: a hub, a frontend and the HTTP server on one event loop."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from baton.clock import Clock, SystemClock
+from baton.control import Address
+from baton.gateway import replay
+from baton.gateway.app import Parts, make_app
+from baton.gateway.call_reader import CallReader
+from baton.gateway.canary import Canary
+from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.frontend import Frontend
+from baton.gateway.http_protocol import Limits
+from baton.gateway.http_server import HttpServer
+from baton.gateway.inference import Inference
+from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway.served_model import ServedModel
+from baton.gateway.service import Service
+from baton.gateway.stream_socket import StreamSocket
+from baton.gateway.tenants import Tenants
+from baton.gateway.text_routes import TextRoutes
+from baton.gateway.text_work import TextWork
+from baton.gateway.tokenizer import Tokenizer
+from baton.gateway_config import GatewayConfig
+from baton.hub import Hub
+
+SEED_BITS: Final = 63
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The HTTP side, over whatever serves its requests: `start` it, then `drain` it."""
+
+    def __init__(self, config: GatewayConfig, key: bytes, service: Service, clock: Clock) -> None:
+        """key: the cluster's. Raises ModelError and ConfigError, which say what to change."""
+        directory = Path(config.model)
+        self._text = TextWork(Tokenizer.find(directory), ChatTemplate.from_directory(directory))
+        self.metrics = Metrics()
+        model = ServedModel(
+            name=config.served_model_name or directory.name,
+            text=self._text,
+            service=service,
+            created_s=int(time.time()),
+        )
+        tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
+        parts = _parts(config, model, self.metrics, clock, Tenants.from_file(tenants_file, key))
+        self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
+
+    async def start(self) -> Address:
+        """Where it listens from now on."""
+        host, port = await self._server.start()
+        return Address(host, port)
+
+    async def drain(self) -> None:
+        """Take nothing new, let what runs end, close."""
+        await self._server.drain()
+        self._text.close()
+
+
+async def serve_gateway(
+    config: GatewayConfig, key: bytes, ready: Callable[[Address], None], stopping: asyncio.Event
+) -> None:
+    """Serve until `stopping` is set, then drain. key: the cluster's. ready: told where it listens.
+
+    Raises ConfigError and ModelError, which say what to change.
+    """
+    clock, hub = SystemClock(), Hub(key)
+    limits = replay.Limits(max_streams=config.max_open_requests, max_wait_s=config.max_wait_s)
+    frontend = Frontend(secrets.token_hex(16), config.router, hub.dial, clock, limits)
+    gateway = Gateway(config, key, frontend, clock)
+    try:
+        hub.serve(frontend)
+        address = await gateway.start()
+        logger.info("the gateway listens on %s:%d", address.host, address.port)
+        ready(address)
+        await stopping.wait()
+    finally:
+        await gateway.drain()
+        await hub.close()
+
+
+def _parts(
+    config: GatewayConfig, model: ServedModel, metrics: Metrics, clock: Clock, tenants: Tenants
+) -> Parts:
+    reader = CallReader(model, metrics, strict=config.strict)
+    inference = Inference(
+        reader,
+        model,
+        metrics,
+        clock,
+        draw_seed=lambda: secrets.randbits(SEED_BITS),
+        calendar_s=time.time,
+        ping_interval_s=config.ping_interval_s,
+    )
+    return Parts(
+        model=model,
+        inference=inference,
+        text_routes=TextRoutes(reader, model),
+        stream_socket=StreamSocket(inference),
+        canary=Canary(model.service, clock),
+        metrics=metrics,
+        exporter=Exporter(metrics, model.service, model=model.name, vllm_names=config.vllm_metric_names),
+        tenants=tenants,
+    )
+
+
+def _limits(config: GatewayConfig, metrics: Metrics) -> Limits:
+    def refused(code: str) -> None:
+        metrics.refused[code] += 1
+
+    return Limits(
+        max_connections=config.max_connections,
+        max_body_bytes=config.max_body_bytes,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+        stall_timeout_s=config.stall_timeout_s,
+        refused=refused,
+    )

@@ -1,0 +1,47 @@
+"""What the HTTP side needs of the cluster; `Frontend` is it, and so is a single engine in tests."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from baton.control import Status, TokenEvent, Worker
+from baton.errors import BatonError
+from baton.request import Request
+
+
+class Sink(Protocol):
+    """Where one request's tokens go: on the loop's thread, each once, in order."""
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """With a finish reason on the last event, the end."""
+
+    def failed(self, error: BatonError) -> None:
+        """The end, without an answer."""
+
+
+class Service(Protocol):
+    def open(self, request: Request, sink: Sink, *, beside: str = "") -> None:
+        """Begin a request of one choice. Raises Overloaded, and keeps nothing of it, when there are too many.
+
+        `beside`: the decode worker that has the prompt already.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Its sink hears nothing more. What is unknown, or has ended, is no error."""
+
+    def decode_worker(self, request_id: str) -> str:
+        """The worker that the request runs on now; "" for none."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now could be sent somewhere."""
+
+    @property
+    def workers(self) -> Sequence[Worker]: ...
+
+    @property
+    def status(self) -> Status | None:
+        """What the router last told of its workers."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Replays, drops and the like, by name."""

@@ -1,0 +1,98 @@
+"""WebSocket `/v1/stream`: calls and answers over one connection, one call at a time.
+
+The client sends a message, the body of a chat or of a completion; `stream` need not be set. The chunks of its
+answer come as messages of their own, then `[DONE]`. A message that comes meanwhile ends the answer:
+`{"cancel": true}` does no more than that, another body is the next call. Closing ends it as well.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+from starlette.types import Scope
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from baton.errors import BatonError
+from baton.gateway.answer_stream import DONE, Framing
+from baton.gateway.api_errors import ClientGone, as_api_error
+from baton.gateway.call import Call
+from baton.gateway.inference import Inference
+from baton.gateway.socket_outlet import SocketOutlet
+
+LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
+
+
+class _Kind(msgspec.Struct):
+    messages: msgspec.Raw | None = None
+    cancel: bool = False
+
+
+class StreamSocket:
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Until the client closes."""
+        await websocket.accept()
+        outlet = SocketOutlet(websocket)
+        hearing = asyncio.create_task(_hear(websocket))
+        try:
+            while True:
+                data = await hearing
+                hearing = asyncio.create_task(_hear(websocket))
+                if not _is_cancel(data):
+                    await self._answer(data, websocket.scope, outlet, hearing)
+        except (WebSocketDisconnect, ClientGone):
+            pass  # how every conversation ends
+        finally:
+            hearing.cancel()
+            with suppress(asyncio.CancelledError, WebSocketDisconnect):
+                await hearing
+            await outlet.close()
+
+    async def _answer(
+        self, data: bytes, scope: Scope, outlet: SocketOutlet, hearing: "asyncio.Task[bytes]"
+    ) -> None:
+        try:
+            call = await self._call(data, scope)
+            with self._inference.answering(call) as answer:
+                stream = self._inference.stream(answer, LINES)
+                hearing.add_done_callback(lambda _: stream.gone())
+                outlet.on_gone = stream.gone
+                answer.start(stream)
+                stream.begin(outlet)
+                with suppress(ClientGone):  # or another message has come: the loop above reads it
+                    await self._inference.follow(stream)
+        except BatonError as error:
+            outlet.write(as_api_error(error).body() + b"\n" + DONE + b"\n")
+
+    async def _call(self, data: bytes, scope: Scope) -> Call:
+        reader = self._inference.reader
+        return await (reader.chat if _is_chat(data) else reader.completion)(data, scope)
+
+
+async def _hear(websocket: WebSocket) -> bytes:
+    """The next message. Raises WebSocketDisconnect when there will be none."""
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1000))
+    text: str | None = message.get("text")
+    data: bytes | None = message.get("bytes")
+    return (data or b"") if text is None else text.encode("utf-8", "surrogatepass")
+
+
+def _is_cancel(data: bytes) -> bool:
+    return _kind(data).cancel
+
+
+def _is_chat(data: bytes) -> bool:
+    return _kind(data).messages is not None
+
+
+def _kind(data: bytes) -> _Kind:
+    """What is no such thing is refused where it is read in full."""
+    try:
+        return msgspec.json.decode(data, type=_Kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _Kind()

@@ -1,0 +1,145 @@
+"""The tiny model behind the gateway's seam, in this process: real tokens, no cluster.
+
+One engine on a thread of its own, one request a choice. What the cluster would do on a fault is not here.
+"""
+
+import asyncio
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from baton.cluster.model_directory import resolve_model
+from baton.config import EngineConfig, SchedulerConfig
+from baton.control import Address, Status, TokenEvent, Worker, WorkerRole
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from baton.errors import BatonError, InvalidRequest
+from baton.gateway.service import Sink
+from baton.request import Request, StepOutput
+
+WORKER_ID = "d" * 32
+
+
+def tiny_engine() -> Engine:
+    return load_engine(
+        EngineConfig(model=str(resolve_model("tiny")), scheduler=SchedulerConfig(max_num_seqs=32))
+    )
+
+
+class EngineFrontend:
+    """A Service. Made on the loop's thread; `close` it there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.counters: Mapping[str, int] = {}
+        self.status: Status | None = None
+        self.opened: list[tuple[Request, str]] = []  # with the worker that it was asked to run beside
+        self.cancelled: list[str] = []
+        self.is_ready = True
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._sinks: dict[str, Sink] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread.start()
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        address = Address("127.0.0.1", 1)
+        return (
+            Worker(
+                id=WORKER_ID,
+                name="decode-0",
+                role=WorkerRole.DECODE,
+                model="tiny",
+                fingerprint="",
+                address=address,
+                kv_address=address,
+                page_size=16,
+                num_pages=1,
+                max_num_seqs=32,
+                max_model_len=self._engine.runner.max_model_len,
+            ),
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sinks)
+
+    def open(self, request: Request, sink: Sink, *, beside: str = "") -> None:
+        self.opened.append((request, beside))
+        self._sinks[request.request_id] = sink
+        self._work.put(lambda: self._add(request))
+
+    def cancel(self, request_id: str) -> None:
+        if self._sinks.pop(request_id, None) is not None:
+            self.cancelled.append(request_id)
+            self._work.put(lambda: self._abort(request_id))
+
+    def decode_worker(self, request_id: str) -> str:
+        return WORKER_ID if request_id in self._sinks else ""
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._work.get(block=not self._engine.has_work())
+            except queue.Empty:
+                self._step()
+                continue
+            if job is None:
+                return
+            job()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except InvalidRequest as error:
+            refusal = error
+            self._tell(lambda: self._fail(request.request_id, refusal))
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        self._tell(lambda: self._deliver(outputs))
+
+    def _tell(self, act: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(act)
+
+    # On the loop's.
+
+    def _fail(self, request_id: str, error: BatonError) -> None:
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            sink.failed(error)
+
+    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        events: dict[str, list[TokenEvent]] = defaultdict(list)
+        for output in outputs:
+            events[output.request_id].append(token_event(output))
+        for request_id, batch in events.items():
+            sink = self._sinks.get(request_id)
+            if batch[-1].finish_reason is not None:
+                self._sinks.pop(request_id, None)
+            if sink is not None:
+                sink.tokens(batch)
+
+
+def token_event(output: StepOutput) -> TokenEvent:
+    return TokenEvent(
+        output.request_id,
+        0,
+        output.index,
+        output.token_id,
+        output.finish_reason,
+        output.num_cached_tokens,
+        output.logprobs,
+        output.prompt_logprobs,
+    )
