@@ -2,7 +2,8 @@
 
 1. ASKING: the decode worker has been asked for pages; nothing is computed before it has granted them.
 2. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
-3. LEAVING: the first token has been said, all pages are offered and on their way.
+3. LEAVING: the first token has been said, or why there is none; pages may be on their way. It lasts until the
+   decode worker has ended the transfer.
 
 A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, num_held_tokens); the
 transfer counts units of `unit_tokens` from there on.

@@ -216,10 +216,16 @@ class PrefillWorker:
         self._num_tokens += output.token_id is not None
         self._colleagues.emit(departure.prefill.gateway, event)
         self._colleagues.tell(departure.decode, Prefilled(event=event))
-        if reason is not None:
-            self._give_up(departure, "the first token was the last")
-            return
-        self._offer(departure)
+        if reason is None:
+            self._offer(departure)
+        self._leave(departure)
+
+    def _leave(self, departure: Departure) -> None:
+        """The rest is the decode worker's: it ends a transfer that it wants no more.
+
+        If that end came from here it might be heard before what was said, over another connection, and the
+        prompt would be computed once more.
+        """
         self._let_engine_go(departure)
         departure.stage = Stage.LEAVING
 
@@ -236,7 +242,7 @@ class PrefillWorker:
     # It ends otherwise.
 
     def _fail(self, departure: Departure, failure: Failure, reason: str) -> None:
-        self._give_up(departure, reason)
+        self._leave(departure)
         self._refuse(departure.decode, departure.prefill, failure, reason)
 
     def _refuse(self, decode: str, prefill: Prefill, failure: Failure, reason: str) -> None:

@@ -1,8 +1,10 @@
 """Stand-ins with real behaviour for parts that are slow or outside the process."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
+from baton.control import AnyMessage, Hello, decode, encode
 from baton.engine.pages import PagePool
 from baton.engine.plan import Batch, ScheduledChunk
 from baton.engine.sequence import Sequence
@@ -86,3 +88,53 @@ class HashModel:
 
 def _mix(context: int, value: int) -> int:
     return (context * _MULTIPLIER + value + 1442695040888963407) % _MODULUS
+
+
+class Letter(NamedTuple):
+    sender: str
+    receiver: str
+    message: AnyMessage
+
+
+class Post:
+    """Letters between processes, in order, until somebody takes them; those that `holds` likes wait."""
+
+    def __init__(self) -> None:
+        self.holds: Callable[[Letter], bool] = lambda letter: False
+        self._letters: list[Letter] = []
+
+    def put(self, sender: str, receiver: str, message: AnyMessage) -> None:
+        """The message is what a real connection would make of it."""
+        self._letters.append(Letter(sender, receiver, decode(encode(message))))
+
+    def take(self) -> list[Letter]:
+        letters, self._letters = self._letters, []
+        self._letters += [letter for letter in letters if self.holds(letter)]
+        return [letter for letter in letters if not self.holds(letter)]
+
+    def held(self) -> list[Letter]:
+        return [letter for letter in self._letters if self.holds(letter)]
+
+    def lose(self, process: str) -> None:
+        """All that is on the way to or from it."""
+        self._letters = [each for each in self._letters if process not in (each.sender, each.receiver)]
+
+
+class PostedPeer:
+    """A Peer at `owner`'s end, whose messages go to a Post."""
+
+    def __init__(self, owner: str, hello: Hello, post: Post) -> None:
+        self._owner = owner
+        self._hello = hello
+        self._post = post
+        self.is_closed = False
+
+    @property
+    def hello(self) -> Hello:
+        return self._hello
+
+    def send(self, message: AnyMessage) -> None:
+        self._post.put(self._owner, self._hello.id, message)
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -1,0 +1,111 @@
+"""What the tests of both workers share: pairs that must give all back, prompts, and one engine alone."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import pytest
+
+from baton.control import AnyMessage, Prefill, Prefilled, TokenEvent
+from baton.engine.engine import Engine
+from baton.kvtransfer.messages import Commit
+from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
+from tests.worker_pair import WorkerPair
+
+MakePair: TypeAlias = Callable[..., WorkerPair]
+PROMPT: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(41))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_model: Path) -> Engine:
+    """The engine that every pair must equal."""
+    return tiny_engine(tiny_model, cache={"enable_prefix_caching": False})
+
+
+@pytest.fixture
+def make_pair(tiny_model: Path) -> Iterator[MakePair]:
+    """Pairs of workers. Those that live in the end must hold nothing any more."""
+    made: list[WorkerPair] = []
+
+    def make(**settings: Any) -> WorkerPair:
+        made.append(WorkerPair(tiny_model, **settings))
+        return made[-1]
+
+    yield make
+    try:
+        for pair in made:
+            pair.hold()
+            pair.decode.endpoint.release()
+            pair.quiet_down()
+    finally:
+        for pair in made:
+            pair.close()
+
+
+def a_request(number: int = 0, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> Request:
+    """Seeded, eight tokens, unless said otherwise; what is no field of a request is one of its sampling."""
+    of_request = {name: fields.pop(name) for name in list(fields) if name in Request.__struct_fields__}
+    sampling = {"max_tokens": 8, "temperature": 1.0, "seed": number + 1, "ignore_eos": True, **fields}
+    name = f"{number + 10:032x}"
+    return Request(request_id=name, token_ids=prompt, sampling=SamplingParams(**sampling), **of_request)
+
+
+class Said(NamedTuple):
+    position: int
+    token_id: int | None
+    finish_reason: FinishReason | None
+    logprobs: object
+    prompt_logprobs: object
+
+    @classmethod
+    def of(cls, token: TokenEvent | StepOutput) -> "Said":
+        return cls(token.index, token.token_id, token.finish_reason, token.logprobs, token.prompt_logprobs)
+
+
+def said(tokens: list[TokenEvent]) -> list[Said]:
+    return [Said.of(token) for token in tokens]
+
+
+def answer_alone(engine: Engine, request: Request) -> list[Said]:
+    engine.add(request)
+    outputs: list[StepOutput] = []
+    while engine.has_work():
+        outputs += engine.step()
+    return [Said.of(output) for output in outputs]
+
+
+def begun(answer: list[Said], num_tokens: int) -> tuple[int, ...]:
+    """Its first tokens, as a later attempt names them."""
+    return tuple(token.token_id for token in answer[:num_tokens] if token.token_id is not None)
+
+
+# The stages of an attempt whose prompt is computed by the prefill worker, in order.
+STAGES: Final = ("asked", "computing", "computed", "pages-only", "token-only", "running")
+
+
+def bring_to(pair: WorkerPair, request: Request, stage: str) -> None:
+    """Dispatch it and stop the world where it is at that stage. The pair's steps must have few tokens."""
+    held: dict[str, tuple[type[AnyMessage], ...]] = {
+        "asked": (Prefill,),
+        "computed": (Prefilled,),
+        "pages-only": (Prefilled,),
+    }
+    pair.hold(*held.get(stage, ()))
+    if stage in ("computed", "token-only"):
+        pair.decode.endpoint.holds = Commit
+    pair.dispatch(request)
+    there: dict[str, Callable[[], bool]] = {
+        "asked": lambda: pair.holds(Prefill),
+        "computing": pair.prefill.engine.has_work,
+        "computed": lambda: pair.holds(Prefilled) and pair.decode.endpoint.is_holding,
+        "pages-only": lambda: pair.holds(Prefilled) and not pair.prefill.node.attempts,
+        "token-only": lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding,
+        "running": lambda: len(pair.heard(request)) >= 3,
+    }
+    pair.turns_until(there[stage])
