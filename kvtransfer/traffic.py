@@ -60,7 +60,7 @@ class Traffic:
         handoff = SourceHandoff(request, self.terms(link, is_source=True))
         routes = self._ranks.routes(link, is_source=True)
         outgoing = Outgoing(
-            handoff, link, routes, request.num_units, self._clock, self._finished, self._granted.append
+            handoff, link, routes, request.num_units, self._clock, self._finished, self._granted_to
         )
         self.outgoing[request.transfer] = outgoing
         return outgoing
@@ -110,6 +110,9 @@ class Traffic:
         """Those that we asked for and that were granted pages since the last call."""
         granted, self._granted = self._granted, []
         return granted
+
+    def _granted_to(self, transfer: bytes) -> None:
+        self._granted.append(transfer)
 
     def _finished(self, end: End, finished: Finished) -> None:
         handoff = end.handoff
