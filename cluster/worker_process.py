@@ -33,6 +33,7 @@ from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
 from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.worker import PrefillWorker
@@ -58,9 +59,11 @@ class HostedWorker:
         with contextlib.ExitStack() as ends:
             shared = SharedPool()
             ends.callback(shared.close)
-            self.engine = ends.enter_context(contextlib.closing(_load(config, shared)))
+            agents = RankAgents(config.engine.tensor_parallel_size)
+            ends.callback(agents.close)
+            self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents)))
             admission = _Admission()
-            self.endpoint = _open_endpoint(config, key, self.engine, shared, admission)
+            self.endpoint = self._open_endpoint(key, shared, agents, admission)
             ends.callback(self.endpoint.close)
             thread = NodeThread(key, self.endpoint.post)
             ends.callback(thread.close)
@@ -87,6 +90,20 @@ class HostedWorker:
 
     def close(self) -> None:
         self._ends.close()
+
+    def _open_endpoint(
+        self, key: bytes, shared: SharedPool, agents: RankAgents, admission: "_Admission"
+    ) -> KvEndpoint:
+        pool = self.engine.runner.pool.device
+        settings = EndpointSettings(
+            key=key,
+            fingerprint=self.engine.fingerprint,
+            layout=self.engine.runner.layout,
+            host=self._config.host,
+            transport=self._config.transport,
+        )
+        writable = None if pool.is_cuda else shared
+        return KvEndpoint(settings, pool, self.engine.pages, admission, shared=writable, agents=agents)
 
     def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
@@ -131,24 +148,10 @@ def _refuse(reserve: Reserve, num_pages: int) -> str | None:
     return None
 
 
-def _load(config: WorkerConfig, shared: SharedPool) -> Engine:
+def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents) -> Engine:
     directory = resolve_model(config.engine.model)
     engine_config = msgspec.structs.replace(config.engine, model=str(directory))
-    return load_engine(engine_config, zeros_on_cpu=shared.zeros)
-
-
-def _open_endpoint(
-    config: WorkerConfig, key: bytes, engine: Engine, shared: SharedPool, admission: _Admission
-) -> KvEndpoint:
-    settings = EndpointSettings(
-        key=key,
-        fingerprint=engine.fingerprint,
-        layout=engine.runner.layout,
-        host=config.host,
-        transport=config.transport,
-    )
-    pool = engine.runner.pool.device
-    return KvEndpoint(settings, pool, engine.pages, admission, shared=None if pool.is_cuda else shared)
+    return load_engine(engine_config, zeros_on_cpu=shared.zeros, companion=agents.companion)
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:

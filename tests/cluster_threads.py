@@ -123,6 +123,14 @@ class WorkerThread:
             self.hosted.serve(self._stop)
 
 
+def wait_for(is_done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > until_s:
+            raise TimeoutError
+        time.sleep(0.002)
+
+
 class Cluster:
     """`engines`: of the prefill workers, then of the decode workers."""
 
@@ -181,7 +189,7 @@ class Cluster:
     def ask(self, requests: Sequence[Request], timeout_s: float = TIMEOUT_S) -> list[Answer]:
         """All at once; their answers when all have ended."""
         answers = [self.begin(request) for request in requests]
-        self.wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
+        wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
         return answers
 
     def begin(self, request: Request, answer: Answer | None = None) -> Answer:
@@ -192,13 +200,6 @@ class Cluster:
     def cancel(self, request_id: str) -> None:
         self._gateway.call(lambda: self.frontend.cancel(request_id))
 
-    def wait_for(self, is_done: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        until_s = time.monotonic() + timeout_s
-        while not is_done():
-            if time.monotonic() > until_s:
-                raise TimeoutError
-            time.sleep(0.002)
-
     def workers_of(self, role: WorkerRole) -> Iterator[WorkerThread]:
         return (worker for worker in self.workers if worker.config.role is role)
 
@@ -206,12 +207,12 @@ class Cluster:
         """Every page is free or cached within a second, and the books agree."""
         for worker in self.workers:
             pages = worker.hosted.engine.pages
-            self.wait_for(lambda pages=pages: _is_free(pages.num_available, pages.num_pages), 5.0)  # type: ignore[misc]
+            wait_for(lambda pages=pages: _is_free(pages.num_available, pages.num_pages), 5.0)  # type: ignore[misc]
             worker.hosted.engine.scheduler.check_integrity()
 
     def _wait_until_routable(self) -> None:
         """Until every prefill worker can be paired with every decode worker, for this gateway."""
-        self.wait_for(lambda: len(self.router.members) == len(self.workers))
+        wait_for(lambda: len(self.router.members) == len(self.workers))
         members = list(self.router.members.all())
         ids = {role: {m.id for m in members if m.worker.role is role} for role in WorkerRole}
 
@@ -223,7 +224,7 @@ class Cluster:
                 return False
             return all(member.reached >= ids[other[member.worker.role]] for member in members)
 
-        self.wait_for(is_routable)
+        wait_for(is_routable)
 
 
 def _is_free(num_available: int, num_pages: int) -> bool:

@@ -1,0 +1,180 @@
+"""Processes of a running cluster are killed: no request is lost, no token differs, every page comes back."""
+
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+import pytest
+
+from baton.cluster.llm import LLM
+from baton.config import CacheConfig, EngineSettings, SchedulerConfig
+from baton.control import TokenEvent
+from baton.errors import WorkerLost
+from baton.request import Request, SamplingParams
+from baton.serve_config import ServeConfig, WorkersConfig
+from tests.cluster_threads import Answer, wait_for
+from tests.process_cluster import ProcessCluster
+
+VOCAB_SIZE: Final = 1024
+NEXT_TOKEN_S: Final = 3.0
+PAGES_BACK_AFTER_KILL_S: Final = 5.0
+PAGES_BACK_AFTER_CANCEL_S: Final = 1.0
+
+# Small steps, so that a prompt takes many of them and its pages leave one after another.
+ENGINE: Final = EngineSettings(
+    cache=CacheConfig(kv_cache_memory_bytes=64 << 20),
+    scheduler=SchedulerConfig(max_num_batched_tokens=16),
+)
+CONFIG: Final = ServeConfig(
+    model="tiny",
+    runtime="local",
+    port=0,
+    prefill=WorkersConfig(num_workers=2),
+    decode=WorkersConfig(num_workers=2, page_size=32),
+    engine=ENGINE,
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ProcessCluster]:
+    with ProcessCluster(CONFIG) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", cache={"kv_cache_memory_bytes": 64 << 20}) as llm:
+        yield llm
+
+
+class Watched(Answer):
+    """An answer that remembers when each token came, and calls `act` with the number of those that have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_s: list[float] = []
+        self.on_event = self._note
+
+    def _note(self, event: TokenEvent) -> None:
+        self.times_s.append(time.monotonic())
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max((b - a for a, b in pairwise(self.times_s)), default=0.0)
+
+
+def request(seed: int, *, num_prompt_tokens: int, max_tokens: int) -> Request:
+    """Greedy or seeded, by turns; it ends when it has all its tokens."""
+    rng = random.Random(seed)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=float(seed % 2), seed=seed, ignore_eos=True)
+    token_ids = tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(num_prompt_tokens))
+    return Request(request_id=secrets.token_hex(16), token_ids=token_ids, sampling=sampling)
+
+
+def expected(llm: LLM, request: Request) -> list[int]:
+    return list(llm.generate([list(request.token_ids)], request.sampling)[0].outputs[0].token_ids)
+
+
+def finish(answers: Sequence[Answer], timeout_s: float = 60.0) -> None:
+    wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_a_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, share: float) -> None:
+    """While requests are queued, computed and on their way: the prompts take about as long as is waited."""
+    cluster.wait_until_whole()
+    asked = [request(100 + i, num_prompt_tokens=600 + 40 * i, max_tokens=12) for i in range(6)]
+    golden = [expected(llm, each) for each in asked]
+    answers = [Watched() for _ in asked]
+    for each, answer in zip(asked, answers, strict=True):
+        cluster.begin(each, answer)
+    num_there = round(share * len(asked))
+    wait_for(lambda: sum(bool(answer.events) for answer in answers) >= num_there)
+    cluster.kill("prefill-0")
+    finish(answers)
+    assert [answer.token_ids for answer in answers] == golden
+    cluster.wait_until_whole(PAGES_BACK_AFTER_KILL_S + 20)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 20, 39])
+def test_a_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, num_tokens: int) -> None:
+    cluster.wait_until_whole()
+    asked = [request(200 + num_tokens * 10 + i, num_prompt_tokens=200, max_tokens=40) for i in range(6)]
+    golden = [expected(llm, each) for each in asked]
+    answers = [Watched() for _ in asked]
+    for each, answer in zip(asked, answers, strict=True):
+        cluster.begin(each, answer)
+    wait_for(lambda: len(answers[0].events) >= num_tokens)
+    cluster.kill("decode-0")
+    finish(answers)
+    assert [answer.token_ids for answer in answers] == golden
+    assert max(answer.longest_gap_s for answer in answers) <= NEXT_TOKEN_S
+    cluster.wait_until_whole()
+
+
+def test_a_killed_router_interrupts_no_stream_and_loses_no_request(cluster: ProcessCluster, llm: LLM) -> None:
+    cluster.wait_until_whole()
+    before = [request(300 + i, num_prompt_tokens=100, max_tokens=300) for i in range(4)]
+    after = [request(310 + i, num_prompt_tokens=100, max_tokens=20) for i in range(4)]
+    golden = [expected(llm, each) for each in (*before, *after)]
+    answers = [Watched() for _ in golden]
+    for each, answer in zip(before, answers, strict=False):
+        cluster.begin(each, answer)
+    wait_for(lambda: all(len(answer.events) > 5 for answer in answers[:4]))
+    cluster.kill("router")
+    for each, answer in zip(after, answers[4:], strict=True):
+        cluster.begin(each, answer)
+    finish(answers)
+    assert [answer.token_ids for answer in answers] == golden
+    assert max(answer.longest_gap_s for answer in answers[:4]) <= 0.5, "streams that run need no router"
+    cluster.wait_until_whole()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num_tokens: int) -> None:
+    cluster.wait_until_whole()
+    asked = [request(400 + i, num_prompt_tokens=800, max_tokens=2000) for i in range(4)]
+    answers = [Watched() for _ in asked]
+    for each, answer in zip(asked, answers, strict=True):
+        cluster.begin(each, answer)
+    wait_for(lambda: all(len(answer.events) >= num_tokens for answer in answers))
+    for each in asked:
+        cluster.cancel(each.request_id)
+    # Status is a beat old at most, a beat comes every second, and it is asked for every second.
+    cluster.wait_until_whole(PAGES_BACK_AFTER_CANCEL_S + 2.5)
+
+
+def test_a_stopped_decode_worker_is_left_and_can_do_no_harm_later(cluster: ProcessCluster, llm: LLM) -> None:
+    """A zombie: it wakes when its requests have long been answered elsewhere."""
+    cluster.wait_until_whole()
+    asked = [request(500 + i, num_prompt_tokens=200, max_tokens=60) for i in range(6)]
+    golden = [expected(llm, each) for each in asked]
+    answers = [Watched() for _ in asked]
+    for each, answer in zip(asked, answers, strict=True):
+        cluster.begin(each, answer)
+    wait_for(lambda: len(answers[0].events) >= 5)
+    pid = cluster.pid("decode-0")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        finish(answers)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [answer.token_ids for answer in answers] == golden
+    cluster.wait_until_whole()
+
+
+def test_a_request_is_not_tried_a_third_time_after_two_workers_died(cluster: ProcessCluster) -> None:
+    cluster.wait_until_whole()
+    asked = request(600, num_prompt_tokens=100, max_tokens=3000)
+    answer = cluster.begin(asked, Watched())
+    for num_tokens in (5, 10):
+        wait_for(lambda n=num_tokens: len(answer.events) >= n)  # type: ignore[misc]
+        cluster.kill(cluster.decode_name(asked.request_id))
+    finish([answer])
+    assert isinstance(answer.error, WorkerLost)
+    cluster.wait_until_whole()

@@ -1,0 +1,104 @@
+"""A cluster of real processes, as `baton serve` starts it here, with a Frontend in the test's process.
+
+Its processes can be killed; `serve` starts them again, and `wait_until_whole` waits for that.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Coroutine
+from typing import Any, Final, Self, TypeVar
+
+from baton.clock import SystemClock
+from baton.cluster.local_runtime import LocalProcess, LocalRuntime
+from baton.cluster.serve import Cluster, Serving
+from baton.control import Status
+from baton.gateway.frontend import Frontend
+from baton.request import Request
+from baton.serve_config import ServeConfig
+from tests.cluster_threads import KEY, Answer, Threads, wait_for
+
+START_S: Final = 60.0
+ResultT = TypeVar("ResultT")
+
+
+class ProcessCluster:
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="cluster", daemon=True)
+        self._thread.start()
+        self.serving: Serving
+        self._cluster = self._wait(self._start())
+        self.gateway = Threads("gateway")
+        router, dial = self.serving.router, self.gateway.net.dial
+        self.frontend = Frontend(secrets.token_hex(16), router, dial, SystemClock())
+        self.gateway.net.serve(self.frontend)
+        self.wait_until_whole()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gateway.close()
+        self._wait(self._cluster.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def begin(self, request: Request, answer: Answer | None = None) -> Answer:
+        answer = answer or Answer()
+        self.gateway.call(lambda: self.frontend.open(request, answer))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        self.gateway.call(lambda: self.frontend.cancel(request_id))
+
+    def decode_name(self, request_id: str) -> str:
+        """The worker that streams this request now."""
+        worker = self.frontend.decode_worker(request_id)
+        return next(each.name for each in self.frontend.workers if each.id == worker)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, to the process of that name."""
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def pid(self, name: str) -> int:
+        process = next(p for p in self._cluster._processes if p.name == name)._process
+        assert isinstance(process, LocalProcess)
+        return process.pid
+
+    def wait_until_whole(self, timeout_s: float = START_S) -> None:
+        """Until all workers are there and none has anything to do."""
+
+        def is_whole() -> bool:
+            status = self.frontend.status
+            return self.frontend.is_ready and status is not None and self._is_whole(status)
+
+        self.frontend.status = None
+        wait_for(is_whole, timeout_s)
+
+    def _is_whole(self, status: Status) -> bool:
+        expected = self.config.prefill.num_workers + self.config.decode.num_workers
+        connected = self.frontend._colleagues.connected()
+        if len(status.workers) != expected or len(connected) != expected or status.num_attempts:
+            return False
+        return all(_is_at_rest(worker.load.pages) for worker in status.workers)
+
+    async def _start(self) -> Cluster:
+        cluster = Cluster(self.config, LocalRuntime(KEY), KEY, lambda text: None)
+        try:
+            self.serving = await cluster.start()
+        except BaseException:
+            await cluster.close()
+            raise
+        return cluster
+
+    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+
+
+def _is_at_rest(pages: dict[str, int]) -> bool:
+    return bool(pages) and not any(pages[state] for state in ("active", "leased", "quarantined"))
