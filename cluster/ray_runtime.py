@@ -11,6 +11,7 @@
 import asyncio
 import logging
 import os
+import signal
 from typing import Any, Final
 
 import msgspec
@@ -51,6 +52,7 @@ class RayRuntime:
 
     async def open(self) -> None:
         await asyncio.to_thread(self._open)
+        _take_signals_back()
 
     async def place(self, specs: list[ProcessSpec]) -> None:
         workers = [spec for spec in specs if spec.num_ranks]
@@ -164,6 +166,12 @@ class RayActor:
     def kill(self) -> None:
         if self._ray.is_initialized():
             self._ray.kill(self._actor, no_restart=True)
+
+
+def _take_signals_back() -> None:
+    """Ray has put a handler of its own before ours, which dumps its stack when the cluster is to drain."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
 
 
 def _import_ray() -> Any:
