@@ -5,8 +5,9 @@
     isend/irecv        torch.distributed's gloo, one contiguous buffer
     isend/irecv pages  the same, a message a page, all in flight: what moving pages costs without a transport
 
-Every subject moves the same number of bytes a round and returns when the receiver has them all. The other
-ends run in a process of their own (kv_limit_peer.py).
+    ..., 512 tokens    memcpy and raw socket with no more bytes than a prompt of 512 tokens has, at once
+
+A round ends when the receiver has all bytes. The other ends run in a process of their own (kv_limit_peer.py).
 """
 
 import ctypes
@@ -47,6 +48,7 @@ class Subject(Protocol):
     """Something that moves the bytes of a round."""
 
     name: str
+    num_bytes: int  # of a round
 
     def run(self) -> float:
         """Seconds of one round."""
@@ -55,9 +57,9 @@ class Subject(Protocol):
 
 
 class Memcpy:
-    name = "memcpy"
-
-    def __init__(self, moves: PageMoves) -> None:
+    def __init__(self, moves: PageMoves, suffix: str = "") -> None:
+        self.name = f"memcpy{suffix}"
+        self.num_bytes = moves.num_bytes
         self._moves = moves
         pool_bytes = moves.num_pool_pages * moves.page_bytes
         self._source, self._destination = (huge_zeros((pool_bytes,), torch.uint8).fill_(1) for _ in range(2))
@@ -95,8 +97,9 @@ class Peer:
 class RawSocket:
     """`num_streams` threads, each with a socket and its share of the buffer."""
 
-    def __init__(self, moves: PageMoves, num_streams: int) -> None:
-        self.name = f"raw socket x{num_streams}" if num_streams > 1 else "raw socket"
+    def __init__(self, moves: PageMoves, num_streams: int, suffix: str = "") -> None:
+        self.name = f"raw socket x{num_streams}" if num_streams > 1 else f"raw socket{suffix}"
+        self.num_bytes = moves.num_bytes
         buffer = huge_zeros((moves.num_bytes,), torch.uint8).fill_(1)
         share = moves.num_bytes // num_streams
         self._shares = [memoryview(part.numpy()) for part in buffer.split(share)][:num_streams]
@@ -137,6 +140,7 @@ class Gloo:
 
     def __init__(self, moves: PageMoves, kind: str) -> None:
         self.name = "isend/irecv" if kind == CONTIGUOUS else "isend/irecv pages"
+        self.num_bytes = moves.num_bytes
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._peer = Peer(
             "gloo", store.port, kind, moves.page_bytes, moves.num_pool_pages, len(moves.source_pages)

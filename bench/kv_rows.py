@@ -5,12 +5,11 @@ from typing import Final
 
 from baton.bench.kv_faults import Fault
 from baton.bench.kv_stream import Streamed
-from baton.bench.kv_sweep import TRANSPORTS, Limits, Point
+from baton.bench.kv_sweep import SMALL, SMALL_TOKENS, TRANSPORTS, Limits, Point
 from baton.bench.kv_trace import Replayed
 from baton.bench.report import Row, at_least, at_most
 
 MEBIBYTE: Final = 2**20
-SMALL_TOKENS: Final = 512
 # The rate that a transport is held to, and how much of it.
 BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
 GLOO_BAR: Final = 1.5
@@ -39,7 +38,8 @@ def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
     """A transport's largest transfer against the limits, its 512-token one against the largest."""
     largest = max(points, key=lambda point: point.num_bytes)
     transport, (limit, bar) = largest.transport, BARS[largest.transport]
-    same_streams = max((name for name in limits.gbps if name.startswith(limit)), key=len)
+    many = [name for name in limits.gbps if name.startswith(limit) and not name.endswith(SMALL)]
+    same_streams = max(many, key=len)
     rows = []
     if largest.num_bytes >= MEBIBYTE:
         ratio = largest.gbps / limits.gbps[same_streams]
@@ -54,12 +54,18 @@ def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
         )
     for point in points:
         if point.num_tokens == SMALL_TOKENS:
-            rows.append(
-                at_least(
-                    f"{transport}: {SMALL_TOKENS} tokens / largest", point.gbps / largest.gbps, "x", SMALL_BAR
-                )
-            )
+            rows += _small_ratios(point, largest, limit, limits)
     return rows
+
+
+def _small_ratios(point: Point, largest: Point, limit: str, limits: Limits) -> list[Row]:
+    """A short prompt against the large rate, and against as few bytes moved with nothing around them."""
+    name, bare_gbps = f"{point.transport}: {SMALL_TOKENS} tokens", limits.gbps[limit + SMALL]
+    note = f"{limit} of as few bytes: {bare_gbps / largest.gbps:.2f}"
+    return [
+        at_least(f"{name} / largest", point.gbps / largest.gbps, "x", SMALL_BAR, note),
+        Row(f"{name} / {limit} of as few", point.gbps / bare_gbps, "x"),
+    ]
 
 
 def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:

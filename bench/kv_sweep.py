@@ -14,7 +14,10 @@ from baton.bench.kv_limits import Gloo, Memcpy, PageMoves, RawSocket, Subject
 from baton.bench.kv_shapes import layout_of
 from baton.kvtransfer.tcp import TcpSettings
 from baton.kvtransfer.timeline import TransferTimes
+from baton.layout import PageLayout
 
+SMALL_TOKENS: Final = 512
+SMALL: Final = f", {SMALL_TOKENS} tokens"  # a limit's name ends so when it moves no more than these have
 LIMIT_BYTES: Final = 2**26  # of a limit's round: rates do not change beyond
 TRANSPORTS: Final = ("shm", "tcp")
 Progress = Callable[[str], None]
@@ -68,7 +71,7 @@ def measure(
 ) -> tuple[list[Point], Limits]:
     """Every prompt size of one shape, and the limits."""
     ends = Ends(shape, page_size, max(sizes))
-    subjects = limit_subjects(ends.layout.page_bytes)
+    subjects = limit_subjects(ends.layout)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
     try:
@@ -87,8 +90,7 @@ def measure(
         for subject in subjects:
             subject.close()
         ends.close()
-    moved_bytes = limit_moves(ends.layout.page_bytes).num_bytes
-    limits = {name: moved_bytes / median(values) / 1e9 for name, values in seconds.items()}
+    limits = {each.name: each.num_bytes / median(seconds[each.name]) / 1e9 for each in subjects}
     points = [
         point_of(shape, page_size, num_tokens, transport, taken)
         for (transport, num_tokens), taken in times.items()
@@ -117,20 +119,22 @@ def moving_s(times: TransferTimes) -> float:
     return times.gather_s + times.wire_s
 
 
-def limit_moves(page_bytes: int) -> PageMoves:
-    num_pages = max(1, LIMIT_BYTES // page_bytes)
-    pool, choose = 2 * num_pages, random.Random(0)
+def limit_moves(page_bytes: int, num_pages: int) -> PageMoves:
+    pool, choose = 2 * max(num_pages, LIMIT_BYTES // page_bytes), random.Random(0)
     return PageMoves(
         page_bytes, pool, choose.sample(range(pool), num_pages), choose.sample(range(pool), num_pages)
     )
 
 
-def limit_subjects(page_bytes: int) -> list[Subject]:
-    moves = limit_moves(page_bytes)
+def limit_subjects(layout: PageLayout) -> list[Subject]:
+    moves = limit_moves(layout.page_bytes, max(1, LIMIT_BYTES // layout.page_bytes))
+    few = limit_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
     streams = sorted({1, TcpSettings().num_streams})
     return [
         Memcpy(moves),
         *(RawSocket(moves, num_streams) for num_streams in streams),
         Gloo.contiguous(moves),
         Gloo.pages(moves),
+        Memcpy(few, SMALL),
+        RawSocket(few, 1, SMALL),
     ]

@@ -21,7 +21,16 @@ TIMES = TransferTimes(
     num_messages=2,
 )
 LIMITS = Limits(
-    "tiny", 16, {"memcpy": 10.0, "raw socket": 4.0, "raw socket x2": 5.0, "isend/irecv pages": 2.0}
+    "tiny",
+    16,
+    {
+        "memcpy": 10.0,
+        "raw socket": 4.0,
+        "raw socket x2": 5.0,
+        "isend/irecv pages": 2.0,
+        "memcpy, 512 tokens": 8.0,
+        "raw socket, 512 tokens": 2.0,
+    },
 )
 
 
@@ -48,6 +57,13 @@ def test_the_largest_transfer_is_set_against_the_limit_with_as_many_streams() ->
         "tcp / gloo, same pages": (2.0, True),
         "tcp: 512 tokens / largest": (0.75, True),
     }
+
+
+def test_a_short_prompt_is_set_against_as_few_bytes_without_a_transport() -> None:
+    points = [point("shm", 512, 4.0), point("shm", 8192, 10.0), point("tcp", 8192, 4.0)]
+    rows = {row.name: row for row in sweep_rows(points, LIMITS)}
+    assert rows["shm: 512 tokens / largest"].note == "memcpy of as few bytes: 0.80"
+    assert rows["shm: 512 tokens / memcpy of as few"].value == 0.5
 
 
 def test_streaming_has_a_share_and_a_gain() -> None:
