@@ -32,6 +32,9 @@ class Outcome(IntEnum):
     REFUSED = 1  # its transfer has ended here, or never was
 
 
+_OUTCOMES: Final = frozenset(Outcome)
+
+
 class PartHeader(msgspec.Struct, frozen=True):
     transfer: bytes
     epoch: int
@@ -78,7 +81,7 @@ def decode_answer(key: bytes, number: int, record: bytes | bytearray) -> Outcome
     """WireError for anything but the answer to part `number` of the stream."""
     magic, sent_number, outcome = _ANSWER.unpack(_unsealed(key, record, ANSWER_BYTES))
     _check(magic == _ANSWER_MAGIC and sent_number == number, "answer")
-    _check(outcome in tuple(Outcome), "answer")
+    _check(outcome in _OUTCOMES, "answer")
     return Outcome(outcome)
 
 
