@@ -15,18 +15,11 @@ MAX_BODY_BYTES: Final = 2**30
 MAX_TIMEOUT_S: Final = 86_400.0
 
 
-class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # the directory whose tokenizer and chat template are served
-    router: Address
-    served_model_name: str = ""  # as requests name the model; "": the directory's name
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    shares_port: bool = False  # several gateway processes accept on it, the kernel spreads connections
-    tenants_file: str | None = None  # None: no keys, and a loopback address only
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a gateway deals with its clients, wherever it runs."""
+
     strict: bool = False  # refuse keys of a body that are not known, instead of counting them
-    vllm_metric_names: bool = (
-        False  # also the five metrics that llm-d's endpoint picker reads, by vLLM's names
-    )
+    vllm_metric_names: bool = False  # also the five metrics of llm-d's endpoint picker, by vLLM's names
     max_connections: int = 4096  # the last tenth is kept for /health, /ping and /metrics
     max_body_bytes: int = 4 * 2**20
     send_buffer_bytes: int = 128 * 2**10  # of the kernel, a connection
@@ -37,12 +30,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_open_requests: int = 4096  # choices being answered at once
     max_wait_s: float = 30.0  # of a request that no worker has room for
     ping_interval_s: float = 15.0  # of silence in a stream
-    drain_timeout_s: float = 60.0  # that running requests may take after SIGTERM
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("gateway.model: expected a directory, got an empty string")
-        _within("port", self.port, 0, 65_535)
         _within("max_connections", self.max_connections, 1, MAX_CONNECTIONS)
         _within("max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
         _within("max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
@@ -50,6 +39,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for field in msgspec.structs.fields(type(self)):
             if field.name.endswith("_s"):
                 _within(field.name, getattr(self, field.name), 0.01, MAX_TIMEOUT_S)
+
+
+class GatewayConfig(GatewaySettings, frozen=True):
+    model: str  # the directory whose tokenizer and chat template are served
+    router: Address
+    served_model_name: str = ""  # as requests name the model; "": the directory's name
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any that is free
+    shares_port: bool = False  # several gateway processes accept on it, the kernel spreads connections
+    tenants_file: str | None = None  # None: no keys, and a loopback address only
+    drain_timeout_s: float = 60.0  # that running requests may take after SIGTERM
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("gateway.model: expected a directory, got an empty string")
+        super().__post_init__()
+        _within("port", self.port, 0, 65_535)
         if self.tenants_file is None and not is_loopback(self.host):
             raise ConfigError(
                 f"gateway.host: {self.host!r} can be reached from other machines, which needs keys: "

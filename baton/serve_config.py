@@ -8,7 +8,7 @@ from msgspec import Meta
 from baton.config import EngineSettings
 from baton.control import MAX_WORKERS
 from baton.errors import ConfigError
-from baton.gateway_config import is_loopback
+from baton.gateway_config import GatewaySettings, is_loopback
 from baton.router_config import RouterConfig
 from baton.worker_config import TransportChoice
 
@@ -47,8 +47,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tenants: str | None = None  # a file of tenants and their keys; None: nobody needs a key
     cluster_key_file: str | None = None  # None: BATON_CLUSTER_KEY_FILE, or a new key that nobody else has
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    drain_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     router: RouterConfig = RouterConfig()
+    gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import signal
 import sys
-from functools import partial
 
 from baton.cluster.banner import banner
 from baton.cluster.cluster_key import cluster_key
@@ -59,13 +58,13 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
-    def on_signal(cancel: "partial[object]") -> None:
+    def on_signal() -> None:
         if stop.is_set():
-            cancel()
+            task.cancel()
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, partial(task.cancel))
+        loop.add_signal_handler(number, on_signal)
 
 
 def _say(text: str) -> None:

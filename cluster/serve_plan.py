@@ -100,5 +100,6 @@ def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
             shares_port=True,
             tenants_file=config.tenants,
             drain_timeout_s=config.drain_timeout_s,
+            **msgspec.structs.asdict(config.gateway),
         ),
     )

@@ -7,6 +7,8 @@ import msgspec
 
 from baton.config import EngineConfig
 from baton.gateway_config import GatewayConfig
+from baton.serve_config import ServeConfig
+from baton.worker_config import WorkerConfig
 
 KNOBS: dict[str, Any] = {
     "model": "required",
@@ -52,13 +54,69 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "drain_timeout_s": 60.0,
 }
 
+WORKER_KNOBS: dict[str, Any] = {
+    "role": "required",
+    "name": "required",
+    "model_name": "required",
+    **{f"engine.{name}": default for name, default in KNOBS.items()},
+    "router.host": "required",
+    "router.port": "required",
+    "host": "127.0.0.1",
+    "port": 0,
+    "transport": "auto",
+    "local_prefill_tokens": 64,
+    "drain_timeout_s": 30.0,
+}
+
+# Of the gateway's, those that are where it runs rather than how.
+GATEWAYS_PLACE = {
+    *("model", "router.host", "router.port", "served_model_name", "host", "port", "shares_port"),
+    *("tenants_file", "drain_timeout_s"),
+}
+OF_EACH_ROLE: dict[str, Any] = {
+    "num_workers": 1,
+    "tensor_parallel_size": None,
+    "page_size": None,
+    "ray_resources": {},
+}
+SERVE_KNOBS: dict[str, Any] = {
+    "model": "required",
+    "served_model_name": None,
+    "runtime": "ray",
+    "ray_address": None,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "gateways": 1,
+    **{f"prefill.{name}": default for name, default in OF_EACH_ROLE.items()},
+    **{f"decode.{name}": default for name, default in OF_EACH_ROLE.items()},
+    "transport": "auto",
+    "tenants": None,
+    "cluster_key_file": None,
+    "start_timeout_s": 600.0,
+    "drain_timeout_s": 30.0,
+    "router.host": "127.0.0.1",
+    "router.port": 0,
+    "router.policy": "least-loaded",
+    "router.local_prefill_tokens": 16,
+    "router.max_attempts": 8192,
+    "router.seed": 0,
+    **{f"gateway.{name}": value for name, value in GATEWAY_KNOBS.items() if name not in GATEWAYS_PLACE},
+    **{f"engine.{name}": default for name, default in KNOBS.items() if name != "model"},
+}
+
 
 def knobs(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for field in msgspec.structs.fields(struct):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from knobs(field.type, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, "required" if field.required else field.default
+            yield prefix + field.name, _default(field)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.required:
+        return "required"
+    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 
 def test_knobs_are_the_ones_in_the_table() -> None:
@@ -67,3 +125,11 @@ def test_knobs_are_the_ones_in_the_table() -> None:
 
 def test_a_gateways_knobs_are_the_ones_in_the_table() -> None:
     assert dict(knobs(GatewayConfig)) == GATEWAY_KNOBS
+
+
+def test_a_workers_knobs_are_the_ones_in_the_table() -> None:
+    assert dict(knobs(WorkerConfig)) == WORKER_KNOBS
+
+
+def test_the_knobs_of_serve_are_the_ones_in_the_table() -> None:
+    assert dict(knobs(ServeConfig)) == SERVE_KNOBS

@@ -7,11 +7,13 @@ from baton.cluster.options import Option
 from baton.cluster.serve_options import SERVE_OPTIONS, add_options, engine_options, settings
 from baton.config_tree import leaves
 from baton.errors import ConfigError
+from baton.gateway_config import GatewaySettings
 from baton.serve_config import ServeConfig
 
 # Set in a file or by a variable: an option for each would hide those that are used.
 WITHOUT_OPTION = {
     *("prefill.ray_resources", "decode.ray_resources"),
+    *(f"gateway.{name}" for name in GatewaySettings.__struct_fields__),
     *("router.host", "router.port", "router.max_attempts", "router.seed"),
 }
 
