@@ -1,3 +1,4 @@
+# make serve   set up on first use, then serve the tiny model through a prefill and a decode worker, on Ray
 # make test    set up on first use, then run every test
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
@@ -16,15 +17,16 @@ CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis test bench parity faults fuzz check format clean
+.PHONY: all setup redis serve test bench parity faults fuzz check format clean
 
 all: check test
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
+	@echo "setting up $(VENV), once: a few minutes"
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[worker,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[worker,ray,dev]'
 	touch $@
 
 redis:
@@ -33,6 +35,9 @@ redis:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
 	fi >/dev/null 2>&1; \
 	command -v redis-server >/dev/null || echo "note: redis-server is missing; install it to run what needs it"
+
+serve: setup
+	@exec $(BIN)/baton serve tiny $(SERVE_OPTIONS)
 
 test: setup redis
 	$(BIN)/python -m pytest --ignore=tests/kernels/interpreted
