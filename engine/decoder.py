@@ -19,6 +19,7 @@ from baton.engine.model_input import ModelInput
 from baton.engine.parameters import EMBEDDING, HEAD
 from baton.errors import ModelError
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
+from baton.kernels.layer_groups import LayerGroups
 from baton.kernels.ragged_attention import ragged_attention
 from baton.kernels.rms_norm import add_rms_norm, rms_norm
 from baton.kernels.rope import rope
@@ -41,16 +42,23 @@ class Decoder:
         self.cos_sin_MD = _rope_table(config, max_model_len).to(parameters.device)
         self.stack = self._native_stack() if parameters.tp.size == 1 else None
 
-    def forward(self, step: ModelInput, kv_pool: Tensor) -> Tensor:
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
         """Final hidden states of the wanted rows, normed: [R, E].
 
-        kv_pool: [num_pages, num_layers, 2, K, page_size, D].
+        kv_pool: [num_pages, num_layers, 2, K, page_size, D]. groups: told of layers as they are written.
         """
         residual_TE = self.embedding(step.token_ids_T)
         if self.stack is not None:
             return self.stack.run(
-                residual_TE, step.logit_rows_R, step.positions_T, step.slots_T, step.attention, kv_pool
+                residual_TE,
+                step.logit_rows_R,
+                step.positions_T,
+                step.slots_T,
+                step.attention,
+                kv_pool,
+                groups,
             )
+        ends = {stop: first for first, stop in groups.ranges(len(self.layers))} if groups else {}
         eps = self.config.rms_norm_eps
         x_TE = rms_norm(residual_TE, self.layers[0].input_norm_E, eps)
         next_norms = [layer.input_norm_E for layer in self.layers[1:]] + [self.norm_E]
@@ -61,6 +69,8 @@ class Decoder:
                 x_TE, residual_TE = x_TE[step.logit_rows_R], residual_TE[step.logit_rows_R]
             x_TE = add_rms_norm(layer.out(x_TE), residual_TE, layer.post_norm_E, eps)
             x_TE = add_rms_norm(layer.mlp(x_TE), residual_TE, next_norm_E, eps)
+            if groups and index + 1 in ends:
+                groups.on_layers(ends[index + 1], index + 1)
         return x_TE
 
     def _native_stack(self) -> DecoderStack | None:

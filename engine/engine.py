@@ -28,6 +28,7 @@ from torch import Tensor
 from baton.clock import Clock
 from baton.engine.follower import STOP_COMMAND, Followers
 from baton.engine.host_tier import HostTier
+from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_keys import PageKeys
@@ -42,6 +43,7 @@ from baton.engine.sequence import FilledPages, Progress, Sequence
 from baton.engine.stats import EngineStats, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import WorkerLost
+from baton.kernels.layer_groups import LayerGroups
 from baton.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -180,8 +182,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    def step(self) -> list[StepOutput]:
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
         """Advance every scheduled sequence; the list is empty while prompts are still being computed.
+
+        watch: asked what it wants to know of the step, and told while that runs.
 
         A sequence whose logits are not numbers ends in an error, alone, and its pages are not found again.
         When anything else goes wrong on the way, an interrupt included, all requests are lost: pages may be
@@ -192,7 +196,7 @@ class Engine:
         self._expire()
         keys = self.scheduler.keys()
         try:
-            return self._step()
+            return self._step(watch)
         except BaseException as error:
             self.scheduler.lose(keys)
             self._start_steps()
@@ -201,13 +205,13 @@ class Engine:
                 self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
             raise
 
-    def _step(self) -> list[StepOutput]:
+    def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
         self.scheduler.rates = self._meter.rates
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
         started_s = perf_counter()
-        sampled = self._sampler.sample(batch, self._run(batch))
+        sampled = self._sampler.sample(batch, self._run(batch, watch))
         self._meter.observe(batch, perf_counter() - started_s)
         for sequence in sampled.failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
@@ -232,11 +236,14 @@ class Engine:
     def _expire(self) -> None:
         self.scheduler.pool.expire(self._clock.now_s())
 
-    def _run(self, batch: Batch) -> Tensor:
+    def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
+        num_groups = watch.begin(batch.chunks) if watch is not None and batch.chunks else 0
         arrays = self._builder.build(batch)
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
-        return self.runner.execute(arrays)
+        if watch is None or not num_groups:
+            return self.runner.execute(arrays)
+        return self.runner.execute(arrays, LayerGroups(num_groups, watch.layers_written))
 
 
 def _last_output(sequence: Sequence, error: str | None = None) -> StepOutput:

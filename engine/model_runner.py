@@ -27,6 +27,7 @@ from baton.engine.step_arrays import StepArrays, padding_step
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError, ModelError
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.layer_groups import LayerGroups
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -108,15 +109,22 @@ class ModelRunner:
         return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
 
     @torch.inference_mode()
-    def execute(self, arrays: StepArrays) -> Tensor:
-        """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32."""
+    def execute(self, arrays: StepArrays, groups: LayerGroups | None = None) -> Tensor:
+        """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
+
+        groups: told of layers as they are written here; on CPUs they are on every rank then, since all ranks
+        have met in each of them.
+        """
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
             return torch.empty((0, self.model.vocab_size), device=self.device)
         if self._graphs is not None and self._graphs.can_replay(arrays):
-            return self._graphs.replay(arrays)
+            logits_RV = self._graphs.replay(arrays)
+            if groups is not None:
+                groups.on_layers(0, self.layout.num_layers)
+            return logits_RV
         step = ModelInput.from_arrays(arrays, self.device)
-        return self.decoder.logits(self.decoder.forward(step, self.pool.device))
+        return self.decoder.logits(self.decoder.forward(step, self.pool.device, groups))
 
     def _open_checkpoint(self) -> Checkpoint:
         if self.config.load_format == "dummy":

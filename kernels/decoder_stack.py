@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.kernels import native
+from baton.kernels.layer_groups import LayerGroups
 from baton.kernels.linear import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
 
@@ -91,10 +92,12 @@ class DecoderStack:
         slots_T: Tensor,
         batch: RaggedBatch,
         kv_pool: Tensor,
+        groups: LayerGroups | None = None,
     ) -> Tensor:
         """Normed final states of rows_R, [R, E]; residual_TE holds the embeddings and is used up.
 
         kv_pool: [num_pages, num_layers, 2, K, page_size, D], contiguous. Positions, slots and rows: int64.
+        groups: stops after each of them and tells it.
         """
         self._check(residual_TE, rows_R, positions_T, slots_T, kv_pool)
         num_tokens, num_rows = len(residual_TE), len(rows_R)
@@ -118,7 +121,13 @@ class DecoderStack:
             scratch=scratch.data_ptr(),
             seconds=ctypes.addressof(self._seconds),
         )
-        native.function("baton_decoder", "pp")(ctypes.addressof(self._decoder), ctypes.addressof(step))
+        run = native.function("baton_decoder", "pp")
+        num_layers = len(self._layers)
+        for first, stop in [(0, num_layers)] if groups is None else groups.ranges(num_layers):
+            step.first_layer, step.stop_layer = first, stop
+            run(ctypes.addressof(self._decoder), ctypes.addressof(step))
+            if groups is not None:
+                groups.on_layers(first, stop)
         return out_RE
 
     def _check(
@@ -201,6 +210,8 @@ class _Step(ctypes.Structure):
         ("tile_starts", _POINTER),
         ("scratch", _POINTER),
         ("seconds", _POINTER),
+        ("first_layer", _SIZE),
+        ("stop_layer", _SIZE),
     )
 
 

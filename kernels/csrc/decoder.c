@@ -40,6 +40,7 @@ struct step {
     int64_t *tile_starts;      // scratch of num_sequences + 1
     char *scratch;             // num_tokens rows of everything in struct buffers
     double *seconds;           // [NUM_TIMERS], added to
+    int64_t first_layer, stop_layer;  // a pass may be cut into several calls, in the order of the layers
 };
 
 enum timer { LINEAR, ATTENTION, OTHER, NUM_TIMERS };
@@ -133,8 +134,9 @@ EXPORT void baton_decoder(const struct decoder *d, const struct step *s) {
     int64_t row_bytes = d->hidden * element_bytes(d), num_rows = s->num_tokens;
     double since = 0;
     lap(s, OTHER, &since);
-    baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype);
-    for (int64_t index = 0; index < d->num_layers; index++) {
+    if (s->first_layer == 0)  // else b.x is as the call before has left it
+        baton_rms_norm(s->residual, row_bytes, 0, d->layers[0].input_norm, b.x, row_bytes, 0, num_rows, 1, d->hidden, d->eps, d->dtype);
+    for (int64_t index = s->first_layer; index < s->stop_layer; index++) {
         const struct layer *l = d->layers + index;
         int is_last = index + 1 == d->num_layers;
         lap(s, OTHER, &since);
