@@ -31,7 +31,11 @@ class RemotePrompts:
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._admission = admission
-        self._attempts: dict[bytes, Attempt] = {}  # by transfer, until the endpoint says that it has ended
+        # By transfer: until the endpoint says that it has ended, or it is clear that it will never begin.
+        self._attempts: dict[bytes, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._attempts)
 
     def ask(self, attempt: Attempt, claim: FilledPages) -> None:
         """claim: what is known of the prompt here, a whole number of pages of both workers."""
@@ -52,7 +56,10 @@ class RemotePrompts:
         if attempt is None or attempt.num_promised_pages != num_pages:
             return None
         self._admission.end_promise(attempt)
-        return attempt.engine_id if self._engine.make_room(num_pages) else None
+        if self._engine.make_room(num_pages):
+            return attempt.engine_id
+        del self._attempts[reserve.transfer]
+        return None
 
     def poll(self) -> list[tuple[Attempt, str | None]]:
         """Attempts whose transfer has ended: all their pages are here, or the reason why they are not."""
@@ -64,6 +71,8 @@ class RemotePrompts:
         transfer, attempt.transfer = attempt.transfer, b""
         if transfer:
             self._endpoint.abort(transfer, "not wanted any more")
+        if attempt.num_promised_pages:  # nobody has asked for them, and who asks now is refused
+            self._attempts.pop(transfer, None)
         self._admission.end_promise(attempt)
         filled, attempt.filled = attempt.filled, None
         if filled is not None:

@@ -131,6 +131,8 @@ class Host:
         states = (PageState.ACTIVE, PageState.LEASED, PageState.QUARANTINED)
         held = {state.name: pages.count(state) for state in states}
         held |= {"transfers": self.endpoint.num_open, "attempts": len(self.node.attempts)}
+        if isinstance(self.node, DecodeWorker):
+            held["prompts"] = len(self.node._prompts)
         return {name: count for name, count in held.items() if count}
 
     def close(self) -> None:

@@ -1,0 +1,124 @@
+"""Who begins, in which order, and that a prompt which is computed elsewhere finds its pages."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.control import Dispatch, Prefill
+from baton.decode_worker.admission import Admission
+from baton.decode_worker.attempt import Attempt
+from baton.engine.engine import Engine
+from tests.tiny_models import tiny_engine
+from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
+from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, said
+
+NUM_PAGES = 30
+
+
+def an_attempt(number: int, priority: int = 0) -> Attempt:
+    request = a_request(number, priority=priority)
+    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
+
+
+@pytest.fixture
+def admission(tiny_model: Path) -> Admission:
+    return Admission(tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": NUM_PAGES * 4 * 512}))
+
+
+def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: Admission) -> None:
+    attempts = [an_attempt(number, priority) for number, priority in enumerate((1, 0, 2, 0, 1))]
+    for attempt in attempts:
+        admission.wait(attempt)
+    order = []
+    while (first := admission.first()) is not None:
+        order.append(attempts.index(first))
+        admission.leave(first)
+    assert order == [1, 3, 0, 4, 2]
+    assert not len(admission)
+
+
+def test_who_waits_may_leave_from_anywhere(admission: Admission) -> None:
+    attempts = [an_attempt(number) for number in range(3)]
+    for attempt in attempts:
+        admission.wait(attempt)
+    admission.leave(attempts[1])
+    admission.leave(attempts[1])
+    assert len(admission) == 2 and admission.first() is attempts[0]
+
+
+def test_no_page_is_promised_twice(admission: Admission) -> None:
+    first, second = an_attempt(0), an_attempt(1)
+    assert admission.promise(first, NUM_PAGES - 10)
+    assert not admission.promise(second, 11)
+    assert second.num_promised_pages == 0 and not admission.may_have_room(second)
+    admission.end_promise(first)
+    admission.end_promise(first)
+    assert admission.may_have_room(second) and admission.promise(second, NUM_PAGES)
+
+
+def num_asked(pair: WorkerPair) -> int:
+    return sum(isinstance(letter.message, Prefill) for letter in pair.post.held())
+
+
+def test_prefill_workers_are_asked_for_no_more_than_fits(make_pair: MakePair, alone: Engine) -> None:
+    """Each prompt takes 11 pages of 30, and those that are promised are not reserved yet."""
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(5)]
+    pair.hold(Prefill)
+    for request in requests:
+        pair.dispatch(request)
+    pair.turn()
+    pair.turn()
+    assert num_asked(pair) == 2
+    assert pair.decode_worker.load().num_waiting == 3
+    pair.hold()
+    pair.turns_until(lambda: all(pair.is_answered(request) for request in requests))
+    for request in requests:
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert not pair.decode_worker.counters["recomputed_prefills"]
+
+
+def test_a_cancelled_promise_makes_room(make_pair: MakePair) -> None:
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
+    pair.hold(Prefill)
+    for request in requests:
+        pair.dispatch(request)
+    pair.turn()
+    pair.turn()
+    assert num_asked(pair) == 2
+    pair.cancel(requests[0])
+    pair.turn()
+    pair.turn()
+    assert num_asked(pair) == 3
+    pair.cancel(requests[3])  # which waits
+    assert pair.decode_worker.load().num_waiting == 0
+    pair.hold()
+    pair.turns_until(lambda: all(pair.is_answered(request) for request in requests[1:3]))
+
+
+def test_short_prompts_do_not_overtake_a_long_one_that_waits(make_pair: MakePair) -> None:
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    running = a_request(0, (9, *PROMPT[:39]), max_tokens=50)
+    pair.dispatch(running)
+    pair.turns_until(lambda: bool(pair.heard(running)))
+    long, *short = [a_request(1, tuple(range(1, 91)), max_tokens=2)] + [
+        a_request(number, (number, 5, 6), max_tokens=2) for number in range(2, 6)
+    ]
+    pair.dispatch(long)
+    for request in short:
+        pair.dispatch(request)
+    pair.turns_until(lambda: pair.is_answered(running))
+    assert not any(pair.heard(request) for request in (long, *short))
+    pair.turns_until(lambda: all(pair.is_answered(request) for request in (long, *short)))
+
+
+def test_the_urgent_overtake_those_that_wait(make_pair: MakePair) -> None:
+    pair = make_pair(num_pages=(96, NUM_PAGES))
+    requests = [a_request(number, (number, *PROMPT[1:])) for number in range(4)]
+    urgent = a_request(8, (8, *PROMPT[1:]), priority=-1)
+    for request in (*requests, urgent):
+        pair.dispatch(request)
+    pair.turns_until(lambda: pair.is_answered(urgent))
+    assert not pair.heard(requests[3])
+    pair.turns_until(lambda: pair.is_answered(requests[3]))

@@ -1,0 +1,40 @@
+from baton.control import Dispatch, TokenEvent
+from baton.decode_worker.attempt import Attempt
+from baton.engine.sequence import FilledPages
+from tests.worker_pair import GATEWAY
+from tests.worker_pair_cases import PROMPT, a_request
+
+
+def an_attempt() -> Attempt:
+    request = a_request(attempt=2, generated_token_ids=(5, 6))
+    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id))
+
+
+def test_two_attempts_at_a_request_have_different_names_in_the_engine() -> None:
+    first = Attempt.of(Dispatch(request=a_request(), gateway=GATEWAY.id))
+    assert first.request_id == an_attempt().request_id
+    assert first.engine_id != an_attempt().engine_id
+
+
+def test_the_answer_so_far_needs_its_kv_too() -> None:
+    assert an_attempt().token_ids == (*PROMPT, 5, 6)
+
+
+def test_it_is_complete_with_the_first_token_and_all_pages() -> None:
+    attempt = an_attempt()
+    attempt.first = TokenEvent(attempt.request_id, 2, 2, 7)
+    assert not attempt.is_complete
+    attempt.filled = FilledPages((0, 1), 8, attempt.engine_id)
+    assert not attempt.is_complete
+    attempt.filled = FilledPages(tuple(range(11)), 43, attempt.engine_id)
+    assert attempt.is_complete
+    attempt.first = None
+    assert not attempt.is_complete
+
+
+def test_the_engine_goes_on_after_the_first_token() -> None:
+    attempt = an_attempt()
+    assert attempt.engine_request.generated_token_ids == (5, 6)
+    attempt.first = TokenEvent(attempt.request_id, 2, 2, 7)
+    assert attempt.engine_request.generated_token_ids == (5, 6, 7)
+    assert attempt.engine_request.request_id == attempt.engine_id

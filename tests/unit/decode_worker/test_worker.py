@@ -1,0 +1,350 @@
+"""What a decode worker does when something ends early, fails, or comes out of turn."""
+
+import pytest
+
+from baton.control import (
+    AnyMessage,
+    AttemptFailed,
+    Beat,
+    Cancel,
+    Dispatch,
+    Drain,
+    Failure,
+    Hello,
+    Kind,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    StatusQuery,
+    TokenEvent,
+)
+from baton.engine.engine import Engine
+from baton.errors import WireError
+from baton.kvtransfer.messages import Commit
+from baton.request import Request
+from tests.tiny_models import MAX_MODEL_LEN
+from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
+from tests.worker_pair_cases import (
+    PROMPT,
+    STAGES,
+    MakePair,
+    Said,
+    a_request,
+    answer_alone,
+    begun,
+    bring_to,
+    said,
+)
+
+SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
+OPERATOR = Hello(process=Kind.OPERATOR, id="9" * 32)
+
+
+def rest_of(pair: WorkerPair, request: Request, whole: list[Said]) -> Request:
+    """The next attempt, as the gateway makes it from what it has heard."""
+    heard = pair.heard(request)
+    assert said(heard) == whole[: len(heard)]
+    return a_request(attempt=request.attempt + 1, generated_token_ids=begun(whole, len(heard)))
+
+
+class TestWhatIsComputedHere:
+    def _is_local(self, pair: WorkerPair, request: Request, alone: Engine) -> bool:
+        pair.hold(Prefill)
+        pair.dispatch(request)
+        pair.turns_until(lambda: pair.is_answered(request) or pair.holds(Prefill))
+        if pair.holds(Prefill):
+            pair.hold()
+            pair.turns_until(lambda: pair.is_answered(request))
+            return False
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+        return True
+
+    def test_short_prompts_and_no_others(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair(local_prefill_tokens=9)
+        assert self._is_local(pair, a_request(0, PROMPT[:9]), alone)
+        assert not self._is_local(pair, a_request(1, PROMPT[10:20]), alone)
+
+    def test_prompts_of_which_little_is_unknown(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair(local_prefill_tokens=9)
+        assert not self._is_local(pair, a_request(0, PROMPT[:32]), alone)
+        assert self._is_local(pair, a_request(1, PROMPT[:41]), alone)  # 32 are known
+        assert pair.heard(a_request(1))[0].num_cached_tokens == 32
+
+    def test_what_the_router_sends_to_no_prefill_worker(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair()
+        request = a_request()
+        pair.dispatch(request, is_local=True)
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert not pair.prefill.engine.stats().total_queried_tokens
+
+
+class TestPagesThatDoNotCome:
+    def _is_recomputed(self, pair: WorkerPair, request: Request, alone: Engine) -> None:
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert not pair.failures()
+        assert pair.decode_worker.counters["recomputed_prefills"] == 1
+
+    @pytest.mark.parametrize("point", ["before Commit", "after Grant", "before Wrote", "after Verified"])
+    def test_a_broken_transfer(self, make_pair: MakePair, alone: Engine, point: str) -> None:
+        pair = make_pair(**SMALL_STEPS)
+        at_decode = point in ("before Commit", "before Wrote")
+        (pair.decode if at_decode else pair.prefill).endpoint.abort_at = point
+        request = a_request()
+        pair.dispatch(request)
+        if point == "after Verified":  # too late to matter
+            pair.turns_until(lambda: pair.is_answered(request))
+            assert said(pair.heard(request)) == answer_alone(alone, request)
+            assert not pair.decode_worker.counters["recomputed_prefills"]
+        else:
+            self._is_recomputed(pair, request, alone)
+
+    def test_pages_that_are_damaged_again_and_again(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair()
+        pair.decode.endpoint.num_flips = 1000
+        request = a_request()
+        pair.dispatch(request)
+        self._is_recomputed(pair, request, alone)
+
+    def test_pages_that_are_damaged_once_come_again(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair()
+        pair.decode.endpoint.num_flips = 1
+        request = a_request()
+        (answer,) = pair.answer(request)
+        assert said(answer) == answer_alone(alone, request)
+        assert not pair.decode_worker.counters["recomputed_prefills"]
+
+    @pytest.mark.parametrize("stage", ["computing", "token-only"])
+    def test_a_lost_link_for_pages(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        """Its process is not known to be dead: control connections end by themselves."""
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, stage)
+        pair.lose_prefill_worker(is_heard=False)
+        pair.decode.endpoint.release()
+        self._is_recomputed(pair, request, alone)
+
+    def test_a_prefill_worker_that_is_busy(self, make_pair: MakePair, alone: Engine) -> None:
+        pair, request = make_pair(), a_request()
+        pair.prefill.node.drain()
+        pair.dispatch(request)
+        self._is_recomputed(pair, request, alone)
+
+    def test_a_prompt_that_the_prefill_worker_has_no_room_for_waits_there(
+        self, make_pair: MakePair, alone: Engine
+    ) -> None:
+        pair, request = make_pair(), a_request()
+        ledger = pair.prefill.engine.pages
+        pages = ledger.allocate(90, "somebody else")
+        pair.dispatch(request)
+        pair.turns_until(pair.prefill.engine.has_work)
+        pair.turn()
+        assert not pair.heard(request)
+        ledger.release(pages, "somebody else")
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+class TestAtEachStage:
+    def test_the_prefill_worker_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        whole = answer_alone(alone, request)
+        bring_to(pair, request, stage)
+        pair.lose_prefill_worker()
+        pair.decode.endpoint.release()
+        pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
+        if stage == "running":
+            assert said(pair.heard(request)) == whole and not pair.failures()
+            return
+        (failed,) = pair.failures()
+        assert (failed.failure, failed.worker, failed.attempt) == (Failure.LOST, PREFILL, 0)
+        pair.quiet_down()
+        rest = rest_of(pair, request, whole)
+        pair.dispatch(rest, is_local=True)
+        pair.turns_until(lambda: pair.is_answered(rest))
+        assert said(pair.heard(request) + pair.heard(rest)) == whole
+
+    def test_the_router_says_that_the_prefill_worker_is_lost(
+        self, make_pair: MakePair, alone: Engine, stage: str
+    ) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, stage)
+        pair.list_members(pair.decode)
+        pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
+        assert [failed.worker for failed in pair.failures()] == ([] if stage == "running" else [PREFILL])
+        pair.quiet_down()
+
+    def test_the_gateway_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, stage)
+        num_heard = len(pair.heard(request))
+        pair.lose_gateway()
+        pair.hold()
+        pair.decode.endpoint.release()
+        pair.quiet_down()
+        assert len(pair.heard(request)) == num_heard and not pair.failures()
+
+    def test_it_is_cancelled(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, stage)
+        pair.cancel(request)
+        pair.hold()
+        pair.decode.endpoint.release()
+        pair.quiet_down()
+        assert not pair.failures()  # a cancel is not answered
+        assert not pair.is_answered(request)
+
+    def test_a_newer_attempt_overtakes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        whole = answer_alone(alone, request)
+        bring_to(pair, request, stage)
+        rest = rest_of(pair, request, whole)
+        num_heard = len(pair.heard(request))
+        pair.hold()
+        pair.decode.endpoint.release()
+        pair.dispatch(rest)
+        pair.dispatch(request)  # comes once more, late
+        pair.turns_until(lambda: pair.is_answered(rest))
+        assert said(pair.heard(rest)) == whole[num_heard:]
+        assert not pair.is_answered(request) and not pair.failures()
+
+    def test_draining_finishes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+        pair, request, late = make_pair(**SMALL_STEPS), a_request(), a_request(1)
+        bring_to(pair, request, stage)
+        pair.tell(pair.decode, ROUTER, Drain(worker=DECODE))
+        pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))
+        pair.hold()
+        pair.decode.endpoint.release()
+        pair.dispatch(late)
+        assert not pair.decode_worker.is_idle
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert [(failed.request_id, failed.failure) for failed in pair.failures()] == [
+            (late.request_id, Failure.BUSY)
+        ]
+        pair.turns_until(lambda: pair.decode_worker.is_idle and pair.prefill.node.is_idle)
+        beats = [each for each in pair.said[ROUTER.id] if isinstance(each, Beat)]
+        assert sum(beat.is_draining for beat in beats) >= 2
+
+
+class TestCancel:
+    def test_it_may_overtake_the_dispatch(self, make_pair: MakePair) -> None:
+        pair, request = make_pair(), a_request()
+        pair.cancel(request)
+        pair.dispatch(request)
+        assert pair.decode_worker.is_idle
+
+    def test_it_is_of_one_attempt(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair()
+        first, second = a_request(), a_request(attempt=1)
+        pair.dispatch(first)
+        pair.cancel(second)  # of which nothing is known yet
+        pair.turns_until(lambda: pair.is_answered(first))
+        assert said(pair.heard(first)) == answer_alone(alone, first)
+        pair.dispatch(second)
+        assert not pair.decode_worker.attempts
+        third = a_request(attempt=2)
+        pair.dispatch(third)
+        pair.cancel(first)  # of which nothing is left
+        pair.turns_until(lambda: pair.is_answered(third))
+
+    def test_only_its_gateway_may(self, make_pair: MakePair) -> None:
+        pair, request = make_pair(), a_request()
+        other = Hello(process=Kind.GATEWAY, id="8" * 32)
+        pair.join(pair.decode, other)
+        pair.dispatch(request)
+        pair.tell(pair.decode, other, Cancel(request_id=request.request_id, attempt=0))
+        pair.turns_until(lambda: pair.is_answered(request))
+
+
+def test_a_gateway_that_connects_anew_is_heard_and_its_old_connection_is_no_loss(
+    make_pair: MakePair,
+) -> None:
+    pair, request = make_pair(), a_request()
+    old = pair.decode.peers[GATEWAY.id]
+    pair.join(pair.decode, GATEWAY)
+    pair.dispatch(request)
+    pair.decode.node.left(old)
+    pair.turns_until(lambda: pair.is_answered(request))
+
+
+def test_what_no_worker_could_run_is_refused_at_once(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.dispatch(a_request(prompt=(1,) * MAX_MODEL_LEN))
+    pair.turns_until(lambda: bool(pair.failures()))
+    (failed,) = pair.failures()
+    assert failed.failure is Failure.INVALID
+    assert f"the model takes {MAX_MODEL_LEN}" in failed.reason
+    assert not failed.worker
+
+
+def test_a_prefill_worker_that_is_not_there_any_more_is_no_loss_of_its_own(make_pair: MakePair) -> None:
+    pair, request = make_pair(), a_request()
+    pair.lose_prefill_worker()
+    pair.dispatch(request)
+    pair.turns_until(lambda: bool(pair.failures()))
+    (failed,) = pair.failures()
+    assert failed.failure is Failure.BUSY  # it held nothing yet: the gateway tries again, without a grudge
+
+
+@pytest.mark.parametrize(
+    ("sender", "message"),
+    [
+        (GATEWAY, Dispatch(request=a_request(), gateway=GATEWAY.id)),
+        (GATEWAY, Drain(worker=DECODE)),
+        (OPERATOR, Drain(worker=DECODE)),
+        (ROUTER, StatusQuery()),
+        (GATEWAY, Beat(load={})),  # type: ignore[arg-type]
+    ],
+)
+def test_who_asks_for_what_is_not_theirs_is_dropped(
+    make_pair: MakePair, sender: Hello, message: AnyMessage
+) -> None:
+    pair = make_pair()
+    if sender is OPERATOR:
+        pair.join(pair.decode, OPERATOR)
+    with pytest.raises(WireError, match="is nothing for a decode worker"):
+        pair.tell(pair.decode, sender, message)
+    assert not pair.decode_worker.is_draining and pair.decode_worker.is_idle
+
+
+def test_a_first_token_from_somebody_else_is_not_believed(make_pair: MakePair, alone: Engine) -> None:
+    pair, request = make_pair(**SMALL_STEPS), a_request()
+    bring_to(pair, request, "computing")
+    for message in (
+        Prefilled(event=TokenEvent(request.request_id, 0, 0, 77)),
+        PrefillFailed(request_id=request.request_id, attempt=0, failure=Failure.ERROR, reason="a lie"),
+    ):
+        pair.tell(pair.decode, GATEWAY, message)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+
+
+@pytest.mark.parametrize("failure", [Failure.ERROR, Failure.INVALID])
+def test_what_the_prefill_worker_could_not_compute_is_the_requests_end(
+    make_pair: MakePair, failure: Failure
+) -> None:
+    pair, request = make_pair(**SMALL_STEPS), a_request()
+    bring_to(pair, request, "computing")
+    failed = PrefillFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why")
+    pair.tell(pair.decode, pair.prefill.hello, failed)
+    pair.turns_until(lambda: bool(pair.failures()))
+    assert pair.failures() == [
+        AttemptFailed(request_id=request.request_id, attempt=0, failure=failure, reason="why", worker=PREFILL)
+    ]
+
+
+def test_load_counts_what_is_here(make_pair: MakePair) -> None:
+    pair, request = make_pair(), a_request()
+    pair.decode.endpoint.holds = Commit
+    pair.dispatch(request)
+    pair.turns_until(lambda: pair.decode.endpoint.is_holding)
+    load = pair.decode_worker.load()
+    assert (load.num_incoming, load.num_running, load.pages["leased"]) == (1, 0, 11)
+    assert pair.decode_worker.attempts == ((request.request_id, 0),)
+    pair.decode.endpoint.release()
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert pair.decode_worker.load().num_tokens == 7  # the first one was the prefill worker's
+    assert pair.prefill.node.load().num_tokens == 1
+    assert pair.prefill.node.load().kv_bytes >= 41 * 512
