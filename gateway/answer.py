@@ -8,8 +8,8 @@
    on afterwards.
 """
 
-import uuid
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -64,7 +64,6 @@ class Answer:
         service: Service,
         tokenizer: Tokenizer | None,
         *,
-        draw_seed: Callable[[], int],
         now_s: float = 0.0,
     ) -> None:
         """Raises InvalidRequest on stop strings that cannot be found."""
@@ -73,10 +72,6 @@ class Answer:
         self._service = service
         self._tokenizer = tokenizer
         self._arrival_s = now_s
-        sampling = call.sampling
-        if sampling.seed is None:  # choices differ by their number, not by their seed
-            sampling = msgspec.structs.replace(sampling, seed=draw_seed())
-        self._sampling = sampling
         self.choices = [
             Choice(self, prompt, number, index * call.num_choices + number)
             for index, prompt in enumerate(call.prompts)
@@ -160,7 +155,7 @@ class Answer:
                 self.failed(choice, error)
 
     def _open(self, choice: "Choice", beside: str = "") -> None:
-        call, sampling = self.call, self._sampling
+        call, sampling = self.call, self.call.sampling
         if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = Request(
@@ -186,7 +181,7 @@ class Choice:
     """The sink of one request. `index` counts over all prompts of the call, `number` within its prompt."""
 
     def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
-        self.request_id = uuid.uuid4().hex
+        self.request_id = secrets.token_hex(16)
         self.prompt = prompt
         self.number = number
         self.index = index

@@ -1,6 +1,6 @@
 """An answer on its way to one client, as fast as the client reads.
 
-1. Tokens come in batches; each is written at once, in one piece, from the callback that brings it.
+1. Tokens come in batches, by callbacks. What came in a turn of the loop is written at its end, in one piece.
 2. While the client lags, text is held and joined. What is written then, and until the client has kept up for
    CALM_SENTENCES, is whole sentences.
 3. A client that lags by more than MAX_HELD_BYTES is given up: the answer is cancelled.
@@ -18,6 +18,7 @@ from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat
 from baton.gateway.api_errors import as_api_error
 from baton.gateway.outlet import Outlet
+from baton.gateway.turn import Turn
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 BYTES_PER_LOGPROBS: Final = 256  # of one token, about
@@ -44,11 +45,18 @@ class AnswerStream:
     """A Listener. Until `begin` nothing is written: a request that fails early is refused plainly."""
 
     def __init__(
-        self, answer: Answer, form: AnswerFormat, framing: Framing, observe: Callable[[Choice, Delta], None]
+        self,
+        answer: Answer,
+        form: AnswerFormat,
+        framing: Framing,
+        turn: Turn,
+        observe: Callable[[Choice, Delta], None],
     ) -> None:
         self._answer = answer
         self._form = form
         self._framing = framing
+        self._turn = turn
+        self._is_due = False  # at the end of this turn
         self._observe = observe
         self._outlet: Outlet | None = None
         self._held: list[list[Delta]] = [[] for _ in answer.choices]
@@ -100,19 +108,15 @@ class AnswerStream:
             self._has_news.set()
         elif outlet.lags:
             self._hold(delta)
-        elif not self._answer.is_over:
-            self._put_choice(choice)
-            self._flush(outlet)
+        else:
+            self._write_soon()
 
     def finished(self) -> None:
-        if self._outlet is not None and not self._outlet.lags:
-            self._write_all()
-        self._has_news.set()
+        self._ended()
 
     def failed(self, error: BatonError) -> None:
         self.error = error
-        self._write_all()
-        self._has_news.set()
+        self._ended()
 
     # What an outlet calls.
 
@@ -127,6 +131,18 @@ class AnswerStream:
 
     # Writing.
 
+    def _ended(self) -> None:
+        """There will be no more; `writable` writes the rest for a client that lags."""
+        if self._outlet is None:
+            self._has_news.set()
+        elif not self._outlet.lags:
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._turn.add(self._write_all)
+
     def _hold(self, delta: Delta) -> None:
         self._num_calm = 0
         self._num_held_bytes += len(delta.text) * 4 + len(delta.logprobs) * BYTES_PER_LOGPROBS
@@ -136,6 +152,7 @@ class AnswerStream:
             self.gone()
 
     def _write_all(self) -> None:
+        self._is_due = False
         outlet = self._outlet
         if outlet is None or self.is_over:
             return

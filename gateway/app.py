@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from baton.errors import BatonError
 from baton.gateway import openapi
@@ -43,16 +43,6 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Tenants
 
 
-class _Plain:
-    """An ASGI application as it is: a bound method would be taken for a function of a request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
 def make_app(parts: Parts) -> ASGIApp:
     """The whole gateway, as one ASGI application."""
     app = FastAPI(
@@ -62,17 +52,23 @@ def make_app(parts: Parts) -> ASGIApp:
         docs_url=None,  # it loads scripts from elsewhere
         redoc_url=None,
     )
-    app.router.routes += [
-        Route("/v1/chat/completions", _Plain(parts.inference.chat), methods=["POST"]),
-        Route("/v1/completions", _Plain(parts.inference.completions), methods=["POST"]),
-        Route("/tokenize", _Plain(parts.text_routes.tokenize), methods=["POST"]),
-        Route("/detokenize", _Plain(parts.text_routes.detokenize), methods=["POST"]),
-        WebSocketRoute("/v1/stream", parts.stream_socket.serve),
-    ]
+    posts: dict[str, ASGIApp] = {
+        "/v1/chat/completions": parts.inference.chat,
+        "/v1/completions": parts.inference.completions,
+        "/tokenize": parts.text_routes.tokenize,
+        "/detokenize": parts.text_routes.detokenize,
+    }
+    # The Gate sends POSTs there directly; here they are for what comes with another method.
+    app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
+    app.router.routes.append(WebSocketRoute("/v1/stream", parts.stream_socket.serve))
     _add_status_routes(app, parts)
     _answer_errors(app)
     openapi.describe(app.openapi())  # it is made once, and kept
-    return Gate(app, parts.tenants, answered=parts.metrics.answered)
+    return Gate(app, parts.tenants, posts=posts, answered=parts.metrics.answered)
+
+
+async def _never(request: Request) -> Response:
+    raise ApiError(404, "there is no such path", code="not_found")
 
 
 def _add_status_routes(app: FastAPI, parts: Parts) -> None:

@@ -55,6 +55,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: Tenant
     model: str
+    seed: int  # where the client gave none; choices differ by their number, not by their seed
     sla: Sla = Sla()
 
 
@@ -65,7 +66,7 @@ def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
         raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs)
+    sampling = _sampling(body, terms, max_tokens=max_tokens, logprobs=logprobs)
     return _call(body, (prompt,), sampling, terms, is_chat=True)
 
 
@@ -76,6 +77,7 @@ def completion_call(body: CompletionBody, prompts: tuple[Prompt, ...], terms: Te
     has_echo = bool(body.echo)
     sampling = _sampling(
         body,
+        terms,
         max_tokens=max_tokens or 1,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if has_echo else None,
@@ -134,7 +136,12 @@ def _num_choices(body: Body) -> int:
 
 
 def _sampling(
-    body: Body, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    body: Body,
+    terms: Terms,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
@@ -145,7 +152,7 @@ def _sampling(
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        seed=None if body.seed is None else body.seed & MAX_SEED,  # negative ones are seeds as well
+        seed=terms.seed if body.seed is None else body.seed & MAX_SEED,  # negative ones are seeds as well
         **given,
     )
 

@@ -1,6 +1,7 @@
 """From what a client sends to a Call: parsed, checked, tokenised."""
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 from starlette.types import Scope
@@ -30,10 +31,13 @@ MAX_SLO_MS: Final = 86_400_000.0
 class CallReader:
     """Raises InvalidRequest and ApiError, which say what the client should change."""
 
-    def __init__(self, model: ServedModel, metrics: Metrics, *, strict: bool = False) -> None:
+    def __init__(
+        self, model: ServedModel, metrics: Metrics, *, draw_seed: Callable[[], int], strict: bool = False
+    ) -> None:
         """`strict`: refuse unknown keys instead of counting them."""
         self._model = model
         self._metrics = metrics
+        self._draw_seed = draw_seed
         self._strict = strict
 
     async def chat(self, data: bytes, scope: Scope) -> Call:
@@ -76,7 +80,8 @@ class CallReader:
 
     def _terms(self, model: str | None, scope: Scope) -> Terms:
         tenant = scope["state"]["tenant"]
-        return Terms(tenant=tenant, model=self._model.check(model, tenant), sla=_sla(scope))
+        name = self._model.check(model, tenant)
+        return Terms(tenant=tenant, model=name, seed=self._draw_seed(), sla=_sla(scope))
 
 
 def _sla(scope: Scope) -> Sla:

@@ -140,7 +140,7 @@ class Frontend:
         if peer.hello.process is Kind.WORKER:
             self._from_worker(peer, message)
         elif self._colleagues.is_router(peer):
-            self._from_router(message)
+            self._from_router(peer, message)
         self._streams.flush()
 
     def tick(self) -> None:
@@ -217,7 +217,7 @@ class Frontend:
 
     def _attempt_failed(self, peer: Peer, failed: AttemptFailed) -> None:
         stream = self._streams.get(failed.request_id)
-        if stream is None or stream.attempt != failed.attempt or stream.decode not in ("", peer.hello.id):
+        if stream is None or stream.attempt != failed.attempt:
             return
         worker = failed.worker or peer.hello.id
         if failed.failure is Failure.INVALID and not stream.log:
@@ -232,7 +232,7 @@ class Frontend:
 
     # The router.
 
-    def _from_router(self, message: AnyMessage) -> None:
+    def _from_router(self, peer: Peer, message: AnyMessage) -> None:
         match message:
             case Routed():
                 self._routed(message)
@@ -240,6 +240,8 @@ class Frontend:
                 stream = self._streams.get(message.request_id)
                 if stream is not None and stream.attempt == message.attempt:
                     self._streams.again(stream, "rejected", at_once=False)
+            case AttemptFailed():
+                self._attempt_failed(peer, message)
             case Members():
                 self._take_members(message)
             case Status():

@@ -6,8 +6,8 @@ request line, never what a Host header makes of it.
 
 import logging
 import re
-import uuid
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,9 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, tenants: Tenants, *, answered: Callable[[str, int], None]) -> None:
-        """`answered(path, status)` is called once for each request."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        *,
+        posts: Mapping[str, ASGIApp],
+        answered: Callable[[str, int], None],
+    ) -> None:
+        """posts: by path, what a POST is sent to at once, where `app` would go through all of its layers.
+        `answered(path, status)` is called once for each request.
+        """
         self._app = app
+        self._posts = posts
         self._tenants = tenants
         self._answered = answered
 
@@ -54,7 +64,8 @@ class Gate:
 
         try:
             scope["state"]["tenant"] = self._tenant(scope)
-            await self._app(scope, receive, send_labelled)
+            app = self._posts.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
+            await app(scope, receive, send_labelled)
         except ClientGone:
             pass  # there is no one to tell; the status above is in the metrics
         except Exception as error:
@@ -102,7 +113,7 @@ def log_failure(error: Exception, request_id: str) -> None:
 
 def _label(scope: Scope) -> str:
     given = header(scope, b"x-request-id")
-    return given if given is not None and LABEL.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    return given if given is not None and LABEL.fullmatch(given) else f"req-{secrets.token_hex(16)}"
 
 
 def _check_origin(scope: Scope) -> None:

@@ -22,6 +22,7 @@ from baton.gateway.call_reader import CallReader
 from baton.gateway.metrics import Metrics
 from baton.gateway.outlet import EXTENSION, Outlet
 from baton.gateway.served_model import ServedModel
+from baton.gateway.turn import Turn
 
 EVENT_STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,18 +39,17 @@ class Inference:
         metrics: Metrics,
         clock: Clock,
         *,
-        draw_seed: Callable[[], int],
         calendar_s: Callable[[], float],
         ping_interval_s: float,
     ) -> None:
-        """`calendar_s`: seconds since 1970, for clients to see."""
+        """To be made on the loop that serves. `calendar_s`: seconds since 1970, for clients to see."""
         self.reader = reader
         self.ping_interval_s = ping_interval_s
         self._model = model
         self._metrics = metrics
         self._clock = clock
-        self._draw_seed = draw_seed
         self._calendar_s = calendar_s
+        self._turn = Turn()
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
@@ -68,7 +68,6 @@ class Inference:
             call,
             self._model.service,
             text.tokenizer if text.has_tokenizer else None,
-            draw_seed=self._draw_seed,
             now_s=started_s,
         )
         self._metrics.num_open += 1
@@ -85,7 +84,7 @@ class Inference:
             self._metrics.duration.observe(self._clock.now_s() - started_s)
 
     def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
-        return AnswerStream(answer, self._form(answer), framing, self._observer())
+        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer())
 
     async def follow(self, stream: AnswerStream) -> None:
         """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""

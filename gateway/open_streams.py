@@ -13,9 +13,10 @@ from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import MAX_EVENTS, Cancel, Ended, Routed, Started, Submit
 from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
-from baton.gateway.replay import Limits, is_doubtful, why_not_again
+from baton.gateway.replay import Limits, doubt_ends_s, why_not_again
 from baton.gateway.stream_log import State, Stream
 
+UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
@@ -81,8 +82,9 @@ class OpenStreams:
         self.counters[f"replays_{reason}"] += 1
         self._stop_attempt(stream)
         stream.next_attempt(self._clock.now_s(), at_once=at_once)
+        stream.retry_s = max(stream.retry_s, doubt_ends_s(stream))
         self._waiting[stream.request_id] = stream
-        if at_once and not is_doubtful(stream, self.is_connected):
+        if stream.retry_s <= self._clock.now_s():
             self._submit(stream)
 
     def fault(self, stream: Stream, worker: str, reason: str) -> None:
@@ -93,8 +95,9 @@ class OpenStreams:
         self.again(stream, "error")
 
     def lose(self, stream: Stream, worker: str) -> None:
-        """A process is gone that held part of it."""
-        stream.lost.add(worker)
+        """A process is gone that held part of it, or it seems so."""
+        stream.lost = {other for other in stream.lost if not self.is_connected(other)} | {worker}
+        stream.lost_s = self._clock.now_s()
         stream.blame(worker)
         self.again(stream, "lost")
 
@@ -107,12 +110,15 @@ class OpenStreams:
                 self.lose(stream, worker)
 
     def lose_router(self) -> None:
-        """What it had not answered was perhaps dispatched, perhaps not."""
+        """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         self._started.clear()
         self._ended.clear()
+        now_s = self._clock.now_s()
         for stream in self._each():
             if stream.state is State.SUBMITTED:
                 self.again(stream, "router")
+            elif stream.state is State.ROUTED and not stream.has_started:
+                stream.doubted_s = min(stream.doubted_s, now_s)
 
     def routed(self, stream: Stream, routed: Routed) -> None:
         asked_s = stream.heard_s
@@ -121,9 +127,10 @@ class OpenStreams:
             if worker and not self.is_connected(worker) and stream.needs(worker):
                 # One that was there when the router was asked may have died of this very request.
                 if self._left_s.get(worker, asked_s - 1) >= asked_s:
-                    stream.lost.add(worker)
-                stream.blame(worker)
-                self.again(stream, "lost", at_once=worker in stream.lost)
+                    self.lose(stream, worker)
+                else:
+                    stream.blame(worker)
+                    self.again(stream, "unreached", at_once=False)
                 return
 
     def submit_waiting(self) -> None:
@@ -137,7 +144,9 @@ class OpenStreams:
         for stream in self._each():
             if stream.state is State.ROUTED:
                 silence_s = now_s - stream.heard_s
-                if silence_s > self._limits.max_silence_s:
+                if not stream.has_started and now_s - stream.doubted_s > UNHEARD_S:
+                    self.again(stream, "unheard")
+                elif silence_s > self._limits.max_silence_s:
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
             elif now_s - stream.homeless_s > self._limits.max_wait_s:
                 error = why_not_again(stream, self.is_connected, self._limits, now_s)

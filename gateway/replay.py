@@ -5,10 +5,11 @@
 3. Never a third worker for a request of which two processes died, or that two could not compute: it may be
    the cause. Nor where the tokens so far are too many to be kept.
 
-Whether a process died or just its connection shows in whether it is connected again; so a moment is left
-where the two can't be told apart yet.
+Whether a process died or just its connection shows in whether it is connected soon after; so where that
+decides, DOUBT_S pass before the verdict.
 """
 
+import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from baton.gateway.stream_log import Stream
 
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
+DOUBT_S: Final = 1.0  # a connection that broke is back by then
 
 
 class Limits(NamedTuple):
@@ -51,6 +53,8 @@ def why_not_again(
     return None
 
 
-def is_doubtful(stream: Stream, is_connected: Callable[[str], bool]) -> bool:
-    """Whether a process that was lost is connected: its end may not have been seen yet, or it is well."""
-    return any(is_connected(worker) for worker in stream.lost)
+def doubt_ends_s(stream: Stream) -> float:
+    """When it can be said which of the lost processes died; -inf where nothing hangs on it."""
+    if len(stream.lost) + stream.num_errors < MAX_STRIKES or not stream.lost:
+        return -math.inf
+    return stream.lost_s + DOUBT_S

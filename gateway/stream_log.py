@@ -8,6 +8,7 @@ An attempt that fails leads back to WAITING, and the next one goes on after the 
 token of an attempt may come from another worker than the later ones, and after them: these are early then.
 """
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final
@@ -39,6 +40,7 @@ class Stream:
         "avoid",
         "beside",
         "decode",
+        "doubted_s",
         "early",
         "has_started",
         "heard_s",
@@ -46,6 +48,7 @@ class Stream:
         "is_reported",
         "log",
         "lost",
+        "lost_s",
         "next_index",
         "num_errors",
         "num_retries",
@@ -67,8 +70,10 @@ class Stream:
         self.has_started = self.is_reported = False  # the present attempt; the latter: to the router
         self.early: dict[int, TokenEvent] = {}
         self.decode = self.prefill = ""  # of the present attempt, once it is ROUTED
+        self.doubted_s = math.inf  # since when it is not sure that they ever heard of it
         self.avoid: list[str] = []  # workers that failed it, the latest last
         self.lost: set[str] = set()  # processes that seemed to have died while they held it
+        self.lost_s = now_s  # when the latest of them did
         self.num_errors = 0  # attempts that a living worker failed
         self.num_retries = 0  # in a row, since it last had a worker
         self.retry_s = now_s
@@ -131,6 +136,7 @@ class Stream:
         self.attempt += 1
         self.beside = self.decode = self.prefill = ""
         self.has_started = self.is_reported = False
+        self.doubted_s = math.inf
         self.early.clear()
 
     def needs(self, worker: str) -> bool:

@@ -1,0 +1,289 @@
+"""The real `openai` client against the real application on a socket, with the tiny model behind it."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from baton.cluster.llm import LLM
+from baton.request import SamplingParams
+from tests.engine_frontend import WORKER_ID, EngineFrontend, tiny_engine
+from tests.served_gateway import ServedGateway
+
+Served = ServedGateway[EngineFrontend]
+QUESTION = "sort(3 1 2)="
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = tiny_engine()
+    with ServedGateway(lambda: EngineFrontend(engine)) as gateway:
+        yield gateway
+    gateway.service.close()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none is needed", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny") as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on(served: Served) -> Iterator[None]:
+    yield
+    served.until(lambda: served.service.num_open == 0)
+
+
+def chat(client: openai.OpenAI, **settings: object) -> openai.types.chat.ChatCompletion:
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, **settings)  # type: ignore[call-overload]
+    assert isinstance(answer, openai.types.chat.ChatCompletion)
+    return answer
+
+
+def chunks(client: openai.OpenAI, **settings: object) -> list[ChatCompletionChunk]:
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model="tiny", messages=MESSAGES, temperature=0, stream=True, **settings
+    )
+    return list(stream)
+
+
+def test_a_chat_is_answered(client: openai.OpenAI, llm: LLM) -> None:
+    answer = chat(client, max_tokens=16)
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=16))
+    choice = answer.choices[0]
+    assert choice.message.content == expected.outputs[0].text == "1 2 3"
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_content_may_be_a_list_of_parts(client: openai.OpenAI) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    answer = client.chat.completions.create(model="tiny", messages=parts, temperature=0)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "1 2 3"
+
+
+def test_max_completion_tokens_wins_over_max_tokens(client: openai.OpenAI) -> None:
+    answer = chat(client, max_tokens=10, max_completion_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 2
+
+
+def test_a_stream_has_role_text_finish_and_usage_in_this_order(client: openai.OpenAI) -> None:
+    found = chunks(client, stream_options={"include_usage": True})
+    first, *middle, last, usage = found
+    assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == "1 2 3"
+    assert all("role" not in chunk.choices[0].delta.model_fields_set for chunk in middle)
+    assert last.choices[0].finish_reason == "stop" and not last.choices[0].delta.model_fields_set
+    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 6
+    assert all(chunk.usage is None for chunk in found[:-1])
+    assert len({chunk.id for chunk in found}) == 1
+
+
+def test_no_usage_chunk_comes_unasked(client: openai.OpenAI) -> None:
+    assert all(len(chunk.choices) == 1 for chunk in chunks(client))
+
+
+def test_usage_may_come_with_every_chunk(client: openai.OpenAI) -> None:
+    found = chunks(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    counts = [chunk.usage.completion_tokens for chunk in found if chunk.usage is not None]
+    assert len(counts) == len(found) and counts == sorted(counts) and counts[-1] == 6
+
+
+def test_an_answer_that_ends_with_its_first_token_counts_one(client: openai.OpenAI, llm: LLM) -> None:
+    end = llm.tokenizer.eos_token_id
+    answer = chat(client, logit_bias={str(end): 100})
+    assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.completion_tokens == 1
+    first, last = chunks(client, logit_bias={str(end): 100})
+    assert first.choices[0].delta.role == "assistant" and last.choices[0].finish_reason == "stop"
+
+
+def test_choices_with_a_seed_are_those_of_the_engine(client: openai.OpenAI, llm: LLM) -> None:
+    sampling = SamplingParams(n=3, seed=7, temperature=1.5, max_tokens=12)
+    (expected,) = llm.generate("the sun", sampling)
+    answer = client.completions.create(
+        model="tiny", prompt="the sun", n=3, seed=7, temperature=1.5, max_tokens=12
+    )
+    assert [choice.text for choice in answer.choices] == [output.text for output in expected.outputs]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.text for choice in answer.choices}) > 1
+
+
+def test_later_choices_run_beside_the_first(served: Served, client: openai.OpenAI) -> None:
+    served.service.opened.clear()
+    chat(client, n=3, max_tokens=4, logit_bias={"1": -100})
+    requests = served.service.opened
+    assert [beside for _, beside in requests] == ["", WORKER_ID, WORKER_ID]
+    assert [request.choice for request, _ in requests] == [0, 1, 2]
+    assert len({request.sampling.seed for request, _ in requests}) == 1
+    assert len({request.request_id for request, _ in requests}) == 3
+
+
+def test_choices_stream_side_by_side(client: openai.OpenAI) -> None:
+    found = chunks(client, n=2)
+    texts = ["", ""]
+    for chunk in found:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["1 2 3", "1 2 3"]
+    assert [chunk.choices[0].finish_reason for chunk in found].count("stop") == 2
+
+
+def test_a_stop_string_ends_the_text_and_the_request(served: Served, client: openai.OpenAI) -> None:
+    num_cancelled = len(served.service.cancelled)
+    answer = chat(client, stop=["2"])
+    assert answer.choices[0].message.content == "1 " and answer.choices[0].finish_reason == "stop"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks(client, stop="2"))
+    assert text == "1 "
+    assert len(served.service.cancelled) == num_cancelled + 2
+
+
+def test_chat_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+    (expected,) = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=3, logprobs=2))
+    answer = chat(client, max_tokens=3, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    outputs = expected.outputs[0].logprobs
+    assert content is not None and outputs is not None
+    assert [entry.token for entry in content] == ["1", " ", "2"]
+    assert [entry.logprob for entry in content] == pytest.approx([entry.logprob for entry in outputs])
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert content[0].bytes == [ord("1")]
+
+
+def test_streamed_logprobs_are_those_of_a_whole_answer(client: openai.OpenAI) -> None:
+    whole = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs
+    found = chunks(client, logprobs=True, top_logprobs=1)
+    streamed = [
+        entry
+        for chunk in found
+        if chunk.choices[0].logprobs is not None
+        for entry in chunk.choices[0].logprobs.content or ()
+    ]
+    assert whole is not None and whole.content is not None
+    assert [entry.token for entry in streamed] == [entry.token for entry in whole.content]
+
+
+def test_a_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm: LLM) -> None:
+    """What log-likelihood tasks do: nothing generated is asked for."""
+    answer = client.completions.create(model="tiny", prompt=QUESTION, echo=True, logprobs=1, max_tokens=0)
+    (expected,) = llm.generate(QUESTION, SamplingParams(max_tokens=1, prompt_logprobs=1))
+    choice = answer.choices[0]
+    assert choice.text == QUESTION and choice.finish_reason == "length"
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert expected.prompt_logprobs is not None
+    logprobs = [None if entry is None else entry.logprob for entry in expected.prompt_logprobs]
+    assert choice.logprobs.token_logprobs[0] is None  # type: ignore[comparison-overlap]
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(logprobs[1:])
+    assert "".join(choice.logprobs.tokens or ()) == QUESTION
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+
+
+def test_an_echo_goes_on_with_the_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=QUESTION, echo=True, logprobs=0, max_tokens=3, temperature=0
+    )
+    choice = answer.choices[0]
+    assert choice.text == f"{QUESTION}1 2"
+    assert choice.logprobs is not None and choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset[-1] == len(QUESTION) + 2
+    stream = client.completions.create(
+        model="tiny", prompt=QUESTION, echo=True, max_tokens=3, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == f"{QUESTION}1 2"
+
+
+def test_every_form_of_prompt(client: openai.OpenAI, llm: LLM) -> None:
+    ids = llm.tokenizer.encode(QUESTION)
+    for prompt, num_answers in ((QUESTION, 1), ([QUESTION] * 2, 2), (ids, 1), ([ids, ids, ids], 3)):
+        answer = client.completions.create(model="tiny", prompt=prompt, temperature=0)
+        assert [choice.text for choice in answer.choices] == ["1 2 3"] * num_answers
+        assert answer.usage is not None and answer.usage.prompt_tokens == num_answers * len(ids)
+
+
+def test_cached_tokens_are_reported(client: openai.OpenAI) -> None:
+    prompt = "the moon and the sun " * 8
+    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+
+
+def test_vllms_extras(client: openai.OpenAI) -> None:
+    answer = chat(client, max_tokens=9, extra_body={"ignore_eos": True, "min_tokens": 9, "top_k": -1})
+    assert answer.usage is not None and answer.usage.completion_tokens == 9
+    answer = chat(client, extra_body={"return_token_ids": True})
+    extra = answer.choices[0].model_extra
+    assert extra is not None and len(extra["token_ids"]) == 6
+    assert answer.model_extra is not None and len(answer.model_extra["prompt_token_ids"]) == 12
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and model.model_extra is not None and model.model_extra["max_model_len"] == 4096
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_errors_are_the_clients_own_kinds(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)  # type: ignore[arg-type]
+    assert missing.value.code == "model_not_found" and missing.value.param == "model"
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        chat(client, extra_body={"temperature": -1})
+    with pytest.raises(openai.BadRequestError, match="4096"):
+        client.completions.create(model="tiny", prompt=[5] * 4096)
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="tiny", prompt=[5000])
+    with pytest.raises(openai.BadRequestError, match="tools") as tools:
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat(client, tools=[tool])
+    assert tools.value.code == "unsupported"
+
+
+def test_an_error_before_the_first_token_of_a_stream_is_a_status(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="tiny", prompt=[5000], stream=True)
+
+
+def test_every_response_has_an_id(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        extra_headers={"x-request-id": "my-label"},
+    )
+    assert raw.headers["x-request-id"] == "my-label"
+    with pytest.raises(openai.BadRequestError) as error:
+        chat(client, max_tokens=-1)
+    assert error.value.request_id is not None and error.value.request_id.startswith("req-")
+    assert error.value.response.headers["x-should-retry"] == "false"
+
+
+def test_leaving_a_stream_cancels_it(served: Served, client: openai.OpenAI) -> None:
+    num_cancelled = len(served.service.cancelled)
+    stream = client.completions.create(
+        model="tiny", prompt="the sun", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    served.until(lambda: len(served.service.cancelled) > num_cancelled)
+
+
+def test_health_asks_the_engine(served: Served, client: openai.OpenAI) -> None:
+    num_opened = len(served.service.opened)
+    assert client.get("/health".replace("/health", f"{served.url}/health"), cast_to=object) == {
+        "status": "ok",
+        "model": "tiny",
+    }
+    canary = served.service.opened[num_opened][0]
+    assert canary.sampling.max_tokens == 2 and len(canary.token_ids) > 16

@@ -1,0 +1,100 @@
+"""A Service that does what a test says: nothing is computed, every fault can be had."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from baton.control import Address, Status, TokenEvent, Worker, WorkerRole
+from baton.errors import BatonError
+from baton.gateway.service import Sink
+from baton.request import FinishReason, Request
+
+WORKER_ID = "d" * 32
+
+
+def worker(*, max_model_len: int = 4096, page_size: int = 16) -> Worker:
+    address = Address("127.0.0.1", 1)
+    return Worker(
+        id=WORKER_ID,
+        name="decode-0",
+        role=WorkerRole.DECODE,
+        model="tiny",
+        fingerprint="",
+        address=address,
+        kv_address=address,
+        page_size=page_size,
+        num_pages=64,
+        max_num_seqs=32,
+        max_model_len=max_model_len,
+    )
+
+
+class ScriptedService:
+    """`play` is called with each request that is opened; it may speak to `service.sinks` then, or later."""
+
+    def __init__(self, play: Callable[["ScriptedService", Request], None] | None = None) -> None:
+        self.play = play
+        self.counters: Mapping[str, int] = {}
+        self.status: Status | None = None
+        self.is_ready = True
+        self.workers: Sequence[Worker] = (worker(),)
+        self.requests: list[Request] = []
+        self.besides: list[str] = []
+        self.sinks: dict[str, Sink] = {}  # of the requests that run
+        self.cancelled: list[str] = []
+        self.refusal: BatonError | None = None  # of what is opened next
+
+    def open(self, request: Request, sink: Sink, *, beside: str = "") -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self.besides.append(beside)
+        self.sinks[request.request_id] = sink
+        if self.play is not None:
+            self.play(self, request)
+
+    def cancel(self, request_id: str) -> None:
+        if self.sinks.pop(request_id, None) is not None:
+            self.cancelled.append(request_id)
+
+    def decode_worker(self, request_id: str) -> str:
+        return WORKER_ID if request_id in self.sinks else ""
+
+    def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
+        """As a worker would; nobody hears it once the request was cancelled."""
+        sink = self.sinks.get(request_id)
+        if events[-1].finish_reason is not None:
+            self.sinks.pop(request_id, None)
+        if sink is not None:
+            sink.tokens(events)
+
+    def fail(self, request_id: str, error: BatonError) -> None:
+        sink = self.sinks.pop(request_id, None)
+        if sink is not None:
+            sink.failed(error)
+
+
+def events(
+    request: Request,
+    token_ids: Iterable[int],
+    *,
+    start: int = 0,
+    end: FinishReason | None = FinishReason.LENGTH,
+    num_cached_tokens: int = 0,
+) -> list[TokenEvent]:
+    """One for each token, the last with `end`."""
+    listed = list(token_ids)
+    return [
+        TokenEvent(
+            request.request_id,
+            0,
+            start + offset,
+            token_id,
+            end if offset == len(listed) - 1 else None,
+            num_cached_tokens,
+        )
+        for offset, token_id in enumerate(listed)
+    ]
+
+
+def answer_at_once(token_ids: Sequence[int]) -> Callable[[ScriptedService, Request], None]:
+    """Every request is answered with these, in one batch, while it is being opened."""
+    return lambda service, request: service.emit(request.request_id, events(request, token_ids))
