@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from baton.cluster.llm import LLM
 from baton.config import CacheConfig, EngineSettings, SchedulerConfig
@@ -38,6 +39,10 @@ CONFIG: Final = ServeConfig(
     decode=WorkersConfig(num_workers=2, page_size=32),
     engine=ENGINE,
 )
+
+
+def slow(value: float) -> ParameterSet:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,7 @@ def finish(answers: Sequence[Answer], timeout_s: float = 60.0) -> None:
     wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [slow(0.0), 0.3, slow(0.6), slow(0.9)])
 def test_a_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, share: float) -> None:
     """While requests are queued, computed and on their way: the prompts take about as long as is waited."""
     cluster.wait_until_whole()
@@ -101,7 +106,7 @@ def test_a_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM
     cluster.wait_until_whole(PAGES_BACK_AFTER_KILL_S + 20)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 20, 39])
+@pytest.mark.parametrize("num_tokens", [slow(1), 2, slow(20), slow(39)])
 def test_a_killed_decode_worker_loses_nothing(cluster: ProcessCluster, llm: LLM, num_tokens: int) -> None:
     cluster.wait_until_whole()
     asked = [request(200 + num_tokens * 10 + i, num_prompt_tokens=200, max_tokens=40) for i in range(6)]
@@ -135,7 +140,7 @@ def test_a_killed_router_interrupts_no_stream_and_loses_no_request(cluster: Proc
     cluster.wait_until_whole()
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+@pytest.mark.parametrize("num_tokens", [0, 5])
 def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num_tokens: int) -> None:
     cluster.wait_until_whole()
     asked = [request(400 + i, num_prompt_tokens=800, max_tokens=2000) for i in range(4)]
@@ -149,6 +154,7 @@ def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num
     cluster.wait_until_whole(PAGES_BACK_AFTER_CANCEL_S + 2.5)
 
 
+@pytest.mark.slow
 def test_a_stopped_decode_worker_is_left_and_can_do_no_harm_later(cluster: ProcessCluster, llm: LLM) -> None:
     """A zombie: it wakes when its requests have long been answered elsewhere."""
     cluster.wait_until_whole()
