@@ -229,7 +229,11 @@ class PrefillFailed(Message, frozen=True):
 
 
 class AttemptFailed(Message, frozen=True):
-    """Decode worker to gateway: nothing of this attempt will follow."""
+    """Decode worker to gateway: nothing of this attempt will follow.
+
+    Also router to gateway, of a decode worker that it lost before the first token: it may never have got the
+    Dispatch.
+    """
 
     request_id: Id
     attempt: Attempt

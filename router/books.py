@@ -52,7 +52,7 @@ class Books:
         self._entries: dict[Key, Entry] = {}
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
-        self._waiting: set[Key] = set()  # for their first token from a prefill worker
+        self._waiting: set[Key] = set()  # for their first token
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,7 +75,7 @@ class Books:
             prefill = self._accounts[entry.prefill]
             prefill.num_attempts += 1
             prefill.num_prompt_tokens += entry.num_prompt_tokens
-            self._waiting.add(key)
+        self._waiting.add(key)
 
     def started(self, key: Key) -> None:
         """Unknown keys are no offence, here and below: they may be another router's."""
@@ -83,6 +83,8 @@ class Books:
             return
         self._waiting.remove(key)
         entry = self._entries[key]
+        if not entry.prefill:
+            return
         prefill = self._accounts[entry.prefill]
         prefill.num_attempts -= 1
         prefill.num_prompt_tokens -= entry.num_prompt_tokens
@@ -96,6 +98,11 @@ class Books:
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_tokens -= entry.num_tokens
+
+    def waiting_at(self, decode: str) -> list[tuple[Key, Entry]]:
+        """What this decode worker was given and has not begun to answer, as far as is known."""
+        waiting = [(key, self._entries[key]) for key in self._waiting]
+        return sorted((key, entry) for key, entry in waiting if entry.decode == decode)
 
     def gateway_left(self, gateway_id: str) -> None:
         """What it has under way is ended by the workers, or counted by them until then."""

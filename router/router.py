@@ -13,10 +13,12 @@ from typing import Final
 from baton.clock import Clock
 from baton.control import (
     AnyMessage,
+    AttemptFailed,
     Beat,
     Dispatch,
     Drain,
     Ended,
+    Failure,
     Hello,
     Kind,
     Members,
@@ -223,8 +225,18 @@ class Router:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _gone(self, member: Member, reason: str) -> None:
+        """What it may never have heard of is given back; of the rest the gateways know more than the router."""
         self.counters["workers_gone"] += 1
         logger.warning("%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
+        for (request_id, attempt), entry in self.books.waiting_at(member.id):
+            failed = AttemptFailed(
+                request_id=request_id,
+                attempt=attempt,
+                failure=Failure.LOST,
+                reason=f"{member.worker.name} is gone: {reason}",
+                worker=member.id,
+            )
+            self._gateways[entry.gateway].peer.send(failed)
 
     def _drain(self, drain: Drain) -> None:
         """Who asked reads in the status whether it was found."""
@@ -241,7 +253,7 @@ class Router:
         return Members(workers=workers, is_complete=is_complete)
 
     def _announce(self, is_tick: bool = False) -> None:
-        """Tell all when the list has changed: at once, or in the next tick if the last time is not long ago."""
+        """Tell all when the list has changed: at once, or in the next tick if it has just been told."""
         now_s = self._clock.now_s()
         if now_s - self._announced_s < TICK_S and not is_tick:
             return

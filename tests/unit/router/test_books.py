@@ -28,8 +28,7 @@ class BooksMachine(RuleBasedStateMachine):
             entry = Entry(gateway, decode, prefill, 10 + len(self.open), 100 + len(self.open))
             self.books.enter(key, entry)
             self.open[key] = entry
-            if prefill:
-                self.waiting.add(key)
+            self.waiting.add(key)
 
     @rule(key=KEYS)
     def start(self, key: Key) -> None:
@@ -62,6 +61,9 @@ class BooksMachine(RuleBasedStateMachine):
         for worker in ("p0", "p1", "d0", "d1"):
             account = self.books.account(worker)
             filling = [self.open[key] for key in self.waiting if self.open[key].prefill == worker]
+            assert [key for key, _ in self.books.waiting_at(worker)] == sorted(
+                key for key in self.waiting if self.open[key].decode == worker
+            )
             decoding = [entry for entry in self.open.values() if entry.decode == worker]
             assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filling)
             assert account.num_tokens == sum(entry.num_tokens for entry in decoding)
