@@ -3,7 +3,7 @@
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
 # make faults  aborts at every point, a thousand times each; kills and stalls
-# make fuzz    a million damaged frames, a hundred thousand interleavings of hand-offs
+# make fuzz    a million damaged frames and as many records, a hundred thousand interleavings of hand-offs
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
 # make clean   forget the environment and every cache
@@ -56,7 +56,7 @@ faults: setup
 	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
 
 fuzz: setup
-	$(BIN)/python -m pytest tests/unit/kvtransfer -k "damaged_frames or interleavings" -m "slow or not slow"
+	$(BIN)/python -m pytest tests/unit/kvtransfer -k "damaged or interleavings" -m "slow or not slow"
 
 check: setup
 	$(BIN)/ruff check .
