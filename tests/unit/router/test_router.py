@@ -2,10 +2,12 @@ import pytest
 
 from baton.control import (
     AnyMessage,
+    AttemptFailed,
     Beat,
     Cancel,
     Drain,
     Ended,
+    Failure,
     Hello,
     Kind,
     Load,
@@ -101,6 +103,24 @@ def test_id_of_another_name_is_refused() -> None:
     with pytest.raises(ProtocolError, match="has the id of d0"):
         TestPeer.worker(c.router, a_worker("d1", id=id_of("d0")))
     assert isinstance(c.submit(), Routed)
+
+
+@pytest.mark.parametrize("how", ["left", "silent", "connected again", "fenced"])
+def test_what_a_lost_worker_had_not_begun_is_given_back(how: str) -> None:
+    c = cluster("d0")
+    c.submit(a_request("begun"))
+    c["g"].say(Started(attempts=((id_of("begun"), 0),)))
+    c.submit(a_request("not begun"))
+    if how == "left":
+        c["d0"].leave()
+    elif how == "silent":
+        for _ in range(14):
+            c.tick()
+    else:
+        c.add("d0", id=id_of("d0" if how == "connected again" else "d0 again"))
+    failed = c["g"].only(AttemptFailed)
+    assert (failed.request_id, failed.attempt) == (id_of("not begun"), 0)
+    assert (failed.failure, failed.worker) == (Failure.LOST, id_of("d0"))
 
 
 def test_restarted_worker_starts_with_empty_books() -> None:

@@ -1,0 +1,112 @@
+"""A frontend and its peers, called by hand."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton.clock import ManualClock
+from baton.control import Address, Members, Routed, Submit, TokenEvent, Tokens
+from baton.errors import BatonError
+from baton.gateway.frontend import Frontend
+from baton.gateway.replay import Limits
+from baton.node import TICK_S
+from baton.request import FinishReason, Request
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+
+ROUTER = Address("127.0.0.1", 7)
+
+
+class ListSink:
+    """What one request's reader is told; `on_token` is called after each event."""
+
+    def __init__(self, on_token: Callable[[], None] = lambda: None) -> None:
+        self.token_ids: list[int | None] = []
+        self.finish: FinishReason | None = None
+        self.error: BatonError | None = None
+        self._on_token = on_token
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            assert self.finish is None and self.error is None
+            self.token_ids.append(event.token_id)
+            self.finish = event.finish_reason
+            self._on_token()
+
+    def failed(self, error: BatonError) -> None:
+        assert self.finish is None and self.error is None
+        self.error = error
+
+
+@dataclasses.dataclass
+class Gateway:
+    """`dialled` has every address that was asked for."""
+
+    clock: ManualClock
+    frontend: Frontend
+    dialled: list[Address]
+    peers: dict[str, TestPeer]
+
+    def __getitem__(self, name: str) -> TestPeer:
+        return self.peers[name]
+
+    def join_router(self, name: str = "router") -> TestPeer:
+        self.peers["router"] = TestPeer.router(self.frontend, name)
+        return self.peers["router"]
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.peers[name] = TestPeer.worker(self.frontend, a_worker(name))
+
+    def list_members(self, *names: str, is_complete: bool = True) -> None:
+        self["router"].say(Members(workers=tuple(map(a_worker, names)), is_complete=is_complete))
+
+    def tick(self, seconds: float = TICK_S) -> None:
+        self.clock.advance(seconds)
+        self.frontend.tick()
+
+    def open(self, request: Request | None = None, sink: ListSink | None = None, **fields: Any) -> ListSink:
+        sink = sink or ListSink()
+        self.frontend.open(request or a_request(), sink, **fields)
+        return sink
+
+    def submitted(self) -> Submit:
+        """The one attempt that was submitted since this was asked last."""
+        return self["router"].only(Submit)
+
+    def route(self, decode: str, prefill: str = "", request: Request | None = None) -> None:
+        """As the router answers the submitted attempt."""
+        request = request or self.submitted().request
+        self["router"].say(
+            Routed(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                decode=id_of(decode),
+                prefill=id_of(prefill) if prefill else "",
+            )
+        )
+
+    def say(self, worker: str, *events: TokenEvent) -> None:
+        self[worker].say(Tokens(events=events))
+
+
+def gateway(*workers: str, **limits: Any) -> Gateway:
+    """With a router and these workers."""
+    clock, dialled = ManualClock(50.0), list[Address]()
+    frontend = Frontend(id_of("g"), ROUTER, dialled.append, clock, Limits(**limits))
+    made = Gateway(clock, frontend, dialled, {})
+    made.join_router()
+    made.list_members(*workers)
+    made.join(*workers)
+    return made
+
+
+def event(
+    index: int,
+    finish: FinishReason | None = None,
+    *,
+    name: str = "r",
+    attempt: int = 0,
+    token_id: int | None = -1,
+) -> TokenEvent:
+    """Its token is 100 + index if none is given."""
+    return TokenEvent(id_of(name), attempt, index, 100 + index if token_id == -1 else token_id, finish)
