@@ -21,57 +21,22 @@ import torch
 from baton.engine.pages import PagePool, PageState
 from baton.errors import TransferFailed
 from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import AnyMessage, Reserve, Wrote
+from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
-from baton.layout import PageLayout
+from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.rank_process import RankProcess, fill, shape_of
+
+__all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 KEY: Final = b"the key of the tests' cluster"
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
-
-
-def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_heads: int = 2) -> PageLayout:
-    return PageLayout(
-        tp_size=num_ranks,
-        page_size=page_size,
-        num_layers=2,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype="bfloat16",
-    )
-
-
-class FaultyEndpoint(KvEndpoint):
-    """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
-
-    Of each of the next `num_flips` pieces one bit is flipped when it arrives.
-    """
-
-    abort_at = ""
-    num_flips = 0
-
-    def _received(self, link: Link, message: AnyMessage) -> None:
-        transfer = getattr(message, "transfer", b"")
-        if isinstance(message, Wrote) and self.num_flips:
-            self.num_flips -= 1
-            incoming = self._incoming[transfer]
-            memory = self._doors.memory
-            memory.view()[incoming.handoff.pages[message.stop - 1] * memory.page_bytes + 5] ^= 0x10
-        self.come_to(f"before {type(message).__name__}", transfer)
-        super()._received(link, message)
-        self.come_to(f"after {type(message).__name__}", transfer)
-
-    def come_to(self, point: str, transfer: bytes) -> None:
-        if point == self.abort_at:
-            self.abort(transfer, f"the test aborts {point}")
 
 
 class Host:
@@ -115,6 +80,7 @@ class Host:
         self._ended: dict[bytes, Ended] = {}
         self._digests: dict[bytes, str] = {}
         self._links: dict[tuple[str, int], Link] = {}
+        self._prompts: dict[bytes, tuple[list[int], list[int], int]] = {}  # pages, not offered, units
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -168,6 +134,38 @@ class Host:
             time.sleep(delay_s)
             self._call(lambda: self.endpoint.abort(transfer, "the test aborts later"))
         return self.outcome(transfer.hex())
+
+    def begin(
+        self, address: Sequence[Any], num_units: int, num_offered: int = 0, *, deadline_s: float = 10
+    ) -> str:
+        """Start a transfer of which so many units are offered, whole pages of them; its id."""
+
+        def begin() -> bytes:
+            link = self._link((address[0], address[1]))
+            transfer = self.endpoint.start(link, num_units, deadline_s=deadline_s)
+            units_per_page = self.endpoint._outgoing[transfer].handoff._units_per_page
+            pages = self.ledger.allocate(-(-num_units // units_per_page), "prompt")
+            num_pages = num_offered // units_per_page
+            self._prompts[transfer] = pages, pages[num_pages:], num_units
+            self.endpoint.offer(transfer, pages[:num_pages], num_offered)
+            return transfer
+
+        return str(self._call(begin).hex())
+
+    def go_on(self, transfer: str) -> None:
+        """The rest of it is offered."""
+        key = bytes.fromhex(transfer)
+        _, rest, num_units = self._prompts[key]
+        self._call(lambda: self.endpoint.offer(key, rest, num_units))
+
+    def forget_known(self) -> None:
+        """Nobody can pull the pages any more that were known."""
+
+        def forget() -> None:
+            while (page := self.ledger.oldest_cached()) is not None:
+                self.ledger.forget(page)
+
+        self._call(forget)
 
     def send_forever(self, address: Sequence[Any], num_units: int) -> None:
         while True:
@@ -229,6 +227,8 @@ class Host:
         self._thread.join()
         self.endpoint.close()
         for other in self.others:
+            other.end_input()
+        for other in self.others:
             other.close()
         if self._shared is not None:
             self._shared.close()
@@ -252,6 +252,8 @@ class Host:
         if end.outcome.value == "adopted":
             self._digests[end.transfer] = self._digest(end.pages)
             self.ledger.release(end.pages, "sequence")
+        if end.transfer in self._prompts:
+            self.ledger.release(self._prompts.pop(end.transfer)[0], "prompt")
         self._ended[end.transfer] = end
 
     def _digest(self, pages: Sequence[int]) -> str:

@@ -74,13 +74,20 @@ class RankProcess:
         content = bytearray(base64.b64decode(self._call("pages", list(pages))))
         return torch.frombuffer(content, dtype=torch.bfloat16).view(shape_of(self._layout, len(pages)))
 
+    def end_input(self) -> None:
+        """And it ends by itself."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
+
     def close(self) -> None:
-        """Its input ends, and so does it."""
-        self.process.communicate(timeout=20)
+        self.end_input()
+        self.process.wait(timeout=20)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.close()
 
     def _call(self, name: str, *arguments: object) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None

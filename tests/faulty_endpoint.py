@@ -1,0 +1,57 @@
+"""An endpoint to which things happen at the moment that a test has chosen."""
+
+from typing import Any
+
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import AnyMessage, Wrote
+from baton.kvtransfer.rank_messages import PartEvent, PartReached
+from baton.layout import PageLayout
+
+
+def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_heads: int = 2) -> PageLayout:
+    return PageLayout(
+        tp_size=num_ranks,
+        page_size=page_size,
+        num_layers=2,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )
+
+
+class FaultyEndpoint(KvEndpoint):
+    """Aborts a transfer when it comes to a point: "before Commit", "after Grant" and the like.
+
+    Of each of the next `num_flips` pieces of part 0 one bit is flipped when it arrives.
+    """
+
+    abort_at = ""
+    num_flips = 0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.transport_of: dict[int, str] = {}  # part -> by which it left last
+        super().__init__(*arguments, **options)
+
+    def _received(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Wrote) and message.part == 0 and self.num_flips:
+            self._flip(message)
+        transfer = getattr(message, "transfer", b"")
+        self.come_to(f"before {type(message).__name__}", transfer)
+        super()._received(link, message)
+        self.come_to(f"after {type(message).__name__}", transfer)
+
+    def _flip(self, wrote: Wrote) -> None:
+        self.num_flips -= 1
+        handoff, memory = self._incoming[wrote.transfer].handoff, self._doors.memory
+        page = handoff.pages[(wrote.stop - 1) // handoff._terms.destination_units_per_page]
+        memory.view()[page * memory.page_bytes + 5] ^= 0x10
+
+    def _hear(self, event: PartEvent) -> None:
+        if isinstance(event, PartReached):
+            self.transport_of[event.part] = event.transport
+        super()._hear(event)
+
+    def come_to(self, point: str, transfer: bytes) -> None:
+        if point == self.abort_at:
+            self.abort(transfer, f"the test aborts {point}")
