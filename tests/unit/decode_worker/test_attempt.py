@@ -1,3 +1,5 @@
+import pytest
+
 from baton.control import Dispatch, TokenEvent
 from baton.decode_worker.attempt import Attempt
 from baton.engine.sequence import FilledPages
@@ -20,21 +22,20 @@ def test_the_answer_so_far_needs_its_kv_too() -> None:
     assert an_attempt().token_ids == (*PROMPT, 5, 6)
 
 
-def test_it_is_complete_with_the_first_token_and_all_pages() -> None:
+@pytest.mark.parametrize("num_filled", [None, 8, 43])
+@pytest.mark.parametrize("has_first", [False, True])
+def test_it_is_complete_with_the_first_token_and_all_pages(has_first: bool, num_filled: int | None) -> None:
     attempt = an_attempt()
-    attempt.first = TokenEvent(attempt.request_id, 2, 2, 7)
-    assert not attempt.is_complete
-    attempt.filled = FilledPages((0, 1), 8, attempt.engine_id)
-    assert not attempt.is_complete
-    attempt.filled = FilledPages(tuple(range(11)), 43, attempt.engine_id)
-    assert attempt.is_complete
-    attempt.first = None
-    assert not attempt.is_complete
+    if has_first:
+        attempt.first = TokenEvent(attempt.request_id, 2, 2, 7)
+    if num_filled is not None:
+        attempt.filled = FilledPages(tuple(range(-(-num_filled // 4))), num_filled, attempt.engine_id)
+    assert attempt.is_complete == (has_first and num_filled == 43)
 
 
 def test_the_engine_goes_on_after_the_first_token() -> None:
-    attempt = an_attempt()
+    attempt, again = an_attempt(), an_attempt()
+    again.first = TokenEvent(again.request_id, 2, 2, 7)
     assert attempt.engine_request.generated_token_ids == (5, 6)
-    attempt.first = TokenEvent(attempt.request_id, 2, 2, 7)
-    assert attempt.engine_request.generated_token_ids == (5, 6, 7)
-    assert attempt.engine_request.request_id == attempt.engine_id
+    assert again.engine_request.generated_token_ids == (5, 6, 7)
+    assert again.engine_request.request_id == again.engine_id

@@ -1,0 +1,200 @@
+"""Whom a worker knows, what it asks for, and how its tokens are bundled."""
+
+from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
+from baton.control import (
+    Address,
+    Cancel,
+    Hello,
+    Kind,
+    Members,
+    Reachable,
+    TokenEvent,
+    Tokens,
+    Worker,
+    WorkerRole,
+)
+from baton.request import TokenLogprobs
+from tests.fakes import Post, PostedPeer
+
+ROUTER_ADDRESS = Address("127.0.0.1", 1)
+ROUTER = Hello(process=Kind.ROUTER, id="1" * 32)
+GATEWAY = Hello(process=Kind.GATEWAY, id="2" * 32)
+
+
+def a_worker(number: int, role: WorkerRole = WorkerRole.PREFILL) -> Worker:
+    return Worker(
+        id=f"{number:032x}",
+        name=f"{role.value}-{number}",
+        role=role,
+        model="tiny",
+        fingerprint="f",
+        address=Address("127.0.0.1", number),
+        kv_address=Address("127.0.0.1", 1000 + number),
+        page_size=16,
+        num_pages=10,
+        max_num_seqs=4,
+        max_model_len=96,
+    )
+
+
+def hello_of(worker: Worker) -> Hello:
+    return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+
+
+class Desk:
+    """One worker's colleagues, with what it dialled and what it said."""
+
+    def __init__(self, *wanted: WorkerRole) -> None:
+        self.post = Post()
+        self.dialled: list[Address] = []
+        self.hello = hello_of(a_worker(99, WorkerRole.DECODE))
+        self.colleagues = Colleagues(self.hello, ROUTER_ADDRESS, self.dialled.append, wanted)
+
+    def peer(self, hello: Hello) -> PostedPeer:
+        return PostedPeer(self.hello.id, hello, self.post)
+
+    def join(self, hello: Hello) -> PostedPeer:
+        peer = self.peer(hello)
+        self.colleagues.joined(peer)
+        return peer
+
+
+def test_it_dials_the_router_until_that_is_there() -> None:
+    desk = Desk()
+    desk.colleagues.keep_up()
+    desk.colleagues.keep_up()
+    assert desk.dialled == [ROUTER_ADDRESS] * 2
+    router = desk.join(ROUTER)
+    desk.colleagues.keep_up()
+    assert len(desk.dialled) == 2 and desk.colleagues.router is router
+    assert desk.colleagues.left(router)
+    desk.colleagues.keep_up()
+    assert len(desk.dialled) == 3 and desk.colleagues.router is None
+
+
+def test_it_dials_listed_workers_of_the_roles_it_wants() -> None:
+    desk = Desk(WorkerRole.PREFILL)
+    desk.join(ROUTER)
+    here, missing, other = a_worker(5), a_worker(6), a_worker(7, WorkerRole.DECODE)
+    desk.join(hello_of(here))
+    assert desk.colleagues.changed(Members(workers=(here, missing, other))) == []
+    desk.colleagues.keep_up()
+    assert desk.dialled == [missing.address]
+    assert desk.colleagues.connected() == [here.id]
+    assert list(desk.colleagues.of_role(WorkerRole.DECODE)) == [other.id]
+
+
+def test_who_is_not_listed_any_more_is_gone() -> None:
+    desk = Desk()
+    first, second, third = a_worker(5), a_worker(6), a_worker(7)
+    desk.colleagues.changed(Members(workers=(first, second)))
+    assert desk.colleagues.changed(Members(workers=(second, third))) == [first.id]
+    assert list(desk.colleagues.members) == [second.id, third.id]
+
+
+def test_a_list_that_is_not_complete_ends_nobody() -> None:
+    desk = Desk()
+    first, second = a_worker(5), a_worker(6)
+    desk.colleagues.changed(Members(workers=(first,)))
+    assert desk.colleagues.changed(Members(workers=(second,), is_complete=False)) == []
+    assert set(desk.colleagues.members) == {first.id, second.id}
+    assert desk.colleagues.changed(Members(workers=(second,))) == [first.id]
+
+
+def test_a_newer_connection_takes_the_older_ones_place() -> None:
+    desk = Desk()
+    old = desk.join(GATEWAY)
+    new = desk.join(GATEWAY)
+    assert not desk.colleagues.left(old)
+    assert desk.colleagues.peer(GATEWAY.id) is new
+    assert desk.colleagues.left(new)
+    assert desk.colleagues.peer(GATEWAY.id) is None
+
+
+def test_only_the_router_in_use_is_the_router() -> None:
+    desk = Desk()
+    old = desk.join(ROUTER)
+    assert desk.colleagues.is_router(old)
+    new = desk.join(Hello(process=Kind.ROUTER, id="7" * 32))
+    gateway = desk.join(GATEWAY)
+    assert desk.colleagues.is_router(new)
+    assert not desk.colleagues.is_router(old) and not desk.colleagues.is_router(gateway)
+
+
+def test_a_report_is_made_when_something_has_changed() -> None:
+    desk = Desk()
+    desk.colleagues.report(["a" * 32])  # nobody to tell
+    desk.join(ROUTER)
+    for reachable in (["a" * 32], ["a" * 32], ["b" * 32, "a" * 32], ["a" * 32, "b" * 32], []):
+        desk.colleagues.report(reachable)
+    assert [letter.message for letter in desk.post.take()] == [
+        Reachable(workers=("a" * 32,)),
+        Reachable(workers=("a" * 32, "b" * 32)),
+        Reachable(workers=()),
+    ]
+
+
+def test_a_router_that_comes_anew_is_told_again() -> None:
+    desk = Desk()
+    for _ in range(2):
+        desk.join(ROUTER)
+        desk.colleagues.report(["a" * 32])
+    assert len(desk.post.take()) == 2
+
+
+def test_to_nobody_nothing_is_said() -> None:
+    desk = Desk()
+    desk.colleagues.tell(GATEWAY.id, Cancel(request_id="a" * 32, attempt=0))
+    desk.colleagues.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
+    desk.colleagues.flush()
+    assert desk.post.take() == []
+
+
+class TestTokens:
+    def test_they_leave_in_one_message_for_each_gateway(self) -> None:
+        desk, other = Desk(), Hello(process=Kind.GATEWAY, id="3" * 32)
+        desk.join(GATEWAY)
+        desk.join(other)
+        events = [TokenEvent("a" * 32, 0, index, index) for index in range(5)]
+        for event in events:
+            desk.colleagues.emit((GATEWAY, other)[event.index % 2].id, event)
+        assert desk.post.take() == []
+        desk.colleagues.flush()
+        desk.colleagues.flush()
+        said = {letter.receiver: letter.message for letter in desk.post.take()}
+        assert said == {
+            GATEWAY.id: Tokens(events=tuple(events[::2])),
+            other.id: Tokens(events=tuple(events[1::2])),
+        }
+
+    def test_very_many_leave_in_several_and_in_order(self) -> None:
+        desk = Desk()
+        desk.join(GATEWAY)
+        events = [TokenEvent("a" * 32, 0, index, 1) for index in range(2 * EVENTS_PER_MESSAGE + 1)]
+        for event in events:
+            desk.colleagues.emit(GATEWAY.id, event)
+        desk.colleagues.flush()
+        batches = [letter.message for letter in desk.post.take()]
+        assert len(batches) == 3
+        assert [each for batch in batches if isinstance(batch, Tokens) for each in batch.events] == events
+
+    def test_those_with_a_prompts_log_probabilities_leave_alone(self) -> None:
+        desk = Desk()
+        desk.join(GATEWAY)
+        logprobs = (None, TokenLogprobs(token_id=1, logprob=-1.0, rank=1))
+        large = TokenEvent("a" * 32, 0, 0, 1, prompt_logprobs=logprobs)
+        small = [TokenEvent("b" * 32, 0, index, 1) for index in range(3)]
+        for event in (small[0], large, *small[1:]):
+            desk.colleagues.emit(GATEWAY.id, event)
+        desk.colleagues.flush()
+        batches = [letter.message for letter in desk.post.take()]
+        assert batches == [Tokens(events=(large,)), Tokens(events=tuple(small))]
+
+    def test_those_of_a_gateway_that_is_gone_are_dropped(self) -> None:
+        desk = Desk()
+        gateway = desk.join(GATEWAY)
+        desk.colleagues.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
+        desk.colleagues.left(gateway)
+        desk.join(GATEWAY)
+        desk.colleagues.flush()
+        assert desk.post.take() == []

@@ -1,0 +1,94 @@
+"""Links are asked for once, answered later, and forgotten with their workers."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from baton.control import Address, Worker, WorkerRole
+from baton.kvtransfer.link import Link
+from baton.prefill_worker.kv_links import KvLinks
+from tests.endpoint_host import Host
+
+Answer = Callable[[Link | None], None]
+
+
+class Asked:
+    """A Connect that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Address, Answer]] = []
+
+    def __call__(self, address: Address, answer: Answer) -> None:
+        self.waiting.append((address, answer))
+
+    def answer(self, link: Link | None) -> None:
+        _, answer = self.waiting.pop(0)
+        answer(link)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    made = Host(), Host()
+    yield made
+    for host in made:
+        host.close()
+
+
+def a_worker(number: int, address: tuple[str, int] = ("127.0.0.1", 9)) -> Worker:
+    return Worker(
+        id=f"{number:032x}",
+        name=f"decode-{number}",
+        role=WorkerRole.DECODE,
+        model="tiny",
+        fingerprint="model",
+        address=Address("127.0.0.1", 9),
+        kv_address=Address(*address),
+        page_size=16,
+        num_pages=64,
+        max_num_seqs=8,
+        max_model_len=96,
+    )
+
+
+def test_a_link_is_asked_for_once(hosts: tuple[Host, Host]) -> None:
+    asked, worker = Asked(), a_worker(1, hosts[1].address())
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    links.keep_up([worker])
+    assert [address for address, _ in asked.waiting] == [worker.kv_address]
+    assert links.to(worker.id) is None and links.reachable() == []
+    asked.answer(hosts[0].endpoint.link(hosts[1].address()))
+    links.keep_up([worker])
+    assert links.to(worker.id) is not None and links.reachable() == [worker.id]
+    assert not asked.waiting
+
+
+def test_a_failed_try_is_made_again() -> None:
+    asked, worker = Asked(), a_worker(1)
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    asked.answer(None)
+    assert links.to(worker.id) is None
+    links.keep_up([worker])
+    assert len(asked.waiting) == 1
+
+
+def test_a_lost_link_is_replaced(hosts: tuple[Host, Host]) -> None:
+    asked, worker = Asked(), a_worker(1, hosts[1].address())
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    link = hosts[0].endpoint.link(hosts[1].address())
+    asked.answer(link)
+    link.is_lost = True
+    assert links.to(worker.id) is None and links.reachable() == []
+    links.keep_up([worker])
+    assert len(asked.waiting) == 1
+
+
+def test_who_is_not_listed_is_forgotten(hosts: tuple[Host, Host]) -> None:
+    asked, worker = Asked(), a_worker(1, hosts[1].address())
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    asked.answer(hosts[0].endpoint.link(hosts[1].address()))
+    links.keep_up([a_worker(2)])
+    assert links.to(worker.id) is None and links.reachable() == []
