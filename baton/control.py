@@ -30,6 +30,7 @@ from baton.seal import MAX_BODY_BYTES
 PROTOCOL: Final = 1
 MAX_WORKERS: Final = 1024
 MAX_EVENTS: Final = 16_384  # in one message
+MAX_PULLED_PAGES: Final = 32_768  # as kvtransfer allows
 
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -38,6 +39,8 @@ Reason: TypeAlias = Annotated[str, Meta(max_length=512)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
+PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 
 
@@ -81,6 +84,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_seqs: Count
     max_model_len: Count
     tensor_parallel_size: Count = 1
+    kv_dtype: Name = ""  # of the elements in its pages: part of their names
+    num_host_pages: Count = 0
 
 
 class Hello(Message, frozen=True):
@@ -148,12 +153,22 @@ class Ended(Message, frozen=True):
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
+class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker that is thought to hold the first `num_tokens` tokens of a prompt: a hint, it knows better."""
+
+    worker: Id
+    num_tokens: Count
+    pages: Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+    generations: Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+
+
 class Dispatch(Message, frozen=True):
     """Router to a decode worker."""
 
     request: Request
     gateway: Id  # that the tokens go to
     prefill: Annotated[str, Meta(max_length=32)] = ""  # a worker's id; "": compute the prompt here
+    source: PullSource | None = None  # for whoever computes the prompt to pull a prefix from
 
 
 class Prefill(Message, frozen=True):
@@ -166,6 +181,7 @@ class Prefill(Message, frozen=True):
     gateway: Id
     transfer: TransferId
     num_held_tokens: Count = 0
+    source: PullSource | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -275,6 +291,65 @@ class Beat(Message, frozen=True):
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)] = ()  # that it works on
 
 
+class Tier(StrEnum):
+    """Where a worker keeps a page."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class PageEvents(Message, frozen=True):
+    """Worker to router: which pages others can find at it now, one change after another.
+
+    Change i is about the page named `keys[16 * i : 16 * i + 16]` (see page_keys.py): it is in page `pages[i]`
+    of that generation, or nowhere any more where `pages[i]` is -1. Changes are numbered from 0 in each life
+    of a worker, `first` is this message's first number: a gap means that some were lost. `is_afresh`: before
+    these there is nothing, in any tier.
+    """
+
+    first: Count
+    keys: Annotated[bytes, Meta(max_length=16 * MAX_EVENTS)]
+    pages: Annotated[tuple[Annotated[int, Meta(ge=-1, le=2**31 - 1)], ...], Meta(max_length=MAX_EVENTS)]
+    generations: Annotated[tuple[Generation, ...], Meta(max_length=MAX_EVENTS)]
+    tier: Tier = Tier.DEVICE
+    is_afresh: bool = False
+
+
+class PagesWanted(Message, frozen=True):
+    """Router to worker: tell all pages that you hold, afresh; changes follow as before."""
+
+
+class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a prompt has taken where it was computed."""
+
+    request_id: Id
+    attempt: Attempt
+    waited_s: Seconds  # from its arrival until its first step
+    computed_s: Seconds  # from then to its first token
+    num_new_tokens: Count  # computed
+    num_tokens: Count  # of the prompt
+    pulled_bytes: Count = 0
+    pulled_s: Seconds = 0.0
+    moved_bytes: Count = 0  # handed to the decode worker
+    exposed_s: Seconds = 0.0  # of the hand-off: after the first token
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One step of an engine, of those that a worker tells of."""
+
+    num_sequences: Count
+    num_new_tokens: Count  # of prompts, computed in it
+    num_context_tokens: Count  # that its sequences attend to
+    step_s: Seconds
+
+
+class Measured(Message, frozen=True):
+    """Worker to router: what its work has taken, to predict what other work will take."""
+
+    prefills: Annotated[tuple[PrefillTimes, ...], Meta(max_length=1024)] = ()
+    steps: Annotated[tuple[StepTimes, ...], Meta(max_length=1024)] = ()
+
+
 class Drain(Message, frozen=True):
     """Operator to router, router to worker: take nothing new, finish what runs, then end."""
 
@@ -319,6 +394,9 @@ AnyMessage: TypeAlias = (
     | AttemptFailed
     | Cancel
     | Beat
+    | PageEvents
+    | PagesWanted
+    | Measured
     | Drain
     | StatusQuery
     | Status

@@ -15,12 +15,12 @@ from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, at_most, format_number, print_table, write_json
 from baton.clock import SystemClock
 from baton.config import SchedulerConfig
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool
 from baton.engine.plan import Batch
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
+from baton.page_keys import PageKeys
 from baton.request import Request, SamplingParams
 
 PAGE_SIZE = 16

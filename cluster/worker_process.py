@@ -130,6 +130,8 @@ class HostedWorker:
             max_num_seqs=config.engine.scheduler.max_num_seqs,
             max_model_len=engine.max_model_len,
             tensor_parallel_size=config.engine.tensor_parallel_size,
+            kv_dtype=engine.runner.layout.dtype,
+            num_host_pages=len(engine.runner.pool.host),
         )
         return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 

@@ -31,7 +31,6 @@ from baton.engine.host_tier import HostTier
 from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool
 from baton.engine.plan import Advance, Batch
 from baton.engine.preemption_meter import PreemptionMeter
@@ -44,6 +43,7 @@ from baton.engine.stats import EngineStats, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import WorkerLost
 from baton.kernels.layer_groups import LayerGroups
+from baton.page_keys import PageKeys
 from baton.request import Request, StepOutput
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from baton.engine.host_tier import HostTier
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool, PageState
 from baton.engine.sequence import Sequence
 from baton.errors import IntegrityError
+from baton.page_keys import PageKeys
 
 _NO_PAGE = -1
 

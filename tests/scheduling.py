@@ -8,7 +8,7 @@ from baton.clock import ManualClock
 from baton.config import SchedulerConfig
 from baton.engine.host_tier import HostTier
 from baton.engine.leases import Owner
-from baton.engine.page_keys import PageKeys
+from baton.page_keys import PageKeys
 from baton.engine.pages import PagePool, PageState
 from baton.engine.plan import Advance, Batch, Plan
 from baton.engine.prefix_cache import PrefixCache

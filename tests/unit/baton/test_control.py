@@ -61,6 +61,14 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone", worker=OTHER_ID),
         c.Cancel(request_id=ID, attempt=0),
         c.Beat(load=load, is_draining=True, attempts=attempts),
+        c.PageEvents(
+            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=c.Tier.HOST, is_afresh=True
+        ),
+        c.PagesWanted(),
+        c.Measured(
+            prefills=(c.PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),
+            steps=(c.StepTimes(3, 0, 500, 0.01),),
+        ),
         c.Drain(worker="decode-0"),
         c.StatusQuery(),
         c.Status(

@@ -3,13 +3,13 @@
 import pytest
 
 from baton.engine.host_tier import HostTier
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool
 from baton.engine.plan import PreemptMode
 from baton.engine.plan_draft import PlanDraft
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import Sequence
 from baton.engine.sequence_queues import SequenceQueues
+from baton.page_keys import PageKeys
 from baton.request import Request
 
 PAGE_SIZE = 4

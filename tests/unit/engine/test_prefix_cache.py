@@ -3,11 +3,11 @@ from collections.abc import Iterable
 import pytest
 
 from baton.engine.host_tier import HostTier
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool, PageState
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import Sequence
 from baton.errors import IntegrityError
+from baton.page_keys import PageKeys
 from baton.request import Request, SamplingParams
 
 PAGE_SIZE = 4

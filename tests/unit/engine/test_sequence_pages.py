@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from baton.engine.host_tier import HostTier
-from baton.engine.page_keys import PageKeys
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import Sequence, SequenceStatus
 from baton.engine.sequence_pages import SequencePages
+from baton.page_keys import PageKeys
 from baton.request import Request
 
 PAGE_SIZE = 4

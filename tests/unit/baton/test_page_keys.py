@@ -2,7 +2,7 @@ import random
 import struct
 from hashlib import blake2b
 
-from baton.engine.page_keys import KEY_BYTES, PageKeys
+from baton.page_keys import KEY_BYTES, PageKeys
 
 TOKENS = list(range(100, 120))
 
