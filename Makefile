@@ -3,6 +3,7 @@
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
 # make faults  aborts at every point, a thousand times each; kills and stalls
+# make sim     a thousand whole clusters with faults, in virtual time
 # make fuzz    a million damaged frames and as many records, a hundred thousand interleavings of hand-offs
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
@@ -17,7 +18,7 @@ CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis serve test bench parity faults fuzz check format clean
+.PHONY: all setup redis serve test bench parity faults sim fuzz check format clean
 
 all: check test
 
@@ -55,8 +56,11 @@ parity: setup
 faults: setup
 	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
 
+sim: setup
+	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"
+
 fuzz: setup
-	$(BIN)/python -m pytest tests/unit/kvtransfer -k "damaged or interleavings" -m "slow or not slow"
+	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton -k "damaged or interleavings" -m "slow or not slow"
 
 check: setup
 	$(BIN)/ruff check .

@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "chat": "talk to a cluster",
     "status": "workers, their pages and queues",
     "drain": "let a worker finish what it has, and take nothing new",
+    "sim": "run a whole cluster with faults in virtual time, from a seed",
     "doctor": "what this machine lacks, and how to mend it",
     "config": "settings: show, schema, validate",
     "worker": "run one worker, for a cluster that nobody else starts",

@@ -127,6 +127,8 @@ class Frontend:
         self._report()
         if peer.hello.process is Kind.ROUTER:
             self._streams.submit_waiting()
+        else:
+            self._streams.find_worker(peer.hello.id)
 
     def left(self, peer: Peer) -> None:
         if not self._colleagues.left(peer):

@@ -109,6 +109,11 @@ class OpenStreams:
             if stream.state is State.ROUTED and stream.needs(worker):
                 self.lose(stream, worker)
 
+    def find_worker(self, worker: str) -> None:
+        """It is connected again: only its connection was lost, and if it dies later, that is something else."""
+        for stream in self._streams.values():
+            stream.lost.discard(worker)
+
     def lose_router(self) -> None:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         self._started.clear()

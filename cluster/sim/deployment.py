@@ -1,0 +1,98 @@
+"""The processes of one simulated cluster, and their supervisor, which starts again what has died."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Final, TypeVar
+
+from baton.cluster.sim.engine import Machine
+from baton.cluster.sim.lives import GatewayLife, Life, RouterLife, Site, WorkerLife, WorkerPlan
+from baton.control import WorkerRole
+from baton.router_config import RouterSettings
+
+MAX_MODEL_LEN: Final = 96
+SEEMS_DEAD_S: Final = 2.0  # without a sign of life; some of it may have passed before
+RESTART_S: Final = (0.05, 1.5)
+
+_Life = TypeVar("_Life", bound=Life)
+
+
+class Slot:
+    """A name that one process at a time has."""
+
+    def __init__(self, name: str, start: Callable[[], Life], site: Site) -> None:
+        self.name = name
+        self.life = start()
+        self.gone_s: list[float] = []  # when it died, or was taken for dead
+        self._start = start
+        self._site = site
+        self._watch()
+
+    def kill(self) -> None:
+        self.life.process.die()
+
+    def pause(self, seconds: float) -> None:
+        """Nothing happens when it is paused already."""
+        process, events = self.life.process, self._site.events
+        if process.is_paused:
+            return
+        process.pause()
+        events.after(seconds, process.resume)
+        if seconds >= SEEMS_DEAD_S:
+            self.gone_s.append(events.now_s + SEEMS_DEAD_S)
+
+    def _watch(self) -> None:
+        self.life.process.on_death.append(self._died)
+
+    def _died(self) -> None:
+        self._site.trace.died(self.name)
+        self.gone_s.append(self._site.events.now_s)
+        self._site.events.after(self._site.random.uniform(*RESTART_S), self._restart)
+
+    def _restart(self) -> None:
+        self.life = self._start()
+        self._watch()
+
+
+class Deployment:
+    def __init__(self, site: Site, random: Random) -> None:
+        self.site = site
+        settings = RouterSettings(
+            policy=random.choice(("least-loaded", "round-robin")),
+            local_prefill_tokens=random.choice((0, 4, 8, 16)),
+            seed=random.getrandbits(32),
+        )
+        plans = [
+            _worker_plan(role, number, random)
+            for role in WorkerRole
+            for number in range(random.randint(1, 3))
+        ]
+        self.router = Slot("router", lambda: RouterLife(site, "router", settings), site)
+        self.gateways = [self._gateway(f"gateway-{number}") for number in range(random.randint(1, 2))]
+        self.workers = [self._worker(plan) for plan in plans]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [self.router, *self.gateways, *self.workers]
+
+    def lives(self, kind: type[_Life]) -> list[_Life]:
+        return [slot.life for slot in self.slots if isinstance(slot.life, kind)]
+
+    def _gateway(self, name: str) -> Slot:
+        return Slot(name, lambda: GatewayLife(self.site, name), self.site)
+
+    def _worker(self, plan: WorkerPlan) -> Slot:
+        return Slot(plan.name, lambda: WorkerLife(self.site, plan), self.site)
+
+
+def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:
+    page_size = random.choice((4, 4, 8, 16))
+    machine = Machine(
+        page_size=page_size,
+        num_pages=random.choice((2, 2, 3, 8)) * MAX_MODEL_LEN // page_size,
+        max_num_seqs=random.choice((2, 4, 16)),
+        max_num_batched_tokens=random.choice((16, 32, 128)),
+        max_model_len=MAX_MODEL_LEN,
+        step_s=random.uniform(0.01, 0.06),
+        token_s=random.uniform(0.0001, 0.003),
+    )
+    return WorkerPlan(f"{role.value}-{number}", role, machine, random.choice((0, 2, 8)))

@@ -1,0 +1,171 @@
+"""A replica of the simulation: the engine's own scheduler and ledgers, and a model of numbers (model.py)."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import Final
+
+from baton.clock import Clock
+from baton.cluster.sim.model import POISON, UNSAMPLEABLE, VOCAB_SIZE, KvMemory, run_chunk
+from baton.cluster.sim.process import Crash
+from baton.config import SchedulerConfig
+from baton.engine.host_tier import HostTier
+from baton.engine.leases import Owner
+from baton.engine.pages import PagePool
+from baton.engine.plan import Advance, Batch, ScheduledChunk
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.request_checks import check_request
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import FilledPages, Progress, Sequence
+from baton.engine.stats import EngineStats, take_stats
+from baton.page_keys import PageKeys
+from baton.request import Request, StepOutput
+
+FINGERPRINT: Final = "numbers"
+IDLE_STEP_S: Final = 0.02  # one that finds no pages for anybody
+STEPS_PER_CHECK: Final = 16  # the books are derived anew so often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a replica runs on."""
+
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    step_s: float  # of an empty batch
+    token_s: float  # for each token in it more
+
+
+class SimEngine:
+    """See Replica. `spend` is told how long each step takes."""
+
+    def __init__(self, machine: Machine, clock: Clock, spend: Callable[[float], None]) -> None:
+        self.machine = machine
+        self.memory = KvMemory(machine.num_pages, machine.page_size)
+        self._clock = clock
+        self._spend = spend
+        self._num_steps = 0
+        pool = PagePool(machine.num_pages, machine.page_size)
+        keys = PageKeys(model_fingerprint=FINGERPRINT, dtype="float32", page_size=machine.page_size)
+        config = SchedulerConfig(
+            max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+        )
+        self.scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
+
+    @property
+    def pages(self) -> PagePool:
+        return self.scheduler.pool
+
+    @property
+    def max_model_len(self) -> int:
+        return self.machine.max_model_len
+
+    @property
+    def num_available_pages(self) -> int:
+        self._expire()
+        return self.scheduler.outside.num_reservable()
+
+    def check(self, request: Request) -> None:
+        check_request(request, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
+
+    def add(
+        self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
+    ) -> tuple[Progress, ...]:
+        self.check(request)
+        assert request.sampling.n == 1, "gateways ask for one choice at a time"
+        sequence = Sequence.from_request(request, request.choice, max_model_len=self.max_model_len)
+        sequence.keeps_pages = keeps_pages
+        self.scheduler.add(sequence, filled)
+        return (sequence,)
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
+        return [_last_output(sequence) for sequence in self.scheduler.abort(request_id, choice)]
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StepOutput]:
+        self._expire()
+        batch = self.scheduler.apply(self.scheduler.plan())
+        self._spend(self._duration_s(batch))
+        failed = [chunk.sequence for chunk in batch.chunks if chunk.samples and _fails(chunk.sequence)]
+        sampled = [self._run(chunk) for chunk in batch.chunks]
+        for sequence in failed:
+            self.scheduler.fail(sequence)
+        advances = self.scheduler.commit(batch, sampled)
+        self._num_steps += 1
+        if not self._num_steps % STEPS_PER_CHECK:
+            self.scheduler.check_integrity()
+        return [_output(advance) for advance in advances] + [_last_output(sequence) for sequence in failed]
+
+    def claim_prefix(
+        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
+
+    def release(self, filled: FilledPages) -> None:
+        self.scheduler.outside.release(filled.pages, filled.owner)
+
+    def release_kept(self, request_id: str, choice: int = 0) -> None:
+        self.scheduler.outside.release_kept((request_id, choice))
+
+    def make_room(self, num_pages: int) -> bool:
+        if num_pages > self.num_available_pages:
+            return False
+        self.scheduler.cache.make_room(num_pages, keep=False)
+        return True
+
+    def stats(self) -> EngineStats:
+        self._expire()
+        return take_stats(self.scheduler)
+
+    def _expire(self) -> None:
+        self.pages.expire(self._clock.now_s())
+
+    def _duration_s(self, batch: Batch) -> float:
+        if not batch.chunks:
+            return IDLE_STEP_S
+        num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+        return self.machine.step_s + self.machine.token_s * num_tokens
+
+    def _run(self, chunk: ScheduledChunk) -> int | None:
+        sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size
+        if POISON in sequence.token_ids:
+            raise Crash
+        last = chunk.start + chunk.num_tokens - 1
+        for index, page in enumerate(sequence.page_table[: last // size + 1]):
+            is_written = index >= chunk.start // size
+            owners = pool.owners(page)
+            assert sequence.key in owners, f"{sequence.key} reads page {page} of {owners}"
+            assert not is_written or len(owners) == 1, f"{sequence.key} writes page {page} of {owners}"
+        return run_chunk(self.memory, chunk)
+
+
+def _fails(sequence: Sequence) -> bool:
+    return UNSAMPLEABLE in sequence.token_ids
+
+
+def _output(advance: Advance) -> StepOutput:
+    sequence = advance.sequence
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=advance.index,
+        token_id=advance.token_id,
+        finish_reason=advance.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def _last_output(sequence: Sequence) -> StepOutput:
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=sequence.num_generated_tokens,
+        token_id=None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )

@@ -1,0 +1,117 @@
+"""What goes wrong in a simulation: faults at random times, each of which ends by itself."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from baton.cluster.sim.clients import START_S
+from baton.cluster.sim.deployment import Deployment, Slot
+from baton.cluster.sim.lives import WorkerLife
+
+MAX_NUM_FAULTS: Final = 8
+PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
+STALL_S: Final = (0.01, 3.0)
+
+Fault = Callable[[], str]  # does it, and says what it was
+
+
+class Faults:
+    """`say` is told what is done."""
+
+    def __init__(self, deployment: Deployment, random: Random, say: Callable[[str], None]) -> None:
+        self.num_faults = 0
+        self._deployment = deployment
+        self._events = deployment.site.events
+        self._random = random
+        self._say = say
+        self._kinds: list[Fault] = [
+            self._kill_worker,
+            self._kill_worker,
+            self._kill_router,
+            self._kill_gateway,
+            self._pause,
+            self._pause,
+            self._cut,
+            self._cut,
+            self._stall,
+            self._damage,
+            self._break,
+            self._slow_down,
+            self._drain,
+        ]
+
+    def schedule(self, end_s: float) -> None:
+        """To begin by then."""
+        self.num_faults = self._random.choice((0, 1, 2, 4, MAX_NUM_FAULTS))
+        for _ in range(self.num_faults):
+            fault = self._random.choice(self._kinds)
+            self._events.at(self._random.uniform(START_S, end_s), lambda fault=fault: self._say(fault()))  # type: ignore[misc]
+
+    def _any(self, slots: list[Slot]) -> Slot:
+        return self._random.choice(slots)
+
+    def _worker(self) -> tuple[Slot, WorkerLife]:
+        slot = self._any(self._deployment.workers)
+        assert isinstance(slot.life, WorkerLife)
+        return slot, slot.life
+
+    def _kill_worker(self) -> str:
+        slot, _ = self._worker()
+        slot.kill()
+        return f"SIGKILL {slot.name}"
+
+    def _kill_router(self) -> str:
+        self._deployment.router.kill()
+        return "SIGKILL router"
+
+    def _kill_gateway(self) -> str:
+        slot = self._any(self._deployment.gateways)
+        slot.kill()
+        return f"SIGKILL {slot.name}"
+
+    def _pause(self) -> str:
+        slot = self._any(self._deployment.slots)
+        seconds = self._random.choice(PAUSES_S)
+        slot.pause(seconds)
+        return f"SIGSTOP {slot.name} for {seconds:g} s"
+
+    def _cut(self) -> str:
+        wires = list(self._deployment.site.network.wires)
+        if not wires:
+            return "there is no wire to cut"
+        wire = self._random.choice(wires)
+        wire.cut()
+        return f"the wire {_names(wire.ends[0].owner.name, wire.ends[1].owner.name)} is cut"
+
+    def _stall(self) -> str:
+        wires = list(self._deployment.site.network.wires)
+        if not wires:
+            return "there is no wire to stall"
+        wire, seconds = self._random.choice(wires), self._random.uniform(*STALL_S)
+        wire.stalled_until_s = self._events.now_s + seconds
+        return f"{_names(wire.ends[0].owner.name, wire.ends[1].owner.name)} stalls for {seconds:.2f} s"
+
+    def _damage(self) -> str:
+        return self._with_pieces("flip_chance", self._random.choice((0.05, 0.5, 1.0)))
+
+    def _break(self) -> str:
+        return self._with_pieces("break_chance", self._random.choice((0.2, 1.0)))
+
+    def _slow_down(self) -> str:
+        return self._with_pieces("delay_s", self._random.choice((0.05, 0.5, 2.0)))
+
+    def _with_pieces(self, name: str, value: float) -> str:
+        slot, life = self._worker()
+        faults, seconds = life.endpoint.pieces.faults, self._random.uniform(0.2, 3.0)
+        setattr(faults, name, value)
+        self._events.after(seconds, lambda: setattr(faults, name, 0.0))
+        return f"pages that leave {slot.name}: {name} is {value:g} for {seconds:.2f} s"
+
+    def _drain(self) -> str:
+        slot, life = self._worker()
+        life.drain()
+        return f"SIGTERM {slot.name}"
+
+
+def _names(one: str, other: str) -> str:
+    return f"{one} - {other}"

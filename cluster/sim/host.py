@@ -1,0 +1,134 @@
+"""What a hub is to a node (baton/hub.py), without sockets: it listens, dials, and carries messages.
+
+A dropped peer is noted, with the reason: among honest processes there are few that may occur.
+"""
+
+from typing import Protocol
+
+from baton.cluster.sim.events import Call
+from baton.cluster.sim.network import End, Network
+from baton.cluster.sim.process import Process
+from baton.control import Address, AnyMessage, Hello, decode, encode
+from baton.errors import WireError
+from baton.node import TICK_S, Node
+
+
+class Trace(Protocol):
+    """Who watches: told of every message when it is heard, of every death and every drop."""
+
+    def message(self, sender: str, receiver: str, message: AnyMessage) -> None: ...
+
+    def died(self, name: str) -> None: ...
+
+    def dropped(self, host: str, error: WireError) -> None: ...
+
+
+class Host:
+    """One process's connections; `serve` must follow before anything comes."""
+
+    def __init__(self, process: Process, network: Network, directory: "Directory", trace: Trace) -> None:
+        self.process = process
+        self.trace = trace
+        self._network = network
+        self._directory = directory
+        self._node: Node | None = None
+        self._dialing: set[Address] = set()  # until its connection has ended
+
+    @property
+    def node(self) -> Node:
+        assert self._node is not None, f"{self.process.name} serves nothing yet"
+        return self._node
+
+    def serve(self, node: Node, address: Address | None = None) -> None:
+        self._node = node
+        if address is not None:
+            self._directory.listen(address, self)
+        self.process.later(TICK_S, self._tick)
+
+    def dial(self, address: Address) -> None:
+        """See node.Dial."""
+        if address in self._dialing:
+            return
+        self._dialing.add(address)
+        self.process.later(self._network.delay_s(), lambda: self._connect(address))
+
+    def _connect(self, address: Address) -> None:
+        callee = self._directory.find(address)
+        if callee is None or callee.process.is_dead:
+            self._dialing.discard(address)
+            return
+        ours, theirs = self._network.connect(self.process, callee.process)
+        callee.process.post(lambda: callee.greet(HostPeer(callee, theirs)))
+        self.greet(HostPeer(self, ours, on_gone=lambda: self._dialing.discard(address)))
+
+    def greet(self, peer: "HostPeer") -> None:
+        peer.send(self.node.hello)
+
+    def drop(self, peer: "HostPeer", error: WireError) -> None:
+        self.trace.dropped(self.process.name, error)
+        peer.abort()
+
+    def _tick(self) -> None:
+        self.process.post(self._make_tick)
+
+    def _make_tick(self) -> None:
+        self.process.later(TICK_S, self._tick)
+        self.node.tick()
+
+
+class HostPeer:
+    """See node.Peer. One to its node from the moment that its Hello has come."""
+
+    def __init__(self, host: Host, end: End, on_gone: Call = lambda: None) -> None:
+        self._host = host
+        self._end = end
+        self._on_gone = on_gone
+        self._hello: Hello | None = None
+        end.on_body = self._received
+        end.on_end = self._left
+
+    @property
+    def hello(self) -> Hello:
+        assert self._hello is not None, "nobody has been told of this peer yet"
+        return self._hello
+
+    def send(self, message: AnyMessage) -> None:
+        self._end.send(encode(message))
+
+    def close(self) -> None:
+        self._end.close()
+
+    def abort(self) -> None:
+        self._end.abort()
+
+    def _received(self, body: bytes) -> None:
+        message, host = decode(body), self._host
+        try:
+            if self._hello is not None:
+                host.trace.message(self._hello.id, host.process.name, message)
+                host.node.received(self, message)
+                return
+            assert isinstance(message, Hello), message
+            self._hello = message
+            host.node.joined(self)
+        except WireError as error:
+            host.drop(self, error)
+
+    def _left(self) -> None:
+        self._on_gone()
+        if self._hello is not None:
+            self._host.node.left(self)
+
+
+class Directory:
+    """Who listens where."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[Address, Host] = {}
+
+    def listen(self, address: Address, host: Host) -> None:
+        """A process that listens there takes the place of one that did before."""
+        self._hosts[address] = host
+
+    def find(self, address: Address) -> Host | None:
+        return self._hosts.get(address)

@@ -1,0 +1,160 @@
+"""One life of each kind of process, from its start to its death: production nodes on simulated parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Final, NamedTuple, TypeAlias
+
+from baton.beats import Beats
+from baton.cluster.sim.endpoint import SimEndpoint
+from baton.cluster.sim.engine import FINGERPRINT, Machine, SimEngine
+from baton.cluster.sim.events import Events
+from baton.cluster.sim.host import Directory, Host, Trace
+from baton.cluster.sim.network import Network
+from baton.cluster.sim.process import Process
+from baton.colleagues import Colleagues
+from baton.control import Address, Hello, Kind, Worker, WorkerRole
+from baton.decode_worker.worker import DecodeWorker
+from baton.gateway.frontend import Frontend
+from baton.gateway.replay import Limits
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import Reserve
+from baton.prefill_worker.kv_links import KvLinks
+from baton.prefill_worker.worker import PrefillWorker
+from baton.router.router import Router
+from baton.router_config import RouterSettings
+
+ROUTER: Final = Address("sim", 1)
+SLOW_DIAL_S: Final = 0.5  # until a link to a process that does not answer is given up
+MAX_CLOCK_OFFSET_S: Final = 1e6
+
+
+@dataclass(eq=False)
+class Site:
+    """What all processes of one simulation share."""
+
+    events: Events
+    network: Network
+    random: Random
+    trace: Trace
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        self.directory = Directory()
+        self.endpoints: dict[Address, SimEndpoint] = {}
+        self.names: dict[str, str] = {}  # id of a process -> its name
+        self._last_port = ROUTER.port
+
+    def new_process(self, name: str) -> Process:
+        return Process(name, self.events, self.random.uniform(0, MAX_CLOCK_OFFSET_S))
+
+    def new_id(self, name: str) -> str:
+        minted = self.random.randbytes(16).hex()
+        self.names[minted] = name
+        return minted
+
+    def new_address(self) -> Address:
+        self._last_port += 1
+        return Address("sim", self._last_port)
+
+
+class RouterLife:
+    def __init__(self, site: Site, name: str, settings: RouterSettings) -> None:
+        self.process = site.new_process(name)
+        self.router = Router(settings, self.process.clock, site.new_id(name))
+        Host(self.process, site.network, site.directory, site.trace).serve(self.router, ROUTER)
+
+
+class GatewayLife:
+    def __init__(self, site: Site, name: str) -> None:
+        self.process = site.new_process(name)
+        host = Host(self.process, site.network, site.directory, site.trace)
+        self.frontend = Frontend(site.new_id(name), ROUTER, host.dial, self.process.clock, site.limits)
+        host.serve(self.frontend)
+
+
+class WorkerPlan(NamedTuple):
+    """What a worker is in every life."""
+
+    name: str
+    role: WorkerRole
+    machine: Machine
+    local_prefill_tokens: int
+
+
+class WorkerLife:
+    def __init__(self, site: Site, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self.process = process = site.new_process(plan.name)
+        self.engine = SimEngine(plan.machine, process.clock, process.spend)
+        self.endpoint = SimEndpoint(process, self.engine, site.network, site.random, site.trace, self._admit)
+        self._site = site
+        self._host = Host(process, site.network, site.directory, site.trace)
+        address, kv_address = site.new_address(), site.new_address()
+        site.endpoints[kv_address] = self.endpoint
+        self.worker = self._make_worker(self._hello(address, kv_address))
+        process.turn = self._turn
+        self._host.serve(self.worker, address)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.worker.is_draining
+
+    def drain(self) -> None:
+        """As SIGTERM does."""
+        self.process.post(self.worker.drain)
+
+    def _turn(self) -> None:
+        self.worker.step()
+        if self.engine.has_work():
+            self.process.wake()
+        elif self.worker.is_draining and self.worker.is_idle:
+            self._site.network.close_all(self.process)
+            self.process.die()
+
+    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
+        worker = self.worker
+        return worker.admit(reserve, num_pages) if isinstance(worker, DecodeWorker) else None
+
+    def _hello(self, address: Address, kv_address: Address) -> Hello:
+        plan, machine = self.plan, self.plan.machine
+        worker = Worker(
+            id=self._site.new_id(plan.name),
+            name=plan.name,
+            role=plan.role,
+            model="numbers",
+            fingerprint=FINGERPRINT,
+            address=address,
+            kv_address=kv_address,
+            page_size=machine.page_size,
+            num_pages=machine.num_pages,
+            max_num_seqs=machine.max_num_seqs,
+            max_model_len=machine.max_model_len,
+        )
+        return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+
+    def _make_worker(self, hello: Hello) -> PrefillWorker | DecodeWorker:
+        is_prefill = self.plan.role is WorkerRole.PREFILL
+        wanted = () if is_prefill else (WorkerRole.PREFILL,)
+        colleagues = Colleagues(hello, ROUTER, self._host.dial, wanted)
+        beats = Beats(colleagues, self.process.clock)
+        if is_prefill:
+            return PrefillWorker(self.engine, self.endpoint, colleagues, beats, KvLinks(self._connect))
+        num_local = self.plan.local_prefill_tokens
+        return DecodeWorker(self.engine, self.endpoint, colleagues, beats, local_prefill_tokens=num_local)
+
+    def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
+        """See kv_links.Connect."""
+        process, other = self.process, self._site.endpoints[address]
+        is_direct = self._site.random.random() < 0.5
+
+        def dial() -> None:
+            link = None
+            if not other.process.is_dead and not other.process.is_paused:
+                link = self.endpoint.connect(other, is_direct=is_direct)
+            process.post(lambda: answer(link))
+
+        process.later(SLOW_DIAL_S if other.process.is_paused else self._site.network.delay_s(), dial)
+
+
+Life: TypeAlias = RouterLife | GatewayLife | WorkerLife

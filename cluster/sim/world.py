@@ -1,0 +1,132 @@
+"""One simulated cluster from its start to its rest, all of it from one seed.
+
+1. A cluster, a load and faults are drawn by chance. The cluster starts while the first requests come.
+2. Requests and faults happen; whatever dies is started again.
+3. When the last request has ended, everything comes to rest. Then nothing may be held anywhere, and every
+   client must have been given what an undisturbed run gives, or one error that its fate explains.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from baton.cluster.sim.checks import client_complaints, is_whole, rest_complaints
+from baton.cluster.sim.clients import Client, Load, Visit
+from baton.cluster.sim.deployment import Deployment
+from baton.cluster.sim.events import Events
+from baton.cluster.sim.faults import Faults
+from baton.cluster.sim.lives import GatewayLife, Site
+from baton.cluster.sim.network import Network
+from baton.cluster.sim.trace import Recorder
+from baton.gateway.replay import Limits
+
+MAX_VISITS: Final = 16
+LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=30.0)
+REST_S: Final = 9.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
+MAX_LIFE_S: Final = 90.0
+
+
+class Violation(AssertionError):
+    """Something that must hold did not."""
+
+
+class World:
+    def __init__(self, seed: int, write: Callable[[str], None] | None = None) -> None:
+        """write: takes the trace, line by line."""
+        self.seed = seed
+        self.events = Events()
+        self.recorder = Recorder(self.events, write)
+        draw = {name: Random(f"{seed} {name}") for name in ("cluster", "load", "faults", "network", "ids")}
+        network = Network(self.events, draw["network"])
+        self.site = Site(self.events, network, draw["ids"], self.recorder, LIMITS)
+        self.recorder.names = self.site.names
+        self.deployment = Deployment(self.site, draw["cluster"])
+        self.faults = Faults(self.deployment, draw["faults"], self.recorder.say)
+        num_visits = draw["load"].randint(1, MAX_VISITS)
+        load = Load(self.events, draw["load"])
+        self.visits = load.visits(num_visits, len(self.deployment.gateways))
+        self._trouble_ends_s = load.ends_s + 1.0
+        self.faults.schedule(self._trouble_ends_s)
+
+    @property
+    def clients(self) -> list[Client]:
+        return [client for visit in self.visits for client in visit.clients]
+
+    def run(self) -> Counter[str]:
+        """How many clients ended how. AssertionError when what must hold did not: its note says the command."""
+        try:
+            return self._run()
+        except Exception as error:
+            error.add_note(f"replay: {replay_command(self.seed)}")
+            raise
+
+    @property
+    def summary(self) -> str:
+        deployment = self.deployment
+        return (
+            f"{len(deployment.workers)} workers, {len(deployment.gateways)} gateways, "
+            f"{self.faults.num_faults} faults, {len(self.clients)} clients"
+        )
+
+    def _run(self) -> Counter[str]:
+        for visit in self.visits:
+            self.events.at(visit.at_s, lambda visit=visit: self._come(visit))  # type: ignore[misc]
+        self.events.run_until(self._trouble_ends_s)
+        self._run_until_all_have_ended()
+        self.events.run_until(self.events.now_s + REST_S)
+        self._check()
+        return Counter(_fate(client) for client in self.clients)
+
+    def _come(self, visit: Visit) -> None:
+        slot = self.deployment.gateways[visit.gateway]
+        if slot.life.process.is_dead:  # it is refused a connection, and tries again
+            self.events.after(0.1, lambda: self._come(visit))
+            return
+        assert isinstance(slot.life, GatewayLife)
+        first = visit.clients[0]
+        first.open(slot.life)
+        if visit.cancel_s is not None:
+            self.events.after(visit.cancel_s, first.cancel)
+
+    def _run_until_all_have_ended(self) -> None:
+        while not (self._has_ended() and is_whole(self.deployment)):
+            if self.events.now_s > MAX_LIFE_S:
+                left = [client.request.request_id[:8] for client in self.clients if not _has_ended(client)]
+                raise Violation(f"{len(left)} requests never end: {' '.join(left)}")
+            self.events.run_until(self.events.now_s + 0.5)
+
+    def _has_ended(self) -> bool:
+        return all(_has_ended(client) for visit in self.visits for client in _asked_for(visit))
+
+    def _check(self) -> None:
+        complaints = [f"{host} dropped a peer: {error}" for host, error in self.recorder.drops]
+        for client in self.clients:
+            complaints += client_complaints(client, self.deployment)
+        complaints += rest_complaints(self.deployment)
+        if complaints:
+            raise Violation("\n".join(complaints))
+
+
+def replay_command(seed: int) -> str:
+    return f"python -m baton.cluster.cli sim --seed {seed}"
+
+
+def _has_ended(client: Client) -> bool:
+    return client.gateway is not None and client.is_over
+
+
+def _asked_for(visit: Visit) -> list[Client]:
+    """The first, and the others once it has its first token."""
+    first, *others = visit.clients
+    return [first, *(client for client in others if client.gateway is not None)]
+
+
+def _fate(client: Client) -> str:
+    if client.error is not None:
+        return type(client.error).__name__
+    if client.finish_reason is not None:
+        return str(client.finish_reason)
+    if client.has_cancelled:
+        return "cancelled"
+    return "gone with its gateway" if client.gateway is not None else "never asked for"

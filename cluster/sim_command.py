@@ -1,0 +1,32 @@
+"""Run a whole cluster in virtual time, with faults, from one seed: `baton sim --seed 17`."""
+
+import argparse
+import logging
+
+from baton.cluster import standard_output
+from baton.cluster.sim.world import World
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="of the cluster, its load and its faults")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run so many, from --seed on")
+    parser.add_argument("--quiet", action="store_true", help="only say how requests ended")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """1 at the first seed with which something did not hold, else 0."""
+    logging.getLogger("baton").setLevel(logging.CRITICAL)  # the trace says it, with the time
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+        world = World(seed, None if arguments.quiet else _write)
+        try:
+            fates = world.run()
+        except AssertionError as error:
+            _write("\n".join([f"seed {seed}: {world.summary}", str(error), *error.__notes__]))
+            return 1
+        ends = ", ".join(f"{number} {fate}" for fate, number in sorted(fates.items()))
+        _write(f"seed {seed}: {world.summary}, {world.events.now_s:.1f} s: {ends}")
+    return 0
+
+
+def _write(line: str) -> None:
+    standard_output.write(f"{line}\n")
