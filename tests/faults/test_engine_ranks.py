@@ -1,0 +1,195 @@
+"""What an engine of several ranks has computed is, page for page, what another one goes on from."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from baton.engine.sequence import FilledPages
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.handoff import Outcome, Timing
+from baton.kvtransfer.ledger import Owner
+from baton.kvtransfer.messages import Reserve
+from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.rank_agents import RankAgents
+from baton.request import Request, SamplingParams
+from tests.endpoint_host import KEY
+from tests.tiny_models import tiny_config, tiny_engine, write_config
+from tests.transfer_ends import wait_for
+from tests.watched_agent import pages_of, watched
+
+PROMPT: Final = tuple((7 * i + i * i) % 131 for i in range(75))
+TRANSFER: Final = b"named by whoever"
+NEW_TOKENS: Final = 8
+
+
+class Replica:
+    """An engine with its endpoint, on the test's thread."""
+
+    def __init__(self, model: Path, num_ranks: int, page_size: int, transport: str = "auto") -> None:
+        self._ends = ExitStack()
+        shared, agents = SharedPool(), RankAgents(num_ranks)
+        self._ends.callback(shared.close)
+        self._ends.callback(agents.close)
+        self._companion = watched(agents.companion)
+        config = tiny_config(model, tensor_parallel_size=num_ranks, cache={"page_size": page_size})
+        self.engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=self._companion)
+        self._ends.callback(self.engine.close)
+        self.pool = self.engine.runner.pool.device
+        self._num_ranks = num_ranks
+        settings = EndpointSettings(
+            key=KEY,
+            fingerprint=self.engine.fingerprint,
+            layout=self.engine.runner.layout,
+            transport=transport,
+            timing=Timing(lease_s=3.0, heartbeat_s=0.5),
+        )
+        self.endpoint = KvEndpoint(
+            settings, self.pool, self.engine.pages, self._admit, shared=shared, agents=agents
+        )
+        self._ends.callback(self.endpoint.close)
+        self.ended: list[Ended] = []
+        self.asked: list[bytes] = []
+
+    def _admit(self, request: Reserve, num_pages: int) -> Owner | None:
+        self.asked.append(request.transfer)
+        return "adopter" if self.engine.make_room(num_pages) else None
+
+    def poll(self) -> None:
+        self.ended += self.endpoint.poll()
+
+    def compute(self, request: Request) -> list[int]:
+        """The pages of its prompt, which the engine keeps."""
+        (progress,) = self.engine.add(request, keeps_pages=True)
+        while self.engine.has_work():
+            self.engine.step()
+        return list(progress.page_table)
+
+    def tokens(self, pages: list[int]) -> Tensor:
+        """Whatever is in the pages, of all heads, in the order of the tokens."""
+        others = [pages_of(self._companion, rank, pages, self.pool) for rank in range(1, self._num_ranks)]
+        return torch.cat([self.pool[pages], *others], dim=3).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+Make = Callable[..., Replica]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture
+def make(model: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def replica(*arguments: object) -> Replica:
+            made = Replica(model, *arguments)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
+
+        yield replica
+
+
+def a_request(name: str, num_tokens: int = NEW_TOKENS) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return Request(request_id=name, token_ids=PROMPT, sampling=sampling)
+
+
+def run(engine: Engine) -> list[int | None]:
+    found = []
+    while engine.has_work():
+        found += [output.token_id for output in engine.step()]
+    return found
+
+
+def move(source: Replica, destination: Replica, pages: list[int]) -> Ended:
+    """The destination's end of a transfer of the prompt's pages."""
+    link = source.endpoint.link(destination.endpoint.address)
+    unit_tokens = min(source.engine.pages.page_size, destination.engine.pages.page_size)
+    num_units = -(-len(PROMPT) // unit_tokens)
+    transfer = source.endpoint.start(link, num_units, deadline_s=20.0, transfer=TRANSFER)
+
+    def is_granted() -> bool:
+        source.poll()
+        destination.poll()
+        return transfer in source.endpoint.take_granted()
+
+    wait_for(is_granted)
+    source.endpoint.offer(transfer, pages, num_units)
+
+    def is_over() -> bool:
+        source.poll()
+        destination.poll()
+        return bool(source.ended and destination.ended)
+
+    wait_for(is_over)
+    assert source.ended[-1].outcome is Outcome.HANDED_OVER
+    return destination.ended[-1]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(
+    ("source_cut", "destination_cut"),
+    [((2, 16), (1, 64)), ((1, 16), (2, 16)), ((2, 64), (2, 16))],
+    ids=["2-ranks-to-1", "1-rank-to-2", "2-ranks-to-2"],
+)
+def test_an_engine_goes_on_from_the_pages_of_another(
+    make: Make,
+    model: Path,
+    source_cut: tuple[int, int],
+    destination_cut: tuple[int, int],
+    transport: str,
+) -> None:
+    source, destination = make(*source_cut, transport), make(*destination_cut)
+    alone = tiny_engine(model)
+    alone.add(a_request("alone"))
+    expected = run(alone)
+    pages = source.compute(a_request("prefill", 1))
+    ended = move(source, destination, pages)
+    assert (ended.outcome, ended.transfer, destination.asked) == (Outcome.ADOPTED, TRANSFER, [TRANSFER])
+    num_tokens = len(PROMPT) // 16 * 16
+    sent, received = source.tokens(pages), destination.tokens(list(ended.pages))
+    assert torch.equal(sent[:, :, :, :num_tokens], received[:, :, :, :num_tokens]) and sent.any()
+    brought = FilledPages(tuple(ended.pages), len(PROMPT) - 1, "adopter")
+    destination.engine.add(a_request("decode"), brought)
+    assert run(destination.engine) == expected
+    source.engine.release_kept("prefill")
+
+
+def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> None:
+    before = set(psutil.Process().children())
+    source, destination = make(2, 16), make(1, 16)
+    (follower,) = set(psutil.Process().children()) - before
+    link = source.endpoint.link(destination.endpoint.address)
+    source.endpoint.start(link, 4, deadline_s=20.0)
+
+    def is_granted() -> bool:
+        source.poll()
+        destination.poll()
+        return bool(source.endpoint.take_granted())
+
+    def is_over() -> bool:
+        source.poll()
+        destination.poll()
+        return bool(source.ended and destination.ended)
+
+    wait_for(is_granted)
+    follower.kill()
+    wait_for(is_over)
+    assert source.ended[-1][1:3] == (Outcome.FAILED, "rank 1 is lost")
+    assert destination.ended[-1].outcome is Outcome.RECOMPUTE
+    pages = destination.engine.pages
+    wait_for(lambda: is_over() and pages.num_free == pages.num_pages)
