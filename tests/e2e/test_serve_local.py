@@ -1,0 +1,97 @@
+"""`baton serve tiny --runtime local`, as a user runs it."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from baton.bench.tiny.tasks import recall_cases
+from tests.served import Served, are_gone, descendants, served, stop, until
+
+OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+COPY = ("copy(sun moon star)=", "sun moon star")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Served]:
+    with served(*OPTIONS) as found:
+        yield found
+
+
+def test_the_curl_of_the_banner_prints_the_answer_that_it_promises(cluster: Served) -> None:
+    promised = cluster.banner.partition("? is ")[2].partition(",")[0]
+    (curl,) = [line for line in cluster.banner.splitlines() if line.startswith("curl ")]
+    answer = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True, timeout=30).stdout
+    assert f'"text":" {promised}"' in answer
+
+
+def test_long_prompts_are_computed_by_the_prefill_worker_and_answered_by_the_other(cluster: Served) -> None:
+    for case in recall_cases(8, 900, seed=3):
+        assert cluster.complete(case.prompt, 4) == case.answer
+    # What the router knows is a second old. The first prompts may come before the workers have met.
+    until(lambda: cluster.status()["prefill-0"].load.num_tokens >= 4)
+    until(lambda: cluster.status()["prefill-0"].load.kv_bytes > 0)
+    until(lambda: cluster.status()["decode-0"].load.pages["cached"] >= 8 * 900 // 16)
+
+
+def test_status_shows_both_workers(cluster: Served) -> None:
+    table = cluster.baton("status", "--port", str(cluster.port))
+    assert "prefill-0  prefill" in table and "decode-0   decode" in table
+    assert "1 gateway, 0 requests under way" in table
+
+
+def test_chat_answers(cluster: Served) -> None:
+    assert "prefill and decode" in cluster.baton(
+        "chat", "--url", cluster.url, "--temperature", "0", "What is Baton?"
+    )
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) -> None:
+    before = cluster.status()[name].worker.id
+    os.kill(cluster.pid_of(name), signal.SIGKILL)
+    until(lambda: cluster.has_replaced(name, before))
+    assert cluster.complete(COPY[0]) == COPY[1]
+    assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
+
+
+def test_everything_ends_with_it() -> None:
+    with served(*OPTIONS) as cluster:
+        pids = descendants(cluster.process.pid)
+        assert len(pids) >= 4
+        assert stop(cluster.process) == 0
+    assert are_gone(pids)
+
+
+def test_its_children_do_not_outlive_its_own_death() -> None:
+    with served(*OPTIONS) as cluster:
+        pids = descendants(cluster.process.pid)
+        cluster.process.kill()
+        cluster.process.wait()
+        until(lambda: are_gone(pids), 10.0)
+
+
+def test_several_gateways_and_ranks_serve_behind_one_port() -> None:
+    options = ("--gateways", "2", "--decode-tp", "2", "--decode-block-size", "64", "--transport", "tcp")
+    with served(*OPTIONS, *options) as cluster:
+        for case in recall_cases(4, 500, seed=4):
+            assert cluster.complete(case.prompt, 4) == case.answer
+
+
+def test_a_model_that_is_nowhere_is_told_before_anything_is_started(tmp_path: object) -> None:
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", f"{tmp_path}/none", "--runtime", "local"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert result.returncode == 2
+    assert result.stderr.startswith("baton: error: model ") and result.stderr.count("\n") == 1
+
+
+def test_a_worker_that_cannot_load_is_told_by_name() -> None:
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *OPTIONS, "--port", "0"]
+    command += ["--kv-cache-memory", "4KiB"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 2
+    assert "the KV cache holds" in result.stderr and "-0: " in result.stderr

@@ -1,0 +1,52 @@
+"""`baton serve tiny` on a Ray that it starts itself."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from baton.bench.tiny.tasks import recall_cases
+from tests.served import Served, are_gone, command_line, descendants, served, stop, until
+
+pytest.importorskip("ray")
+
+OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Served]:
+    with served(*OPTIONS, "--prefill", "2") as found:
+        yield found
+
+
+def test_prompts_go_from_prefill_to_decode_actors(cluster: Served) -> None:
+    assert "2 prefill and 1 decode workers, on Ray" in cluster.banner
+    for case in recall_cases(6, 600, seed=5):
+        assert cluster.complete(case.prompt, 4) == case.answer
+    assert set(cluster.status()) == {"prefill-0", "prefill-1", "decode-0"}
+    until(lambda: sum(entry.load.kv_bytes for entry in cluster.status().values()) > 0)
+
+
+def test_an_actor_that_is_killed_is_started_again(cluster: Served) -> None:
+    before = cluster.status()["decode-0"].worker.id
+    os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
+    until(lambda: cluster.has_replaced("decode-0", before), 60.0)
+    assert cluster.complete("copy(sun moon star)=") == "sun moon star"
+    assert any("decode-0 ended: " in line and "started again" in line for line in cluster.said)
+
+
+def test_nothing_listens_without_a_token_or_a_key(cluster: Served) -> None:
+    for pid in descendants(cluster.process.pid):
+        assert "--dashboard-host=0.0.0.0" not in command_line(pid)
+        environment = psutil.Process(pid).environ()
+        assert environment.get("RAY_AUTH_MODE", "token") == "token"
+
+
+def test_ray_ends_with_it() -> None:
+    with served(*OPTIONS) as cluster:
+        pids = descendants(cluster.process.pid)
+        assert any("raylet" in command_line(pid) for pid in pids)
+        assert stop(cluster.process) == 0
+        until(lambda: are_gone(pids))

@@ -1,0 +1,181 @@
+"""`baton serve` as a user runs it, for the tests of the whole."""
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from baton.cluster.cluster_record import find_record
+from baton.cluster.operator_node import connected
+from baton.control import Status, WorkerStatus
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 60.0
+
+
+class Served:
+    """A cluster that has printed its banner."""
+
+    def __init__(self, process: "subprocess.Popen[str]", banner: str, said: list[str]) -> None:
+        self.process = process
+        self.banner = banner
+        self.said = said  # its stderr, line by line, as it comes
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1", banner)
+        assert found is not None, banner
+        self.port = int(found[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def post(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Status and JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def complete(self, prompt: str, max_tokens: int = 32) -> str:
+        """The greedy continuation."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        status, answer = self.post("/v1/completions", body)
+        assert status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+    def baton(self, *arguments: str) -> str:
+        """What another command of baton prints."""
+        command = [sys.executable, "-m", "baton.cluster.cli", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def status(self) -> dict[str, WorkerStatus]:
+        """worker's name -> what the router knows of it."""
+        record = find_record(self.port)
+
+        async def ask() -> Status:
+            async with connected(record.router, record.key) as operator:
+                return await operator.status()
+
+        return {entry.worker.name: entry for entry in asyncio.run(ask()).workers}
+
+    def has_replaced(self, worker: str, before: str) -> bool:
+        """Whether one with another id than `before` bears this name."""
+        entry = self.status().get(worker)
+        return entry is not None and entry.worker.id != before
+
+    def pid_of(self, worker: str) -> int:
+        """By the port that it listens on."""
+        port = self.status()[worker].worker.address.port
+        for pid in descendants(self.process.pid):
+            with suppress(psutil.Error):  # it may end meanwhile
+                if any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp")):
+                    return pid
+        raise AssertionError(f"nobody listens on {worker}'s port {port}")
+
+
+@contextmanager
+def served(*arguments: str, **environment: str) -> Iterator[Served]:
+    """`baton serve` with these; in the end it is told to stop, and must have left nothing behind."""
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+    said: list[str] = []
+    assert process.stdout is not None and process.stderr is not None
+    errors = process.stderr
+    listening = threading.Thread(target=lambda: said.extend(errors), daemon=True)
+    listening.start()
+    give_up = threading.Timer(START_TIMEOUT_S, process.kill)
+    give_up.start()
+    try:
+        banner = ""
+        for line in process.stdout:
+            banner += line
+            if line.startswith("curl"):
+                break
+        give_up.cancel()
+        if "curl" not in banner:
+            raise AssertionError(f"no banner came: {banner}{''.join(said)}")
+        yield Served(process, banner, said)
+    finally:
+        give_up.cancel()
+        stop(process)
+        listening.join(10)
+        process.stdout.close()
+        errors.close()
+
+
+def stop(process: "subprocess.Popen[str]") -> int:
+    """Its exit status, after SIGTERM."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come true in time"
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes that this one has started, and theirs."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found: set[int] = set()
+    unseen = [pid]
+    while unseen:
+        for child in children.get(unseen.pop(), ()):
+            found.add(child)
+            unseen.append(child)
+    return found
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def are_gone(pids: set[int]) -> bool:
+    """Whether none of these runs any more; one that nobody has waited for does not."""
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            return False
+    return True
