@@ -1,6 +1,7 @@
 """KV pages on the move: how fast, how much of it a request waits for, and what faults cost.
 
     baton bench kv                            prompt sizes of named models over every transport; streaming
+    baton bench kv --rival tcp:NAME=COMMAND   the same beside another library
     baton bench kv --trace PATH [--scale 32]  a real trace's hand-offs over a matrix of workers
     baton bench kv --faults                   kill, stall, cut and corrupt in the middle of transfers
 
@@ -18,10 +19,11 @@ import msgspec
 
 from baton.bench.kv_faults import KINDS, PERCENTS, measure_fault
 from baton.bench.kv_plot import plot_sweep
-from baton.bench.kv_rows import fault_rows, stream_rows, sweep_rows, trace_rows
+from baton.bench.kv_rivals import Rival
+from baton.bench.kv_rows import fault_rows, rival_rows, stream_rows, sweep_rows, trace_rows
 from baton.bench.kv_shapes import SHAPE_NAMES, layout_of
 from baton.bench.kv_stream import measure_streaming
-from baton.bench.kv_sweep import TRANSPORTS, Limits, Point, measure
+from baton.bench.kv_sweep import TRANSPORTS, Limits, Point, Rounds, measure
 from baton.bench.kv_trace import replay
 from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, can_plot, print_table, write_json
@@ -60,12 +62,17 @@ def run_sweep(options: argparse.Namespace, progress: ProgressLine) -> Bench:
     rows: list[Row] = []
     points: list[Point] = []
     limits: list[Limits] = []
+    rates: list[dict[str, object]] = []
+    rivals = [Rival.parsed(text, TRANSPORTS) for text in options.rival]
+    rounds = Rounds(options.sizes, options.rounds, rivals)
     for shape in options.shapes:
         for page_size in options.page_sizes:
-            found, limit = measure(shape, page_size, options.sizes, options.rounds, progress)
-            points += found
-            limits.append(limit)
-            rows += _shown(progress, f"{shape}, pages of {page_size} tokens", sweep_rows(found, limit))
+            found = measure(shape, page_size, rounds, progress)
+            points += found.points
+            limits.append(found.limits)
+            rates += [{"shape": shape, "page_size": page_size, **each._asdict()} for each in found.rivals]
+            new_rows = sweep_rows(found.points, found.limits) + rival_rows(found.points, found.rivals)
+            rows += _shown(progress, f"{shape}, pages of {page_size} tokens", new_rows)
     streamed = [
         measure_streaming(num_tokens, transport, options.rounds, progress)
         for num_tokens in options.stream_tokens
@@ -77,6 +84,7 @@ def run_sweep(options: argparse.Namespace, progress: ProgressLine) -> Bench:
     extra = {
         "points": [point._asdict() | {"times": msgspec.structs.asdict(point.times)} for point in points],
         "limits": [limit._asdict() for limit in limits],
+        "rivals": rates,
         "streamed": [each._asdict() for each in streamed],
     }
     return Bench("kv", rows, extra)
@@ -117,6 +125,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="TOKENS", help="prompts")
     parser.add_argument("--stream-tokens", nargs="*", type=int, default=list(STREAM_TOKENS), metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")
+    parser.add_argument(
+        "--rival",
+        action="append",
+        default=[],
+        metavar="TRANSPORT:NAME=COMMAND",
+        help="measured in the same rounds; its last line is JSON, see bench/README.md",
+    )
     parser.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file to replay")
     parser.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
     parser.add_argument("--requests", type=int, default=200, help="of the trace, from its beginning")

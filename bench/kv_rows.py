@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from baton.bench.kv_faults import Fault
+from baton.bench.kv_rivals import RivalRates
 from baton.bench.kv_stream import Streamed
 from baton.bench.kv_sweep import SMALL, SMALL_TOKENS, TRANSPORTS, Limits, Point
 from baton.bench.kv_trace import Replayed
@@ -14,6 +15,11 @@ MEBIBYTE: Final = 2**20
 BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
 GLOO_BAR: Final = 1.5
 SMALL_BAR: Final = 0.6
+RIVAL_BARS: Final = {
+    "nixl": 1.2,
+    "mooncake": 2.0,
+}  # a name begins so -> times its rate of writing
+PUSHING: Final = "write"  # what Baton's transports do; a rival's other operations are there to be read
 EXPOSED_BAR: Final = 3.0  # % of a prefill
 STREAMING_BAR: Final = 3.0  # times less exposed
 BACK_BAR_MS: Final = 1000.0
@@ -66,6 +72,23 @@ def _small_ratios(point: Point, largest: Point, limit: str, limits: Limits) -> l
         at_least(f"{name} / largest", point.gbps / largest.gbps, "x", SMALL_BAR, note),
         Row(f"{name} / {limit} of as few", point.gbps / bare_gbps, "x"),
     ]
+
+
+def rival_rows(points: Sequence[Point], rivals: Sequence[RivalRates]) -> list[Row]:
+    """Each rival's rates, and the largest transfer of the transport it is set against over them."""
+    rows = []
+    for rival in rivals:
+        if rival.failure:
+            rows.append(Row(rival.name, None, "GB/s", met=False, note=rival.failure))
+        ours = [point for point in points if point.transport == rival.transport]
+        largest = max(ours, key=lambda point: point.num_bytes)
+        for operation, gbps in rival.gbps.items():
+            name, ratio = f"{rival.name}: {operation}", largest.gbps / gbps
+            bar = RIVAL_BARS.get(rival.name.split()[0]) if operation == PUSHING else None
+            title = f"{rival.transport} / {name}"
+            rows.append(Row(name, gbps, "GB/s"))
+            rows.append(Row(title, ratio, "x") if bar is None else at_least(title, ratio, "x", bar))
+    return rows
 
 
 def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from baton.bench.kv_ends import DestinationProcess, SourceEnd
 from baton.bench.kv_limits import Gloo, Memcpy, PageMoves, RawSocket, Subject
+from baton.bench.kv_rivals import Contest, Rival, RivalRates
 from baton.bench.kv_shapes import layout_of
 from baton.kvtransfer.tcp import TcpSettings
 from baton.kvtransfer.timeline import TransferTimes
@@ -44,6 +45,22 @@ class Limits(NamedTuple):
     gbps: dict[str, float]
 
 
+class Rounds(NamedTuple):
+    """What one round has, and how many there are."""
+
+    sizes: Sequence[int]  # of prompts, in tokens
+    num_rounds: int
+    rivals: Sequence[Rival] = ()
+
+
+class Measured(NamedTuple):
+    """Of one shape and page size."""
+
+    points: list[Point]
+    limits: Limits
+    rivals: list[RivalRates]
+
+
 class Ends:
     """One shape at one page size: a pool here, one in another process, and a link over each transport."""
 
@@ -66,17 +83,16 @@ class Ends:
         self._destination.close()
 
 
-def measure(
-    shape: str, page_size: int, sizes: Sequence[int], num_rounds: int, progress: Progress
-) -> tuple[list[Point], Limits]:
-    """Every prompt size of one shape, and the limits."""
-    ends = Ends(shape, page_size, max(sizes))
+def measure(shape: str, page_size: int, rounds: Rounds, progress: Progress) -> Measured:
+    """Every prompt size of one shape, the limits and the rivals."""
+    ends = Ends(shape, page_size, max(rounds.sizes))
     subjects = limit_subjects(ends.layout)
+    contest = Contest(rounds.rivals, many_moves(ends.layout.page_bytes))
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
     try:
-        for round_number in range(-1, num_rounds):
-            for num_tokens in sizes:
+        for round_number in range(-1, rounds.num_rounds):
+            for num_tokens in rounds.sizes:
                 progress(f"{shape}, pages of {page_size}: {num_tokens} tokens")
                 for transport in TRANSPORTS:
                     taken = ends.send(transport, num_tokens)
@@ -86,6 +102,8 @@ def measure(
                 taken_s = subject.run()
                 if round_number >= 0:
                     seconds[subject.name].append(taken_s)
+            if round_number >= 0:
+                contest.run()
     finally:
         for subject in subjects:
             subject.close()
@@ -95,7 +113,7 @@ def measure(
         point_of(shape, page_size, num_tokens, transport, taken)
         for (transport, num_tokens), taken in times.items()
     ]
-    return points, Limits(shape, page_size, limits)
+    return Measured(points, Limits(shape, page_size, limits), contest.rates())
 
 
 def point_of(
@@ -126,8 +144,12 @@ def limit_moves(page_bytes: int, num_pages: int) -> PageMoves:
     )
 
 
+def many_moves(page_bytes: int) -> PageMoves:
+    return limit_moves(page_bytes, max(1, LIMIT_BYTES // page_bytes))
+
+
 def limit_subjects(layout: PageLayout) -> list[Subject]:
-    moves = limit_moves(layout.page_bytes, max(1, LIMIT_BYTES // layout.page_bytes))
+    moves = many_moves(layout.page_bytes)
     few = limit_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
     streams = sorted({1, TcpSettings().num_streams})
     return [

@@ -1,7 +1,8 @@
 """What the KV bench says of figures, and where its bars are."""
 
 from baton.bench.kv_faults import Fault
-from baton.bench.kv_rows import fault_rows, stream_rows, sweep_rows, trace_rows
+from baton.bench.kv_rivals import RivalRates
+from baton.bench.kv_rows import fault_rows, rival_rows, stream_rows, sweep_rows, trace_rows
 from baton.bench.kv_stream import Streamed
 from baton.bench.kv_sweep import Limits, Point
 from baton.bench.kv_trace import Replayed
@@ -64,6 +65,24 @@ def test_a_short_prompt_is_set_against_as_few_bytes_without_a_transport() -> Non
     rows = {row.name: row for row in sweep_rows(points, LIMITS)}
     assert rows["shm: 512 tokens / largest"].note == "memcpy of as few bytes: 0.80"
     assert rows["shm: 512 tokens / memcpy of as few"].value == 0.5
+
+
+def test_a_rival_is_set_against_the_largest_transfer_of_its_transport() -> None:
+    points = [point("shm", 512, 4.0), point("shm", 8192, 12.0), point("tcp", 8192, 3.0)]
+    rivals = [
+        RivalRates("shm", "nixl over shm", {"write": 8.0, "read": 24.0}),
+        RivalRates("tcp", "mooncake", {"write": 2.0}),
+        RivalRates("tcp", "unheard-of", {"write": 6.0}),
+        RivalRates("tcp", "broken", {}, "it broke"),
+    ]
+    rows = {row.name: row for row in rival_rows(points, rivals)}
+    assert verdicts(list(rows.values())) == {
+        "shm / nixl over shm: write": (1.5, True),
+        "tcp / mooncake: write": (1.5, False),
+    }
+    assert rows["nixl over shm: read"].value == 24.0 and rows["shm / nixl over shm: read"].value == 0.5
+    assert rows["tcp / unheard-of: write"].value == 0.5
+    assert (rows["broken"].value, rows["broken"].met, rows["broken"].note) == (None, False, "it broke")
 
 
 def test_streaming_has_a_share_and_a_gain() -> None:

@@ -73,13 +73,13 @@ def _change_a_field(rng: random.Random, key: bytes, parts: list[SentPart], index
         case 0:
             magic = rng.choice((b"BKA1", b"BKV2", rng.randbytes(4)))
         case 1:
-            number = rng.choice((number + 1, max(0, number - 1), U64, rng.randrange(2**40)))
+            number = rng.choice((number + 1, number - 1, U64, rng.randrange(2**40)))
         case 2:
             transfer = rng.choice((bytes(16), rng.randbytes(16)))
         case 3:
             epoch = rng.choice((0, epoch + 1, U32))
         case 4:
-            first = rng.choice((0, stop, min(U32, stop + 1), U32, rng.randrange(16)))
+            first = rng.choice((0, stop, stop + 1, U32, rng.randrange(16)))
         case 5:
             stop = rng.choice((0, first, stop + 1, U32, rng.randrange(16)))
         case 6:
@@ -88,8 +88,9 @@ def _change_a_field(rng: random.Random, key: bytes, parts: list[SentPart], index
             )
         case 7:  # units and bytes that belong together, and to no transfer
             first, stop = rng.randrange(64), rng.randrange(64)
-            num_bytes = max(0, stop - first) * 1024
-    plain = HEADER.pack(magic, number, transfer, epoch, first, stop, num_bytes)
+            num_bytes = (stop - first) * 1024
+    values = (number & U64, transfer, epoch & U32, first & U32, stop & U32, num_bytes & U64)
+    plain = HEADER.pack(magic, *values)
     return _replaced(parts, index, SentPart(sealed(key, plain), part.body))
 
 
