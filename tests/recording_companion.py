@@ -1,0 +1,39 @@
+"""A companion of an engine's rank that leaves a note of all that happens to it, in a folder."""
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.errors import ModelError
+
+
+class RecordingCompanion:
+    """Its argument is the folder; one that is called "fails" makes it fail."""
+
+    def __init__(self, arguments: str) -> None:
+        self._folder = Path(arguments)
+        self._name = "rank"
+        self._note("made")
+
+    def zeros_on_cpu(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._note(f"zeros {list(shape)}")
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        self._memory = mmap.mmap(-1, num_bytes)
+        return torch.frombuffer(self._memory, dtype=dtype).view(tuple(shape))
+
+    def start(self, rank: int, pool: Tensor) -> None:
+        self._pool = pool
+        self._note(f"start {rank} {list(pool.shape)}")
+        if self._folder.name == "fails":
+            raise ModelError("this companion does not start")
+
+    def close(self) -> None:
+        is_used = bool(torch.frombuffer(self._memory, dtype=self._pool.dtype).any())
+        self._note(f"close, steps have written: {is_used}")
+
+    def _note(self, what: str) -> None:
+        with (self._folder / self._name).open("a") as notes:
+            notes.write(what + "\n")
