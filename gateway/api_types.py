@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from baton.gateway.api_errors import ApiError, invalid
 
+MISSING: Final = "missing required field `"  # as msgspec says it
 MAX_MESSAGES: Final = 2048
 MAX_STOPS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -111,24 +112,21 @@ _DECODERS: Final = {
 }
 
 
-def decode_body(data: bytes, kind: type[AnyBody]) -> AnyBody:
-    """Raises ApiError 400 which names the field."""
+def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
+    """The body, and which of its keys are not known. Raises ApiError 400 which names the field."""
+    known = _KNOWN[kind]
     try:
         body = _DECODERS[kind].decode(data)
+        unknown = [key for key in _KEYS.decode(data) if key not in known]
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or None
+        missing = message.partition(MISSING)[2].rstrip("`")
+        param = path.rstrip("`").lstrip(".") or missing or None
         raise invalid(f"{param}: {message}" if param else message, param=param) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
     assert isinstance(body, kind)
-    return body
-
-
-def unknown_keys(data: bytes, kind: type[AnyBody]) -> list[str]:
-    """Of a body that `decode_body` took, in the order given."""
-    known = _KNOWN[kind]
-    return [key for key in _KEYS.decode(data) if key not in known]
+    return body, unknown
 
 
 _KNOWN: Final = {kind: WITHOUT_MEANING | set(kind.__struct_fields__) for kind in _DECODERS}

@@ -7,7 +7,7 @@ from typing import Final
 from starlette.types import Scope
 
 from baton.gateway.api_errors import invalid
-from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body, unknown_keys
+from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body
 from baton.gateway.asgi import header
 from baton.gateway.call import (
     Call,
@@ -61,8 +61,7 @@ class CallReader:
         return completion_call(body, tuple(prompts), terms)
 
     def decode(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
-        body = decode_body(data, kind)
-        unknown = unknown_keys(data, kind)
+        body, unknown = decode_body(data, kind)
         if unknown:
             self._metrics.unknown_keys += len(unknown)
             if self._strict:

@@ -40,6 +40,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig, key: bytes, service: Service, clock: Clock) -> None:
         """key: the cluster's. Raises ModelError and ConfigError, which say what to change."""
+        self.is_draining = False
         directory = Path(config.model)
         self._text = TextWork(Tokenizer.find(directory), ChatTemplate.from_directory(directory))
         self.metrics = Metrics()
@@ -59,9 +60,14 @@ class Gateway:
         return Address(host, port)
 
     async def drain(self) -> None:
-        """Take nothing new, let what runs end, close."""
+        """Take nothing new, let what runs end, close. May be called twice."""
+        self.is_draining = True
         await self._server.drain()
         self._text.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._text.tokenizer if self._text.has_tokenizer else None
 
 
 async def serve_gateway(

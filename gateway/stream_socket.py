@@ -20,12 +20,8 @@ from baton.gateway.call import Call
 from baton.gateway.inference import Inference
 from baton.gateway.socket_outlet import SocketOutlet
 
+_FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
-
-
-class _Kind(msgspec.Struct):
-    messages: msgspec.Raw | None = None
-    cancel: bool = False
 
 
 class StreamSocket:
@@ -83,16 +79,16 @@ async def _hear(websocket: WebSocket) -> bytes:
 
 
 def _is_cancel(data: bytes) -> bool:
-    return _kind(data).cancel
+    return bytes(_fields(data).get("cancel", b"")) == b"true"
 
 
 def _is_chat(data: bytes) -> bool:
-    return _kind(data).messages is not None
+    return "messages" in _fields(data)
 
 
-def _kind(data: bytes) -> _Kind:
-    """What is no such thing is refused where it is read in full."""
+def _fields(data: bytes) -> dict[str, msgspec.Raw]:
+    """None for what is no object: it is refused where it is read in full."""
     try:
-        return msgspec.json.decode(data, type=_Kind)
+        return _FIELDS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return _Kind()
+        return {}

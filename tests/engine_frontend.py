@@ -21,9 +21,13 @@ from baton.request import Request, StepOutput
 WORKER_ID = "d" * 32
 
 
-def tiny_engine() -> Engine:
+def tiny_engine(max_model_len: int | None = None) -> Engine:
     return load_engine(
-        EngineConfig(model=str(resolve_model("tiny")), scheduler=SchedulerConfig(max_num_seqs=32))
+        EngineConfig(
+            model=str(resolve_model("tiny")),
+            max_model_len=max_model_len,
+            scheduler=SchedulerConfig(max_num_seqs=32),
+        )
     )
 
 

@@ -75,6 +75,9 @@ class ServedGateway(Generic[ServiceT]):
 
         self._wait(asyncio.run_coroutine_threadsafe(watch(), self._loop))
 
+    def begin_drain(self) -> "Future[None]":
+        return asyncio.run_coroutine_threadsafe(self.gateway.drain(), self._loop)
+
     def connect(self) -> socket.socket:
         """A client's socket, which gives up reading after a while."""
         return socket.create_connection((self.address.host, self.address.port), timeout=TIMEOUT_S)

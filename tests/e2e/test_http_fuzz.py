@@ -1,0 +1,167 @@
+"""Bodies that no client should send: every one gets a status of the contract, none breaks anything."""
+
+import copy
+import http.client
+import json
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.served_gateway import TIMEOUT_S, ServedGateway
+
+STATUSES: Final = {200, 400, 403, 404, 413}
+MAX_MODEL_LEN: Final = 96  # no answer is longer, whatever a body asks for
+MESSAGE: Final = {"role": "user", "content": "sort(3 1 2)="}
+# What clients do send.
+TRAFFIC: Final[list[tuple[str, dict[str, Any]]]] = [
+    ("/v1/chat/completions", {"model": "tiny", "messages": [MESSAGE], "max_tokens": 4}),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "max_completion_tokens": 4,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "stop": None,
+            "logprobs": None,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "system", "content": "b"}, MESSAGE],
+            "n": 2,
+            "seed": 1,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "max_tokens": 3,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "presence_penalty": 1,
+            "logit_bias": {"5": 1.5},
+            "tools": [],
+            "response_format": {"type": "text"},
+        },
+    ),
+    ("/v1/completions", {"model": "tiny", "prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
+    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stop": ["x", "y"]}),
+    ("/v1/completions", {"prompt": ["a", "b"], "min_tokens": 1, "stop_token_ids": [3], "top_k": 4}),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": False}),
+    ("/tokenize", {"messages": [MESSAGE]}),
+    ("/detokenize", {"tokens": [5, 6, 7]}),
+]
+VALUES: Final[list[Any]] = [
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320),
+    *("", "a", "tiny", "\x00", "\ud83d\ude00", "\u202e", "<|end|>", "{{ x }}", "{% for %}", "a" * 5000),
+    *([], {}, [[]], [None], [0], [-1], [1, "a"], ["a", 1], {"a": 1}, {"": None}, [[1]] * 40, [0.5], [True]),
+    *({"type": "text"}, {"type": "image_url"}, {"role": "user"}, [{"role": 1}], "NaN", [2**40]),
+]
+BYTES: Final = [
+    b"",
+    b"null",
+    b"[]",
+    b"{",
+    b"\xff\xfe",
+    b"0" * 400,
+    b"[" * 20_000,
+    b'{"a":' * 5000,
+    b'"\\ud800"',
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedGateway[EngineFrontend]]:
+    engine = tiny_engine(MAX_MODEL_LEN)
+    with ServedGateway(lambda: EngineFrontend(engine)) as gateway:
+        yield gateway
+    gateway.service.close()
+
+
+def damaged_body(chance: random.Random) -> tuple[str, bytes]:
+    path, body = chance.choice(TRAFFIC)
+    body = copy.deepcopy(body)
+    for _ in range(chance.randint(1, 3)):
+        damage(chance, body)
+    data = json.dumps(body).encode("utf-8", "surrogatepass")
+    if chance.random() < 0.2:
+        data = damage_bytes(chance, data)
+    return path, data
+
+
+def damage(chance: random.Random, body: dict[str, Any]) -> None:
+    """Exchange, remove or add one value, at any depth."""
+    places: list[tuple[Any, Any]] = []
+
+    def visit(node: Any) -> None:
+        for key in list(node if isinstance(node, dict) else range(len(node))):
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                visit(node[key])
+
+    visit(body)
+    kind = chance.random()
+    if not places or kind < 0.2:
+        known = [key for _, other in TRAFFIC for key in other]
+        body[chance.choice([*known, "best_of", "suffix", "priority", "x"])] = chance.choice(VALUES)
+        return
+    node, key = chance.choice(places)
+    if kind < 0.35:
+        del node[key]
+    else:
+        node[key] = copy.deepcopy(chance.choice(VALUES))
+
+
+def damage_bytes(chance: random.Random, data: bytes) -> bytes:
+    place = chance.randrange(len(data) + 1)
+    kind = chance.randrange(4)
+    if kind == 0:
+        return data[:place]
+    if kind == 1:
+        return data[:place] + bytes([chance.randrange(256)]) + data[place:]
+    if kind == 2:
+        return data[:place] + chance.choice(BYTES) + data[place:]
+    return chance.choice(BYTES)
+
+
+def check_body(served: ServedGateway[EngineFrontend], seed: int) -> int:
+    """The status that the body of this seed gets."""
+    path, data = damaged_body(random.Random(seed))
+    connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, data)
+        response = connection.getresponse()
+        answer = response.read()
+    finally:
+        connection.close()
+    told = f"seed {seed}: {path} {data[:300]!r} -> {response.status} {answer[:300]!r}"
+    assert response.status in STATUSES, told
+    assert response.headers["x-request-id"], told
+    if response.status != 200:
+        assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}, told
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert answer.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer, told
+    else:
+        json.loads(answer)
+    return response.status
+
+
+def run(served: ServedGateway[EngineFrontend], seeds: range) -> None:
+    statuses = [check_body(served, seed) for seed in seeds]
+    assert statuses.count(200) > len(seeds) // 20  # some bodies survive what was done to them
+    assert statuses.count(400) > len(seeds) // 4
+    served.until(lambda: served.service.num_open == 0)
+
+
+def test_damaged_bodies(served: ServedGateway[EngineFrontend]) -> None:
+    run(served, range(300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_damaged_bodies(served: ServedGateway[EngineFrontend]) -> None:
+    run(served, range(300, 10_300))

@@ -1,0 +1,187 @@
+"""What the server refuses by itself, seen by a client that writes bytes."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.scripted_service import ScriptedService, answer_at_once
+from tests.served_gateway import ServedGateway
+
+Served = ServedGateway[ScriptedService]
+BODY = json.dumps({"prompt": [5, 6], "max_tokens": 2}).encode()
+TIMEOUT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with ServedGateway(
+        lambda: ScriptedService(answer_at_once([300, 301])),
+        max_body_bytes=64 * 1024,
+        max_connections=20,
+        header_timeout_s=TIMEOUT_S,
+        body_timeout_s=TIMEOUT_S,
+        idle_timeout_s=1.0,
+    ) as gateway:
+        yield gateway
+
+
+def post(body: bytes = BODY, *headers: bytes, path: bytes = b"/v1/completions") -> bytes:
+    lines = [b"POST " + path + b" HTTP/1.1", b"host: x", b"content-length: %d" % len(body), *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Until the server closes; what it says before it gives up on us is what matters."""
+    parts = []
+    try:
+        while data := client.recv(65_536):
+            parts.append(data)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def read_response(client: socket.socket) -> bytes:
+    """One, of a connection that is kept."""
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += client.recv(65_536)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    while len(body) < length:
+        body += client.recv(65_536)
+    return head + body
+
+
+def exchange(served: Served, *sent: bytes) -> bytes:
+    """Everything that comes back before the server ends the connection."""
+    with served.connect() as client:
+        for data in sent:
+            client.sendall(data)
+        return read_all(client)
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def error(answer: bytes) -> dict[str, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"x-request-id: req-" in head and b"connection: close" in head
+    found: dict[str, str] = json.loads(body)["error"]
+    return found
+
+
+def test_a_request_is_answered_and_its_connection_kept(served: Served) -> None:
+    with served.connect() as client:
+        for _ in range(3):
+            client.sendall(post())
+            answer = read_response(client)
+            assert status(answer) == 200 and b'"finish_reason":"length"' in answer
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    two = post(b'{"prompt": [5], "max_tokens": 2, "echo": true}') + post(b'{"prompt": [1], "n": 9}')
+    first, _, second = exchange(served, two, b"").partition(b'"usage"')
+    assert status(first) == 200 and b"HTTP/1.1 400" in second
+
+
+def test_a_header_that_never_ends_is_given_up(served: Served) -> None:
+    assert status(exchange(served, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-slow: ")) == 408
+
+
+def test_a_body_that_never_ends_is_given_up(served: Served) -> None:
+    answer = exchange(served, post()[:-3])
+    assert status(answer) == 408 and error(answer)["code"] == "request_timeout"
+
+
+def test_a_client_that_says_nothing_is_closed(served: Served) -> None:
+    assert exchange(served) == b""
+
+
+def test_empty_lines_keep_no_connection_open(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post())
+        assert status(read_response(client)) == 200
+        client.sendall(b"\r\n\r\n")
+        assert read_all(client) == b""
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        pytest.param([b"x-h%d: 1" % index for index in range(70)], id="too many"),
+        pytest.param([b"x-long: " + b"a" * 40_000], id="one too long"),
+        pytest.param([b"x-h%d: " % index + b"b" * 1000 for index in range(40)], id="too long together"),
+    ],
+)
+def test_large_headers(served: Served, headers: list[bytes]) -> None:
+    answer = exchange(served, post(BODY, *headers))
+    assert status(answer) == 431 and error(answer)["code"] == "headers_too_large"
+
+
+def test_a_long_path_is_a_large_header(served: Served) -> None:
+    assert status(exchange(served, post(path=b"/" + b"a" * 40_000))) == 431
+
+
+def test_as_many_headers_as_may_be(served: Served) -> None:
+    with served.connect() as client:
+        client.sendall(post(BODY, *[b"x-h%d: 1" % index for index in range(62)]))
+        assert status(read_response(client)) == 200
+
+
+def test_a_large_body_is_refused_by_its_length(served: Served) -> None:
+    answer = exchange(served, b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+    assert status(answer) == 413 and error(answer)["code"] == "body_too_large"
+
+
+def test_a_large_body_is_refused_while_it_comes(served: Served) -> None:
+    """In chunks nobody says how large it will be."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+    assert status(exchange(served, head, chunk, chunk, chunk)) == 413
+
+
+def test_two_lengths_are_refused(served: Served) -> None:
+    assert status(exchange(served, post(BODY, b"transfer-encoding: chunked"))) == 400
+    assert status(exchange(served, post(BODY, b"content-length: 3"))) == 400
+
+
+def test_what_is_no_http_is_refused(served: Served) -> None:
+    answer = exchange(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
+    assert status(answer) == 400 and error(answer)["code"] == "bad_request"
+
+
+def test_the_last_connections_are_for_those_who_watch(served: Served) -> None:
+    idle = [served.connect() for _ in range(18)]
+    try:
+        with served.connect() as client, served.connect() as watcher, served.connect() as last:
+            client.sendall(post())
+            answer = read_all(client)
+            assert status(answer) == 503
+            assert b"retry-after: 1" in answer and b"x-should-retry: true" in answer
+            watcher.sendall(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert status(read_response(watcher)) == 200
+            assert last.fileno() > 0
+    finally:
+        for each in idle:
+            each.close()
+
+
+def test_a_host_header_changes_no_path(served: Served) -> None:
+    for host in (b"a/?x", b"a#"):
+        request = b"GET /nope HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n"
+        assert status(exchange(served, request)) == 404
+
+
+def test_refusals_are_counted(served: Served) -> None:
+    assert status(exchange(served, b"nonsense\r\n\r\n")) == 400
+    assert served.on_loop(lambda: served.gateway.metrics.refused["bad_request"]) > 0
+
+
+def test_methods_and_paths(served: Served) -> None:
+    get = b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    assert status(exchange(served, get)) == 405
+    assert status(exchange(served, post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404

@@ -1,0 +1,279 @@
+"""Streams under stress: slow clients, clients that leave, workers that fail; WebSockets, keys, draining."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx2
+import openai
+import pytest
+
+from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.request import FinishReason, Request
+from tests.scripted_service import ScriptedService, answer_at_once, events
+from tests.served_gateway import ServedGateway
+
+Served = ServedGateway[ScriptedService]
+SENTENCE = [300, 301, 302]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with ServedGateway(ScriptedService, ping_interval_s=0.2, stall_timeout_s=1.0) as gateway:
+        yield gateway
+
+
+def begin(served: Served, body: dict[str, Any]) -> tuple[socket.socket, Request]:
+    """A call that has reached the service."""
+    num_before = served.on_loop(lambda: len(served.service.requests))
+    client = served.connect()
+    data = json.dumps(body).encode()
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+    )
+    served.until(lambda: len(served.service.requests) > num_before)
+    return client, served.service.requests[num_before]
+
+
+def read_until(client: socket.socket, end: bytes) -> bytes:
+    answer = b""
+    while end not in answer:
+        data = client.recv(65_536)
+        assert data, f"the stream ended without {end!r}: {answer[-300:]!r}"
+        answer += data
+    return answer
+
+
+def data_lines(answer: bytes) -> list[bytes]:
+    return [line[6:] for line in answer.splitlines() if line.startswith(b"data: ")]
+
+
+def test_nothing_is_sent_before_the_first_token_but_pings(served: Served) -> None:
+    client, request = begin(served, {"prompt": [5], "stream": True})
+    answer = read_until(client, b": ping\n\n")
+    assert answer.startswith(b"HTTP/1.1 200") and b"data:" not in answer
+    served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE)))
+    assert data_lines(read_until(client, b"[DONE]\n\n"))[-1] == b"[DONE]"
+    client.close()
+
+
+def test_a_failure_in_the_middle_is_an_error_event(served: Served) -> None:
+    client, request = begin(served, {"prompt": [5], "stream": True})
+    served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))
+    read_until(client, b"data:")
+    served.on_loop(lambda: served.service.fail(request.request_id, WorkerLost("twice")))
+    *_, failure, done = data_lines(read_until(client, b"[DONE]\n\n"))
+    assert json.loads(failure)["error"]["code"] == "worker_crash" and done == b"[DONE]"
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Overloaded("full", retry_after_s=2.5), 503), (WorkerLost("twice"), 500)]
+)
+def test_a_failure_before_the_first_token_is_a_status(served: Served, error: BatonError, status: int) -> None:
+    for streams in (False, True):
+        client, request = begin(served, {"prompt": [5], "stream": streams})
+        served.on_loop(lambda: served.service.fail(request.request_id, error))  # noqa: B023
+        answer = read_until(client, b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert (b"retry-after-ms: 2500" in answer) == (status == 503)
+        client.close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_before_the_first_token_has_cancelled(served: Served, streams: bool) -> None:
+    client, request = begin(served, {"prompt": [5], "n": 2, "stream": streams})
+    client.close()
+    served.until(lambda: served.service.cancelled == [request.request_id])
+    served.until(lambda: served.gateway.metrics.clients_gone == 1)
+
+
+def test_a_client_that_leaves_in_the_middle_cancels_every_choice(served: Served) -> None:
+    client, request = begin(served, {"prompt": [5], "n": 3, "stream": True})
+    served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))
+    read_until(client, b"data:")
+    assert len(served.service.requests) == 3
+    client.close()
+    served.until(lambda: len(served.service.cancelled) == 3)
+    served.until(lambda: not served.service.sinks)
+
+
+def test_a_client_that_reads_nothing_is_given_up_and_harms_nobody(served: Served) -> None:
+    slow, first = begin(served, {"prompt": [5], "stream": True, "max_tokens": 100_000})
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    other, second = begin(served, {"prompt": [6], "stream": True, "max_tokens": 100_000})
+    big = [300] * 500
+
+    def step() -> None:
+        service = served.service
+        for request in (first, second):
+            service.emit(request.request_id, events(request, big, end=None))
+
+    read = 0
+    other.setblocking(False)
+    for _ in range(3000):
+        served.on_loop(step)
+        with contextlib.suppress(BlockingIOError):
+            read += len(other.recv(1 << 20))
+        if first.request_id in served.service.cancelled:
+            break
+    assert served.service.cancelled == [first.request_id]
+    assert served.gateway.metrics.clients_given_up <= 1  # or the stall was found first
+    assert read > 0
+    other.setblocking(True)
+    served.on_loop(lambda: served.service.emit(second.request_id, events(second, SENTENCE)))
+    assert read_until(other, b"[DONE]\n\n")
+    slow.close()
+    other.close()
+
+
+async def hear(websocket: aiohttp.ClientWebSocketResponse) -> list[Any]:
+    """The chunks of one answer."""
+    chunks = []
+    while (text := await websocket.receive_str(timeout=20)) != "[DONE]":
+        chunks.append(json.loads(text))
+    return chunks
+
+
+async def is_true(served: Served, holds: Callable[[], bool]) -> None:
+    await asyncio.to_thread(served.until, holds)
+
+
+def test_a_websocket_streams_and_cancels() -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
+        service = served.service
+
+        async def converse() -> None:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(f"{served.url}/v1/stream") as websocket,
+            ):
+                await websocket.send_json({"prompt": "a"})
+                text, last = await hear(websocket)
+                assert text["choices"][0]["text"] and last["choices"][0]["finish_reason"] == "length"
+                await websocket.send_json({"messages": [{"role": "user", "content": "a"}]})
+                role, _, last = await hear(websocket)
+                assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+                assert last["choices"][0]["delta"] == {}
+                await websocket.send_str("{")
+                (error,) = await hear(websocket)
+                assert error["error"]["code"] == "invalid_json"
+                service.play = None
+                for message in ({"cancel": True}, {"prompt": "b"}):
+                    await websocket.send_json({"prompt": "a"})
+                    await is_true(served, lambda: len(service.sinks) == 1)
+                    num_cancelled = len(service.cancelled)
+                    await websocket.send_json(message)
+                    await is_true(served, lambda: len(service.cancelled) > num_cancelled)  # noqa: B023
+                await is_true(served, lambda: len(service.sinks) == 1)
+            await is_true(served, lambda: not service.sinks)
+
+        asyncio.run(converse())
+
+
+def test_a_websocket_of_another_site_is_refused() -> None:
+    with ServedGateway(ScriptedService) as served:
+
+        async def intrude() -> int:
+            async with aiohttp.ClientSession() as session:
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await session.ws_connect(f"{served.url}/v1/stream", origin="http://evil.example")
+                return refused.value.status
+
+        assert asyncio.run(intrude()) == 403
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> str:
+    def digest(key: str) -> str:
+        return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+    path = tmp_path / "tenants.yaml"
+    path.write_text(
+        f'tenants:\n  acme:\n    keys: ["{digest("k-acme")}"]\n'
+        f'  zeta:\n    keys: ["{digest("k-zeta")}"]\n    models: [other]\n'
+    )
+    return str(path)
+
+
+def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=max_retries)
+
+
+def test_keys_open_everything_but_health(tenants: str) -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/load", "/nope"):
+            assert httpx2.get(served.url + path).status_code == 401
+        for path in ("/v1/completions", "/tokenize", "/v1/chat/completions/", "/"):
+            assert httpx2.post(served.url + path, json={}).status_code == 401
+        assert httpx2.get(f"{served.url}/ping").status_code == 200
+        assert httpx2.get(f"{served.url}/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError, match="not known"):
+            client(served, "wrong").models.list()
+        assert client(served, "k-acme").models.list().data[0].id == "tiny"
+        with pytest.raises(openai.PermissionDeniedError, match="may not use"):
+            client(served, "k-zeta").completions.create(model="tiny", prompt="a")
+        client(served, "k-acme").completions.create(model="tiny", prompt="a")
+        request = served.service.requests[-1]
+        assert request.tenant == "acme" and len(request.cache_salt) == 16
+
+
+def test_salts_differ_by_tenant_and_clients_cannot_give_them(tenants: str) -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as open_served:
+        client(open_served, "x").completions.create(
+            model="tiny", prompt="a", extra_body={"cache_salt": "y", "kv_transfer_params": {"tp_size": 9}}
+        )
+        anyone = open_served.service.requests[-1].cache_salt
+        assert open_served.gateway.metrics.unknown_keys == 2
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+        client(served, "k-acme").completions.create(model="tiny", prompt="a")
+        assert served.service.requests[-1].cache_salt != anyone
+
+
+def test_an_overload_is_retried_by_the_client() -> None:
+    service = ScriptedService()
+    refusals = iter([Overloaded("full", retry_after_s=0.01)])
+
+    def play(service: ScriptedService, request: Request) -> None:
+        refusal = next(refusals, None)
+        if refusal is not None:
+            raise refusal
+        service.emit(request.request_id, events(request, SENTENCE))
+
+    service.play = play
+    with ServedGateway(lambda: service) as served:
+        answer = client(served, "x", max_retries=2).completions.create(model="tiny", prompt="a")
+        assert answer.choices[0].finish_reason == "length"
+        assert len(service.requests) == 2
+
+
+def test_a_strict_gateway_refuses_unknown_keys() -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), strict=True) as served:
+        with pytest.raises(openai.BadRequestError, match="temprature"):
+            client(served, "x").completions.create(model="tiny", prompt="a", extra_body={"temprature": 1})
+        client(served, "x").completions.create(model="tiny", prompt="a", user="somebody")
+
+
+def test_draining_lets_a_stream_end_and_takes_nothing_new() -> None:
+    with ServedGateway(ScriptedService, drain_timeout_s=30.0) as served:
+        stream, request = begin(served, {"prompt": [5], "stream": True})
+        emit: Callable[[Any], None] = lambda batch: served.on_loop(  # noqa: E731
+            lambda: served.service.emit(request.request_id, batch)
+        )
+        emit(events(request, SENTENCE, end=None))
+        read_until(stream, b"data:")
+        draining = served.begin_drain()
+        served.until(lambda: served.gateway.is_draining)
+        with pytest.raises(OSError):  # nobody listens any more
+            while True:
+                served.connect().close()
+        emit(events(request, [303], start=3, end=FinishReason.LENGTH))
+        read_until(stream, b"[DONE]\n\n")
+        stream.close()
+        draining.result(timeout=30)
