@@ -42,6 +42,7 @@ from baton.node import Dial, Peer
 from baton.request import FinishReason, Request
 from baton.seal import MAX_BODY_BYTES
 
+LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
 # Five bytes a token at most, and room for the other fields.
 MAX_TOKENS_IN_A_FRAME: Final = (MAX_BODY_BYTES - 65_536) // 5
@@ -65,6 +66,7 @@ class Frontend:
         self._limits = limits or Limits()
         self._streams = OpenStreams(self._colleagues, clock, self._limits)
         self._looked_s = clock.now_s() - STATUS_S
+        self._ticked_s = clock.now_s()
 
     # What the HTTP side calls.
 
@@ -149,6 +151,9 @@ class Frontend:
         self._colleagues.keep_up()
         self._report()
         now_s = self._clock.now_s()
+        held_up_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if held_up_s > LATE_TICK_S:
+            self._streams.held_up(held_up_s)
         if now_s - self._looked_s >= STATUS_S:
             self._looked_s = now_s
             self.ask_status()

@@ -114,6 +114,13 @@ class OpenStreams:
         for stream in self._streams.values():
             stream.lost.discard(worker)
 
+    def held_up(self, seconds: float) -> None:
+        """This process stood still so long: what others did meanwhile is unread, and no silence of theirs."""
+        for stream in self._streams.values():
+            stream.heard_s += seconds
+            if stream.lost:
+                stream.retry_s += seconds
+
     def lose_router(self) -> None:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         self._started.clear()
