@@ -60,7 +60,7 @@ sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"
 
 fuzz: setup
-	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton -k "damaged or interleavings" -m "slow or not slow"
+	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py -k "damaged or interleavings" -m "slow or not slow"
 
 check: setup
 	$(BIN)/ruff check .

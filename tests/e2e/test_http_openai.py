@@ -184,8 +184,8 @@ def test_a_completion_echoes_its_prompt_with_logprobs(client: openai.OpenAI, llm
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     assert expected.prompt_logprobs is not None
     logprobs = [None if entry is None else entry.logprob for entry in expected.prompt_logprobs]
-    assert choice.logprobs.token_logprobs[0] is None  # type: ignore[comparison-overlap]
-    assert choice.logprobs.token_logprobs[1:] == pytest.approx(logprobs[1:])
+    first, *others = choice.logprobs.token_logprobs
+    assert [first] == [None] and others == pytest.approx(logprobs[1:])
     assert "".join(choice.logprobs.tokens or ()) == QUESTION
     assert answer.usage is not None and answer.usage.completion_tokens == 0
 
