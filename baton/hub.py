@@ -40,6 +40,8 @@ class Hub:
     """Of one node; made and used on its loop's thread."""
 
     def __init__(self, key: bytes, *, dropped: DroppedPeers | None = None) -> None:
+        """Raises ConfigError for a key that is too short."""
+        Challenge(key, Role.CONNECTING)  # refuses it now, not when the first peer comes
         self.dropped = dropped or DroppedPeers()
         self._key = key
         self._node: Node | None = None

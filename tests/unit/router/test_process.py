@@ -1,0 +1,139 @@
+"""The router's process, a gateway's end and scripted workers over real sockets."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from random import Random
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.control import Address, WorkerRole
+from baton.errors import ConfigError
+from baton.gateway.frontend import Frontend
+from baton.hub import Hub
+from baton.request import SamplingParams
+from baton.router.process import serve_router
+from baton.router_config import RouterConfig
+from tests.node_peers import a_request, a_worker, id_of
+from tests.unit.baton.peers import KEY, until
+from tests.unit.gateway.scripted_cluster import Client
+from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
+
+
+@contextlib.asynccontextmanager
+async def a_router(port: int = 0) -> AsyncIterator[Address]:
+    """Serves until the block ends."""
+    stopping, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve_router(RouterConfig(port=port), KEY, ready.set_result, stopping))
+    try:
+        yield await ready
+    finally:
+        stopping.set()
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def a_scripted_worker(name: str, router: Address) -> AsyncIterator[None]:
+    role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
+    hub = Hub(KEY)
+    address = await hub.listen()
+    hello = a_worker(name, role, address=address, kv_address=address)
+    worker = ScriptedWorker(hello, router, hub.dial, SystemClock(), Random(1))
+    hub.serve(worker)
+
+    async def work() -> None:
+        while True:
+            worker.step()
+            await asyncio.sleep(0.001)
+
+    working = asyncio.create_task(work())
+    try:
+        yield
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await hub.close()
+
+
+@contextlib.asynccontextmanager
+async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Frontend]:
+    hub = Hub(KEY)
+    frontend = Frontend(id_of("g"), router, hub.dial, SystemClock())
+    hub.serve(frontend)
+    try:
+        await until(lambda: frontend.is_ready and len(frontend.workers) == num_workers)
+        yield frontend
+    finally:
+        await hub.close()
+
+
+def open_some(frontend: Frontend, num_requests: int, max_tokens: int, start: int = 0) -> list[Client]:
+    clients = []
+    for number in range(start, start + num_requests):
+        sampling = SamplingParams(max_tokens=max_tokens, seed=number)
+        client = Client(a_request(f"r{number}", num_tokens=40, sampling=sampling))
+        frontend.open(client.request, client)
+        clients.append(client)
+    return clients
+
+
+def test_requests_are_answered_through_pairs() -> None:
+    async def run() -> None:
+        async with (
+            a_router() as router,
+            a_scripted_worker("p0", router),
+            a_scripted_worker("d0", router),
+            a_frontend(router, 2) as frontend,
+        ):
+            clients = open_some(frontend, 50, 20)
+            await until(lambda: not frontend.num_open)
+            assert all(client.token_ids == golden(client.request) for client in clients)
+            frontend.ask_status()
+            await until(lambda: frontend.status is not None and frontend.status.num_attempts == 0)
+
+    asyncio.run(run())
+
+
+def test_next_router_on_the_port_takes_over() -> None:
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            first = contextlib.AsyncExitStack()
+            router = await first.enter_async_context(a_router())
+            await stack.enter_async_context(a_scripted_worker("d0", router))
+            frontend = await stack.enter_async_context(a_frontend(router, 1))
+            running = open_some(frontend, 3, 2_000)
+            await until(lambda: all(client.token_ids for client in running))
+            await first.aclose()
+            await until(lambda: not frontend.is_ready)
+            waiting = open_some(frontend, 5, 10, start=3)
+            num_tokens = len(running[0].token_ids)
+            await until(lambda: len(running[0].token_ids) > num_tokens)
+            await stack.enter_async_context(a_router(router.port))
+            await until(lambda: all(client.end for client in waiting), timeout_s=10)
+            for client in running:
+                frontend.cancel(client.request.request_id)
+            assert all(client.token_ids == golden(client.request) for client in waiting)
+
+    asyncio.run(run())
+
+
+def test_port_that_is_taken_is_an_error() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            config = RouterConfig(port=taken.getsockname()[1])
+            with pytest.raises(OSError):
+                await serve_router(config, KEY, lambda address: None, asyncio.Event())
+
+    asyncio.run(run())
+
+
+def test_short_key_is_an_error() -> None:
+    async def run() -> None:
+        stopping = asyncio.Event()
+        stopping.set()
+        with pytest.raises(ConfigError, match="cluster key"):
+            await serve_router(RouterConfig(), b"short", lambda address: None, stopping)
+
+    asyncio.run(run())
