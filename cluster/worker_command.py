@@ -33,9 +33,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    config = foreground.settings(WorkerConfig, with_names(arguments))
+    foreground.serve_here("worker", config.name, config, arguments)
+
+
+def with_names(arguments: argparse.Namespace) -> argparse.Namespace:
+    """What is not named is called after its role and machine, a model after its directory."""
     given = vars(arguments)
     given.setdefault("name", f"{arguments.role}-{socket.gethostname()}")
     if "engine.model" in given:
         given.setdefault("model_name", given["engine.model"].rstrip("/").rpartition("/")[2])
-    config = foreground.settings(WorkerConfig, arguments)
-    foreground.serve_here("worker", config.name, config, arguments)
+    return arguments

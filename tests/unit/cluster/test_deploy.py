@@ -1,0 +1,223 @@
+"""What deploy/ holds, as far as it can be checked without Docker, Kubernetes or other machines."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from baton.cluster import foreground, gateway_command, router_command, worker_command
+from baton.cluster.cli import main
+from baton.cluster.command_line import parser_of
+from baton.cluster.settings import Settings
+from baton.config_tree import build
+from baton.control import Address, Load, Status, Worker, WorkerRole, WorkerStatus
+from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway_config import GatewayConfig
+from baton.router_config import RouterConfig
+from baton.serve_config import ServeConfig
+from baton.worker_config import WorkerConfig
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+DEPLOY: Final = ROOT / "deploy"
+DOCKERFILES: Final = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((DEPLOY / path).read_text())
+
+
+def instructions(dockerfile: Path) -> list[tuple[str, str]]:
+    text = dockerfile.read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_an_image_runs_baton_under_tini_and_not_as_root(dockerfile: Path) -> None:
+    found = instructions(dockerfile)
+    last = dict(found)
+    assert json.loads(last["ENTRYPOINT"]) == ["tini", "--", "baton"]
+    assert int(last["USER"].partition(":")[0]) > 0
+    assert [word for word, _ in found].index("USER") < [word for word, _ in found].index("ENTRYPOINT")
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_an_image_installs_extras_and_constraints_that_exist(dockerfile: Path) -> None:
+    (install,) = [rest for word, rest in instructions(dockerfile) if word == "RUN" and "pip install" in rest]
+    (constraints,) = re.findall(r"--constraint (\S+)", install)
+    assert (ROOT / constraints).is_file()
+    (extras,) = re.findall(r"'\.\[(.*?)\]'", install)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
+
+
+def test_what_the_image_runs_while_it_is_built_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = [
+        rest for word, rest in instructions(DEPLOY / "docker/cpu.Dockerfile") if rest.startswith('["baton')
+    ]
+    assert main(json.loads(run)[1:]) == 0
+    assert capsys.readouterr().out == "sun moon star\n"
+
+
+def config_of(command: list[str]) -> RouterConfig | GatewayConfig | WorkerConfig:
+    """What a process that is started with this command is told."""
+    name, *options = command
+    parser = parser_of(name, "")
+    if name == "router":
+        router_command.add_options(parser)
+        return foreground.settings(RouterConfig, parser.parse(options))
+    if name == "gateway":
+        gateway_command.add_options(parser)
+        return foreground.settings(GatewayConfig, parser.parse(options))
+    worker_command.add_options(parser)
+    return foreground.settings(WorkerConfig, worker_command.with_names(parser.parse(options)))
+
+
+def test_compose_starts_processes_that_find_each_other() -> None:
+    services = {name: entry for name, entry in read("compose.yaml")["services"].items() if name != "redis"}
+    configs = {}
+    for name, entry in services.items():
+        configs[name] = config_of(entry["command"])
+        assert entry["read_only"] and entry["cap_drop"] == ["ALL"] and entry["secrets"]
+    router = configs.pop("router")
+    assert isinstance(router, RouterConfig)
+    roles = []
+    for name, config in configs.items():
+        assert isinstance(config, WorkerConfig | GatewayConfig)
+        assert config.router == Address(router.host, router.port)
+        if isinstance(config, WorkerConfig):
+            roles.append(config.role)
+            assert (config.name, config.host) == (name, name)  # each listens where others look for it
+    assert sorted(roles) == [WorkerRole.DECODE] * 2 + [WorkerRole.PREFILL] * 2
+
+
+def test_compose_has_every_secret_that_it_hands_out() -> None:
+    compose = read("compose.yaml")
+    used = {name for entry in compose["services"].values() for name in entry.get("secrets", ())}
+    assert used == set(compose["secrets"])
+
+
+def start_commands(config: dict[str, Any]) -> list[list[str]]:
+    """The arguments of every `ray start`."""
+    lines = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    commands = [shlex.split(line.partition("ray start ")[2]) for line in lines if "ray start" in line]
+    assert len(commands) == 2
+    return commands
+
+
+def test_ray_up_takes_its_cluster_file() -> None:
+    util = pytest.importorskip("ray.autoscaler._private.util")
+    util.validate_config(util.prepare_config(read("ray/cluster.yaml")))
+
+
+def test_ray_knows_the_options_that_it_is_started_with() -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    config = read("ray/cluster.yaml")
+    for arguments in start_commands(config):
+        scripts.start.make_context("start", arguments)
+
+
+def test_ray_lets_nobody_in_without_a_token() -> None:
+    config = read("ray/cluster.yaml")
+    for line in (*config["head_start_ray_commands"], *config["worker_start_ray_commands"]):
+        assert "ray start" not in line or "RAY_AUTH_MODE=token ray start" in line
+    head = start_commands(config)[0]
+    assert "--dashboard-host=127.0.0.1" in head and "--port=6379" not in head
+
+
+@pytest.fixture(scope="module")
+def kuberay() -> dict[str, Any]:
+    text = (DEPLOY / "kuberay/raycluster.yaml").read_text()
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = cluster["spec"]
+    return [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
+
+
+def test_the_kubernetes_cluster_wants_a_token_and_no_root(kuberay: dict[str, Any]) -> None:
+    cluster = kuberay["RayCluster"]
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    assert f"ray=={cluster['spec']['rayVersion']}\n" in (ROOT / "constraints/gpu.txt").read_text()
+    for pod in pods(cluster):
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        assert pod["spec"]["enableServiceLinks"] is False
+        volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_the_kubernetes_settings_are_settings(kuberay: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "baton.yaml"
+    file.write_text(kuberay["ConfigMap"]["data"]["baton.yaml"])
+    config = Settings(ServeConfig, flags={}, file=file, environment={}).build()
+    groups = {group["groupName"]: group for group in kuberay["RayCluster"]["spec"]["workerGroupSpecs"]}
+    for role, workers in (("prefill", config.prefill), ("decode", config.decode)):
+        # rayStartParams are strings of shell: quotes within quotes.
+        offered = json.loads(json.loads(groups[role]["rayStartParams"]["resources"].strip("'")))
+        assert workers.ray_resources == offered
+        assert workers.num_workers == groups[role]["replicas"]
+
+
+def test_the_kubernetes_service_and_probes_find_the_gateway(kuberay: dict[str, Any]) -> None:
+    head = pods(kuberay["RayCluster"])[0]
+    labels = head["metadata"]["labels"]
+    assert kuberay["Service"]["spec"]["selector"].items() <= labels.items()
+    (container,) = [one for one in head["spec"]["containers"] if one["name"] == "baton"]
+    assert container["ports"][0]["containerPort"] == build(ServeConfig, {"model": "tiny"}).port
+    (port,) = kuberay["Service"]["spec"]["ports"]
+    assert (
+        port["targetPort"] == container["readinessProbe"]["httpGet"]["port"] == container["ports"][0]["name"]
+    )
+
+
+class Idle:
+    """A service with one worker that has everything to tell."""
+
+    counters: Final = {"replays": 1}
+    workers: Final = ()
+    is_ready = True
+    status: Final = Status(
+        workers=(
+            WorkerStatus(
+                worker=Worker(
+                    id="0" * 32,
+                    name="decode-0",
+                    role=WorkerRole.DECODE,
+                    model="tiny",
+                    fingerprint="f",
+                    address=Address("h", 1),
+                    kv_address=Address("h", 2),
+                    page_size=16,
+                    num_pages=4,
+                    max_num_seqs=1,
+                    max_model_len=64,
+                ),
+                load=Load(pages={"free": 4}, counters={"opened_shm": 1}),
+                num_attempts=0,
+                beat_age_s=0.0,
+            ),
+        )
+    )
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    metrics = Metrics()
+    metrics.refused["headers"] += 1
+    metrics.answered("/v1/completions", 200)
+    text = Exporter(metrics, Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    there = set(re.findall(r"^(baton_\w+?)(?:\{| )", text, re.MULTILINE))
+    dashboard = read("grafana/baton.json")
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"baton_\w+", target["expr"])
+    }
+    assert asked and asked <= there
