@@ -111,6 +111,13 @@ class Answer:
                 choice.is_running = False
                 self._service.cancel(choice.request_id)
 
+    def fail(self, error: BatonError) -> None:
+        """End it, and let the listener know why."""
+        listener = self.listener
+        self.cancel()
+        if listener is not None:
+            listener.failed(error)
+
     def detokenizer(self, prompt: Prompt) -> Incremental:
         if self._tokenizer is None:
             return Detokenizer(lambda _: "")
@@ -138,10 +145,7 @@ class Answer:
 
     def failed(self, choice: "Choice", error: BatonError) -> None:
         choice.is_running = False
-        listener = self.listener
-        self.cancel()
-        if listener is not None:
-            listener.failed(error)
+        self.fail(error)
 
     def _open_others(self, first: "Choice") -> None:
         beside = self._service.decode_worker(first.request_id)

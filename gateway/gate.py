@@ -108,7 +108,11 @@ class Gate:
 
 
 def log_failure(error: Exception, request_id: str) -> None:
-    logger.warning("request %s failed: %s", request_id, error, exc_info=error)
+    """Of a status of 500 and more. What is no bug of ours takes no more than a line."""
+    if as_api_error(error).status == 503:
+        logger.info("request %s found no room: %s", request_id, error)
+    else:
+        logger.error("request %s failed: %s", request_id, error, exc_info=error)
 
 
 def _label(scope: Scope) -> str:

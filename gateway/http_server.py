@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import functools
+import math
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from starlette.types import ASGIApp
@@ -16,6 +17,7 @@ from baton.gateway.http_protocol import LimitedProtocol, Limits
 from baton.gateway_config import GatewayConfig
 
 BACKLOG: Final = 1024
+GIVE_UP_S: Final = 2  # until what was given up has told its clients
 WEBSOCKET_QUEUE: Final = 4  # messages that a client may send ahead
 
 
@@ -40,17 +42,17 @@ class HttpServer:
             await self._task
         return host, port
 
-    async def drain(self) -> None:
-        """Accept nothing more, let what runs end (up to the configured time), then close."""
+    async def drain(self, give_up: Callable[[], None]) -> None:
+        """Accept nothing more, let what runs end, then close. `give_up` is called when the time is over: it
+        should end what still runs.
+        """
         if self._task is None:
             return
         self._server.should_exit = True
+        await asyncio.wait((self._task,), timeout=self._config.drain_timeout_s)
+        if not self._task.done():
+            give_up()
         await self._task
-
-    async def abort(self) -> None:
-        """Close without waiting for anybody."""
-        self._server.force_exit = True
-        await self.drain()
 
 
 class _Server(Server):
@@ -112,5 +114,5 @@ def _uvicorn_config(app: ASGIApp, config: GatewayConfig, limits: Limits) -> Conf
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
-        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+        timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + GIVE_UP_S,
     )

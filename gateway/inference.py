@@ -11,6 +11,7 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
+from baton.errors import BatonError
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
@@ -50,6 +51,7 @@ class Inference:
         self._clock = clock
         self._calendar_s = calendar_s
         self._turn = Turn()
+        self._open: set[Answer] = set()
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
@@ -70,6 +72,7 @@ class Inference:
             text.tokenizer if text.has_tokenizer else None,
             now_s=started_s,
         )
+        self._open.add(answer)
         self._metrics.num_open += 1
         self._metrics.prompt_tokens += answer.num_prompt_tokens
         try:
@@ -79,9 +82,15 @@ class Inference:
             raise
         finally:
             answer.cancel()
+            self._open.discard(answer)
             self._metrics.num_open -= 1
             self._metrics.cached_tokens += answer.num_cached_tokens
             self._metrics.duration.observe(self._clock.now_s() - started_s)
+
+    def give_up(self, error: BatonError) -> None:
+        """End every call that is being answered."""
+        for answer in list(self._open):
+            answer.fail(error)
 
     def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
         return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer())

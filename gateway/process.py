@@ -10,6 +10,7 @@ from typing import Final
 
 from baton.clock import Clock, SystemClock
 from baton.control import Address
+from baton.errors import Overloaded
 from baton.gateway import replay
 from baton.gateway.app import Parts, make_app
 from baton.gateway.call_reader import CallReader
@@ -52,6 +53,7 @@ class Gateway:
         )
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
         parts = _parts(config, model, self.metrics, clock, Tenants.from_file(tenants_file, key))
+        self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 
     async def start(self) -> Address:
@@ -62,7 +64,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take nothing new, let what runs end, close. May be called twice."""
         self.is_draining = True
-        await self._server.drain()
+        await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         self._text.close()
 
     @property

@@ -277,3 +277,19 @@ def test_draining_lets_a_stream_end_and_takes_nothing_new() -> None:
         read_until(stream, b"[DONE]\n\n")
         stream.close()
         draining.result(timeout=30)
+
+
+def test_what_outlasts_draining_is_told_so() -> None:
+    with ServedGateway(ScriptedService, drain_timeout_s=0.1) as served:
+        stream, request = begin(served, {"prompt": [5], "stream": True})
+        served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))
+        read_until(stream, b"data:")
+        whole, _ = begin(served, {"prompt": [5]})
+        draining = served.begin_drain()
+        *_, failure, done = data_lines(read_until(stream, b"[DONE]\n\n"))
+        assert json.loads(failure)["error"]["code"] == "overloaded" and done == b"[DONE]"
+        assert read_until(whole, b"\r\n\r\n").startswith(b"HTTP/1.1 503")
+        stream.close()
+        whole.close()
+        draining.result(timeout=30)
+    assert len(served.service.cancelled) == 2
