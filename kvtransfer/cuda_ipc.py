@@ -19,6 +19,7 @@ from baton.clock import Clock
 from baton.errors import TransferFailed, WireError
 from baton.kernels.copy_pages import copy_pages
 from baton.kvtransfer.direct import DirectTransport
+from baton.kvtransfer.door_messages import decode_said
 from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.page_memory import PageGenerations
 from baton.kvtransfer.page_packing import DevicePages
@@ -94,7 +95,7 @@ def open_offer(message: bytes, device: int) -> Tensor:
     They are mapped for that GPU, which need not be the one that they are on: a kernel that reached for them
     without leave would end the process. TransferFailed when they can't be reached from it.
     """
-    offer = msgspec.msgpack.decode(message, type=CudaOffer)
+    offer = decode_said(message, CudaOffer, "pool")
     if offer.pool_offset + offer.num_pages * offer.page_bytes > offer.storage_bytes:
         raise WireError("the pool that was offered is not within its storage", reason="pool")
     devices = [index for index in range(torch.cuda.device_count()) if _uuid(index) == offer.device]

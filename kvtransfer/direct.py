@@ -17,7 +17,6 @@ import socket
 import threading
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from baton.clock import Clock, SystemClock
@@ -97,7 +96,7 @@ class DirectTransport:
                 self._door = sock
                 sock.connect(self._address)
                 self._map(sock)
-        except (OSError, BatonError, msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (OSError, BatonError) as error:
             raise TransferFailed(f"{self.name}: {error}") from error
         finally:
             self._door = None

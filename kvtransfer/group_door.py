@@ -17,8 +17,10 @@ import msgspec
 from msgspec import Meta
 
 from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, ConfigError, TransferFailed, WireError
+from baton.errors import BatonError, TransferFailed, WireError
+from baton.kvtransfer.door_messages import decode_said
 from baton.kvtransfer.group_receiver import GroupReceiver
+from baton.kvtransfer.messages import is_beyond
 from baton.kvtransfer.pair import GroupName, Meeting
 from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.transfer_plan import plan_transfer
@@ -65,9 +67,9 @@ def ask_for_meeting(
             connection = Connection(sock, key, Role.CONNECTING, dropped=dropped, clock=clock)
             connection.handshake(timeout_s)
             connection.send(msgspec.msgpack.encode(knock))
-            welcome = msgspec.msgpack.decode(connection.recv(timeout_s), type=Welcome)
+            welcome = decode_said(connection.recv(timeout_s), Welcome, "welcome")
             secret = _secret(connection)
-    except (OSError, BatonError, msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (OSError, BatonError) as error:
         raise TransferFailed(f"{knock.name} {host}:{port}: {error}") from error
     if welcome.refusal:
         raise TransferFailed(f"{knock.name} {host}:{port}: {welcome.refusal}")
@@ -133,9 +135,11 @@ class GroupDoor:
                 )
                 connection.handshake(timeout_s)
                 try:
-                    knock = msgspec.msgpack.decode(connection.recv(timeout_s), type=Knock)
-                except (msgspec.ValidationError, msgspec.DecodeError, ConfigError) as error:
-                    raise connection.drop(WireError(str(error), reason="knock")) from error
+                    knock = decode_said(connection.recv(timeout_s), Knock, "knock")
+                    if is_beyond(knock.layout):
+                        raise WireError(f"a layout beyond all models: {knock.layout}", reason="knock")
+                except WireError as error:
+                    raise connection.drop(error) from None
                 connection.send(msgspec.msgpack.encode(self._welcome(knock, _secret(connection))))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a source got no meeting: %s", error)

@@ -251,7 +251,7 @@ def _complaint(message: AnyMessage) -> str | None:
     match message:
         case Reserve() | Pull() if message.num_units * message.num_parts > MAX_DIGESTS:
             return f"{message.num_units} units in {message.num_parts} parts, {MAX_DIGESTS} are most together"
-        case Hello() if _is_beyond(message.layout):
+        case Hello() if is_beyond(message.layout):
             return f"a layout beyond all models: {message.layout}"
         case Grant() | Pull() if len(message.pages) != len(message.generations):
             return f"{len(message.pages)} pages have {len(message.generations)} generations"
@@ -268,6 +268,7 @@ def _complaint(message: AnyMessage) -> str | None:
     return None
 
 
-def _is_beyond(layout: PageLayout) -> bool:
+def is_beyond(layout: PageLayout) -> bool:
+    """Whether it is of no model that there could be: a plan for it might not fit 64 bits."""
     counts = (layout.tp_size, layout.page_size, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     return max(counts) > MAX_PAGES

@@ -6,12 +6,11 @@ outside the interpreter's lock.
 
 from typing import Final
 
-import msgspec
-
 from baton.clock import Clock
 from baton.errors import WireError
 from baton.kernels.copy_runs import copy_runs
 from baton.kvtransfer.direct import DirectTransport, check_size
+from baton.kvtransfer.door_messages import decode_said
 from baton.kvtransfer.page_memory import PageMemory, PeerPages
 from baton.kvtransfer.shm_door import PoolOffer
 from baton.kvtransfer.transfer_plan import Offsets, TransferPlan
@@ -50,7 +49,7 @@ class ShmTransport(DirectTransport):
         )
 
     def map_pages(self, message: bytes, descriptors: list[int]) -> int:
-        offer = msgspec.msgpack.decode(message, type=PoolOffer)
+        offer = decode_said(message, PoolOffer, "pool")
         if len(descriptors) != 1:
             raise WireError(f"pages come with 1 descriptor, got {len(descriptors)}", reason="pool")
         check_size(descriptors[0], offer.num_pages * offer.page_bytes)

@@ -14,9 +14,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
@@ -36,8 +37,8 @@ MAX_UNPROVEN: Final = 64
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What goes with the two descriptors: pages, then generations."""
 
-    num_pages: int
-    page_bytes: int
+    num_pages: Annotated[int, Meta(ge=1, le=2**31)]
+    page_bytes: Annotated[int, Meta(ge=1, le=2**40)]
 
 
 # What a source gets to reach the pages with: a message, and descriptors of the caller's.

@@ -1,0 +1,169 @@
+"""Damaged messages at the doors: what a source knocks with, and what a source is given.
+
+Whoever holds the cluster key may still say anything. A door drops it and counts, and opens for the next one;
+a source refuses what it is given, and maps nothing that is smaller than it was said to be.
+"""
+
+import gc
+import logging
+import os
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from baton.errors import BatonError, WireError
+from baton.kvtransfer.group_door import GroupDoor, Knock, Welcome, ask_for_meeting
+from baton.kvtransfer.group_receiver import GroupReceiver
+from baton.kvtransfer.landing import Landings
+from baton.kvtransfer.page_memory import PageMemory, SharedFile
+from baton.kvtransfer.pair import GroupSettings
+from baton.kvtransfer.pair_channel import payload_bytes
+from baton.kvtransfer.shm import ShmTransport
+from baton.kvtransfer.shm_door import PoolOffer
+from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.layout import PageLayout
+from baton.wire import Connection, DroppedPeers, Role
+from tests.transfer_ends import wait_for
+from tests.unit.kvtransfer.frame_mutations import BOMBS, ODD_VALUES
+
+KEY = b"the cluster's key"
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
+KNOCK = Knock(name="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
+NUM_PAGES, PAGE_BYTES = 6, 4096
+OFFER = PoolOffer(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)
+NUMBERS = [0, 1, 2, 3, 12, 16, 2**16, 2**31, 2**40, 2**63 - 1, 2**64 - 1, -1, -2]
+
+
+def damaged(rng: random.Random, message: msgspec.Struct) -> bytes:
+    """The message with bytes or fields of it changed, nested ones too."""
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    owners = [fields, *(value for value in fields.values() if isinstance(value, dict))]
+    for _ in range(rng.randint(0, 2)):
+        owner = rng.choice(owners)
+        name = rng.choice([*owner, "extra"])
+        match rng.randrange(4):
+            case 0:
+                owner.pop(name, None)
+            case 1:
+                owner[name] = rng.choice(ODD_VALUES)
+            case _:
+                owner[name] = rng.choice(NUMBERS)
+    body = bytearray(msgspec.msgpack.encode(fields))
+    match rng.randrange(8):
+        case 0:
+            body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        case 1:
+            body = body[: rng.randrange(len(body))]
+        case 2:
+            body += rng.randbytes(rng.randint(1, 40))
+        case 3:
+            body = bytearray(rng.choice((*BOMBS, rng.randbytes(40))))
+    return bytes(body)
+
+
+class House:
+    """A door of gloo that finds everybody too much: whoever is welcome gets as far as that."""
+
+    def __init__(self) -> None:
+        pool = torch.zeros(NUM_PAGES, PLAN.unit_bytes, dtype=torch.uint8)
+        settings = GroupSettings(connect_s=5.0, stall_s=2.0)
+        receiver = GroupReceiver("gloo", Landings(NUM_PAGES), pool, settings=settings)
+        receiver.close()
+        self.dropped = DroppedPeers()
+        self.door = GroupDoor(receiver, LAYOUT, 0, KEY, dropped=self.dropped)
+
+    def knock(self, body: bytes) -> str | None:
+        """The refusal; None for being dropped."""
+        with socket.create_connection(self.door.address) as sock:
+            connection = Connection(sock, KEY, Role.CONNECTING)
+            with suppress(BatonError):
+                connection.handshake()
+                connection.send(body)
+                return msgspec.msgpack.decode(connection.recv(5.0), type=Welcome).refusal
+        return None
+
+
+@pytest.fixture
+def house(caplog: pytest.LogCaptureFixture) -> Iterator[House]:
+    caplog.set_level(logging.CRITICAL)  # a line for each dropped peer would be kept, and counted as ours
+    made = House()
+    yield made
+    made.door.close()
+
+
+def knock_often(house: House, seed: int, num_knocks: int) -> None:
+    rng, num_dropped, refusals = random.Random(seed), 0, set[str]()
+    before = sum(house.dropped.counts().values())
+    for _ in range(num_knocks):
+        refusal = house.knock(damaged(rng, KNOCK))
+        if refusal is None:
+            num_dropped += 1
+        else:
+            assert refusal, "nobody was to be let in"
+            refusals.add(refusal)
+    wait_for(lambda: sum(house.dropped.counts().values()) == before + num_dropped)
+    assert num_dropped > num_knocks // 4
+    # Not by dropping all: some got as far as the pairs, others did not fit.
+    assert len(refusals) > 3 and any("pairs at once" in refusal for refusal in refusals)
+
+
+def test_three_hundred_damaged_knocks_are_dropped_or_refused(house: House) -> None:
+    knock_often(house, 1, 300)
+    assert "knock" in house.dropped.counts()
+    with pytest.raises(BatonError, match="pairs at once"):
+        ask_for_meeting(house.door.address, KEY, KNOCK, 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_thousand_damaged_knocks_take_no_memory(house: House) -> None:
+    process = psutil.Process()
+    knock_often(house, 2, 1_000)
+    gc.collect()
+    before = process.memory_info().rss
+    knock_often(house, 3, 20_000)
+    gc.collect()
+    assert process.memory_info().rss - before < 32 << 20
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    file = SharedFile("a pool", NUM_PAGES * PAGE_BYTES)
+    yield file.descriptor
+    file.close()
+
+
+def judge_offers(descriptor: int, seed: int, num_offers: int) -> None:
+    rng, num_taken = random.Random(seed), 0
+    source = torch.zeros(2, PAGE_BYTES, dtype=torch.uint8)
+    for _ in range(num_offers):
+        transport = ShmTransport("nowhere", KEY, PageMemory.of(source), b"i" * 16)
+        descriptors = rng.choice(([descriptor], [descriptor], [descriptor], [], [descriptor] * 2))
+        try:
+            num_pages = transport.map_pages(damaged(rng, OFFER), descriptors)
+        except WireError:
+            continue
+        finally:
+            transport.unmap_pages()
+        assert num_pages > 0 and NUM_PAGES * PAGE_BYTES % num_pages == 0
+        num_taken += 1
+    assert 0 < num_taken < num_offers
+    assert os.fstat(descriptor).st_size == NUM_PAGES * PAGE_BYTES
+
+
+def test_ten_thousand_damaged_offers_of_a_pool_are_refused_or_fit(descriptor: int) -> None:
+    judge_offers(descriptor, 1, 10_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_million_damaged_offers_of_a_pool_are_refused_or_fit(descriptor: int) -> None:
+    judge_offers(descriptor, 2, 1_000_000)
