@@ -138,6 +138,7 @@ class Frontend:
         if peer.hello.process is Kind.ROUTER:
             self._streams.lose_router()
         else:
+            self._report()  # before anything is submitted again
             self._streams.lose_worker(peer.hello.id)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:

@@ -43,8 +43,7 @@ class Pairing:
         """reached: the workers that the gateway reaches. None: nobody can take it now."""
         if self._version != self._members.version:
             self._version = self._members.version
-            self._decoders.clear()
-            self._partners.clear()
+            self.forget()
         decoders = self._decoders_for(reached)
         holder = next((member for member in decoders if member.id == submit.beside), None)
         if holder is not None and holder.id not in submit.avoid:
@@ -61,6 +60,11 @@ class Pairing:
         decode = self._choose(paired, WorkerRole.DECODE)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         return Pair(decode, self._choose(partners, WorkerRole.PREFILL), self._config.policy)
+
+    def forget(self) -> None:
+        """What a gateway reaches has changed."""
+        self._decoders.clear()
+        self._partners.clear()
 
     def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
         turn = self._turns[role]

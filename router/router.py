@@ -155,6 +155,7 @@ class Router:
                     self.books.ended(key)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
+                self._pairing.forget()
             case StatusQuery():
                 peer.send(self.status())
             case _:
@@ -225,7 +226,7 @@ class Router:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _gone(self, member: Member, reason: str) -> None:
-        """What it may never have heard of is given back; of the rest the gateways know more than the router."""
+        """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         self.counters["workers_gone"] += 1
         logger.warning("%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         for (request_id, attempt), entry in self.books.waiting_at(member.id):
