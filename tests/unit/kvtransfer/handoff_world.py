@@ -12,14 +12,14 @@ from baton.kvtransfer.destination_handoff import DestinationHandoff, Destination
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
-from tests.unit.kvtransfer.simulated_network import SimulatedNetwork
+from tests.unit.kvtransfer.simulated_ranks import SimulatedRanks
 
 UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
 MAX_UNITS: Final = 6
 DEADLINE_MS: Final = 60_000
 
 
-class HandoffWorld(SimulatedNetwork):
+class HandoffWorld(SimulatedRanks):
     """Steps are named `step_...`; those of links, bytes and deaths are inherited."""
 
     # Work of the source.
@@ -27,7 +27,7 @@ class HandoffWorld(SimulatedNetwork):
     def step_request(self) -> None:
         """A prompt arrives: pages are taken, the destination is asked for as many."""
         host, num_units = self.source, 1 + self.pick(MAX_UNITS)
-        if not host.make_room(host.num_pages_for(num_units)):
+        if host.lost_rank is not None or not host.make_room(host.num_pages_for(num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
         sequence = self._new_sequence(host, f"prompt-{self.num_made}", num_units)
@@ -116,7 +116,9 @@ class HandoffWorld(SimulatedNetwork):
         """The destination wants what the source once knew; the hint may be old."""
         host = self.destination
         hint = self._any(self.hints)
-        if not isinstance(hint, Hint) or not host.make_room(host.num_pages_for(hint.num_units)):
+        if host.lost_rank is not None or not isinstance(hint, Hint):
+            return
+        if not host.make_room(host.num_pages_for(hint.num_units)):
             return
         transfer = self._number().to_bytes(16, "big")
         request = Reserve(
@@ -157,7 +159,7 @@ class HandoffWorld(SimulatedNetwork):
         """Everything happens that needs no time."""
         while True:
             before = self._backlog()
-            for step in (self.step_write, self.step_arrive, self.step_verify, self.step_fence):
+            for step in (self.step_write, self.step_arrive, self.step_verify, self.step_fence, self.bury):
                 step()
             for host in (self.source, self.destination):
                 self._deliver_to(host)
@@ -167,7 +169,8 @@ class HandoffWorld(SimulatedNetwork):
     def _backlog(self) -> tuple[int, ...]:
         hosts = (self.source, self.destination)
         waiting = [len(host.inbox) + host.has_lost_peer + len(host.verifications) for host in hosts]
-        return len(self.jobs), len(self.flights), len(self.fences), *waiting
+        unburied = [host.lost_rank is not None and not host.is_rank_dead for host in hosts]
+        return len(self.jobs), len(self.flights), len(self.fences), *waiting, *unburied
 
     def _check_ends(self) -> None:
         for host in (self.source, self.destination):

@@ -11,6 +11,7 @@ from baton.kvtransfer.handoff import Terms, Timing
 from baton.kvtransfer.source_handoff import SourceHandoff
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
+Ranks: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, int]  # page, slot in it
 TIMING = Timing(lease_s=30.0, heartbeat_s=5.0)
 NUM_PAGES = 10
@@ -36,14 +37,17 @@ class Landing:
 
 
 class Host:
-    """Dies as a whole: a new Host takes its place, with nothing of the old one's."""
+    """Dies as a whole: a new Host takes its place, with nothing of the old one. Or one of its ranks dies."""
 
-    def __init__(self, name: str, incarnation: int, units_per_page: int, num_parts: int) -> None:
+    def __init__(self, name: str, incarnation: int, units_per_page: int, ranks: Ranks) -> None:
+        """ranks: of ours that moves each part. Rank 0 is where the host's calls are made."""
         self.name = name
         self.incarnation = incarnation.to_bytes(16, "big")
         self.pool = PagePool(NUM_PAGES, units_per_page)
         self.units_per_page = units_per_page
-        self.num_parts = num_parts
+        self.ranks = ranks
+        self.lost_rank: int | None = None  # it is heard no more
+        self.is_rank_dead = False  # and known to be dead
         self.memory: dict[tuple[int, int, int], int] = {}  # (page, slot, part) -> contents
         self.sequences: dict[str, Sequence] = {}
         self.sources: dict[bytes, SourceHandoff] = {}
@@ -72,8 +76,17 @@ class Host:
     def write(self, pages: list[int] | tuple[int, ...], unit: int, part: int, contents: int) -> None:
         self.memory[(*self.place(pages, unit), part)] = contents
 
+    def is_lost(self, part: int) -> bool:
+        return self.ranks[part] == self.lost_rank
+
+    def is_gone(self, part: int) -> bool:
+        """The memory that the part is in is nobody's any more."""
+        return self.is_dead or (self.is_lost(part) and self.is_rank_dead)
+
     def check_reads(self, sequence: Sequence) -> None:
         for (unit, part), expected in sequence.contents.items():
+            if self.is_lost(part):
+                continue
             found = self.read(sequence.pages, unit, part)
             page, _ = self.place(sequence.pages, unit)
             assert sequence.name in self.pool.owners(page), f"{sequence.name} does not own page {page}"

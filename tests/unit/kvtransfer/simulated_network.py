@@ -22,12 +22,19 @@ from baton.kvtransfer.handoff import (
     Verify,
     answer_to_unknown,
 )
-from baton.kvtransfer.messages import AnyMessage, Doors, Grant, Hello, Pull, Reserve, decode, encode
+from baton.kvtransfer.messages import AnyMessage, Doors, Grant, Hello, Pull, Refuse, Reserve, decode, encode
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Landing, Pick, Sequence
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
 
 UNITS_PER_PAGE: Final = ((1, 1), (2, 1), (1, 2))  # source, destination
+CUTS: Final = (  # (source rank, destination rank) of each part
+    ((0, 0),),
+    ((0, 0), (0, 1)),
+    ((0, 0), (1, 0)),
+    ((0, 0), (1, 1)),
+    ((0, 0), (0, 1), (1, 2), (1, 3)),
+)
 MAX_UNITS: Final = 6
 DEADLINE_MS: Final = 60_000
 
@@ -39,7 +46,8 @@ class SimulatedNetwork:
         self.pick = pick
         self.clock = ManualClock()
         self.units_per_page = UNITS_PER_PAGE[pick(len(UNITS_PER_PAGE))]
-        self.num_parts = 1 + pick(2)
+        self.cut = CUTS[pick(len(CUTS))]
+        self.num_parts = len(self.cut)
         self.num_made = 0
         self.outcomes: dict[Outcome, int] = {}
         self.is_direct: dict[bytes, bool] = {}
@@ -59,7 +67,8 @@ class SimulatedNetwork:
 
     def _new_host(self, name: str) -> Host:
         side = 0 if name == "source" else 1
-        return Host(name, self._number(), self.units_per_page[side], self.num_parts)
+        ranks = tuple(pair[side] for pair in self.cut)
+        return Host(name, self._number(), self.units_per_page[side], ranks)
 
     def _number(self) -> int:
         self.num_made += 1
@@ -85,7 +94,9 @@ class SimulatedNetwork:
     def _receive(self, host: Host, message: AnyMessage) -> None:
         assert not isinstance(message, Hello | Doors)
         transfer = message.transfer
-        if isinstance(message, Reserve):
+        if isinstance(message, Reserve) and host.lost_rank is not None:
+            self._send(host, Refuse(transfer=transfer, reason="a rank is lost"))
+        elif isinstance(message, Reserve):
             handoff = self._new_destination(message)
             host.make_room(host.num_pages_for(message.num_units))
             self._do(host, transfer, handoff.grant(f"decode-{transfer.hex()}"))
@@ -93,7 +104,9 @@ class SimulatedNetwork:
             source = SourceHandoff(message, host.terms(self.clock, self.units_per_page))
             host.sources[transfer] = source
             self.peers[host, transfer] = self.destination
-            self._do(host, transfer, source.accept_pull(host.incarnation))
+            is_whole = host.lost_rank is None
+            accepted = source.accept_pull(host.incarnation) if is_whole else source.fail("a rank is lost")
+            self._do(host, transfer, accepted)
         else:
             known: SourceHandoff | DestinationHandoff | None = host.sources.get(transfer)
             known = known or host.destinations.get(transfer)
@@ -180,6 +193,9 @@ class SimulatedNetwork:
         if job not in self.jobs:
             return
         self.jobs.remove(job)
+        if job.source.is_lost(job.part):
+            self._end_stops()
+            return  # nobody hears of it
         handoff = job.source.sources[job.transfer]
         if job.is_written:
             actions = handoff.pushed(job.part, job.first, job.stop, bytes(job.digests))
@@ -192,7 +208,9 @@ class SimulatedNetwork:
 
     def _end_stops(self) -> None:
         for host, transfer in list(self.stopping):
-            if not any(job.source is host and job.transfer == transfer for job in self.jobs):
+            is_unheard = host.lost_rank is not None and not host.is_rank_dead
+            jobs = (job for job in self.jobs if job.source is host and job.transfer == transfer)
+            if not is_unheard and not any(jobs):
                 self.stopping.remove((host, transfer))
                 self._do(host, transfer, host.sources[transfer].pushes_stopped())
 
@@ -208,7 +226,8 @@ class SimulatedNetwork:
 
     def _leave(self, flight: Flight) -> None:
         landing, job = flight.landing, flight.job
-        if landing is not None and not landing.is_open and not landing.num_inside:
+        is_heard = not job.destination.is_lost(job.part)
+        if landing is not None and not landing.is_open and not landing.num_inside and is_heard:
             self._writer_stopped(job.destination, job.transfer, job.part)
 
     def step_verify(self) -> None:
@@ -236,17 +255,21 @@ class SimulatedNetwork:
                     self._push(host, transfer, action)
                 case StopPushes():
                     for job in self.jobs:
-                        job.must_stop |= job.source is host and job.transfer == transfer
+                        is_told = job.source is host and not host.is_lost(job.part)
+                        job.must_stop |= is_told and job.transfer == transfer
                     self.stopping.append((host, transfer))
                     self._end_stops()
                 case OpenLanding(part):
                     host.landings[transfer, part] = Landing(host.destinations[transfer].epoch)
+                case CloseLanding(part, _) if host.is_lost(part):
+                    if host.is_rank_dead:
+                        self._writer_stopped(host, transfer, part)
                 case CloseLanding(part, is_confirmed):
                     landing = host.landings[transfer, part]
                     landing.is_open = False
                     if is_confirmed if self.is_direct[transfer] else not landing.num_inside:
                         self._writer_stopped(host, transfer, part)
-                case Verify(part, digests):
+                case Verify(part, digests) if not host.is_lost(part):
                     host.verifications.append((transfer, part, digests))
                 case Finished(outcome, _):
                     self._finish(host, transfer, outcome)

@@ -91,7 +91,7 @@ class Flight:
 
 def write(host: Host, transfer: bytes, part: int, pages: tuple[int, ...], unit: int, contents: int) -> None:
     page, _ = host.place(pages, unit)
-    if not host.is_dead:
+    if not host.is_gone(part):
         owners = host.pool.owners(page)
         assert ("writer", transfer, part) in owners, f"page {page} is {owners}'s while a writer is in it"
     host.write(pages, unit, part, contents)

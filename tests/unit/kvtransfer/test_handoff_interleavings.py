@@ -26,6 +26,8 @@ WEIGHTS = {
     "join": 3,
     "crash": 1,
     "fence": 2,
+    "lose_rank": 1,
+    "bury_rank": 2,
 }
 NUM_STEPS = 150
 WEIGHTED = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
