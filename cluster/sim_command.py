@@ -2,9 +2,10 @@
 
 import argparse
 import logging
+from traceback import format_exception
 
 from baton.cluster import standard_output
-from baton.cluster.sim.world import World
+from baton.cluster.sim.world import Violation, World
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
         world = World(seed, None if arguments.quiet else _write)
         try:
             fates = world.run()
-        except AssertionError as error:
-            _write("\n".join([f"seed {seed}: {world.summary}", str(error), *error.__notes__]))
+        except Exception as error:
+            told = [str(error), *error.__notes__] if isinstance(error, Violation) else format_exception(error)
+            _write("\n".join([f"seed {seed}: {world.summary}", *(line.rstrip() for line in told)]))
             return 1
         ends = ", ".join(f"{number} {fate}" for fate, number in sorted(fates.items()))
         _write(f"seed {seed}: {world.summary}, {world.events.now_s:.1f} s: {ends}")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from baton.cluster.sim.clients import Client
 from baton.cluster.sim.deployment import Deployment
 from baton.cluster.sim.lives import GatewayLife, RouterLife, WorkerLife
-from baton.cluster.sim.network import MAX_DEATH_DELAY_S
 from baton.engine.pages import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
 
@@ -35,9 +34,8 @@ def _error_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
             if lasted_s < deployment.site.limits.max_wait_s:
                 yield f"{name} was given up after {lasted_s:.2f} s: {error}"
         case WorkerLost():
-            began_s = client.opened_s - MAX_DEATH_DELAY_S  # it may be sent to one that is dead already
-            gone_s = [gone_s for slot in deployment.workers for gone_s in slot.gone_s]
-            num_gone = sum(began_s <= each_s <= client.ended_s for each_s in gone_s)
+            absences = [absence for slot in deployment.workers for absence in slot.absences]
+            num_gone = sum(first <= client.ended_s and client.opened_s <= last for first, last in absences)
             if num_gone < 2:
                 yield f"{name} was given up after {num_gone} deaths: {error}"
         case InvalidRequest() | _:

@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 
 from baton.cluster.sim.engine import Machine
 from baton.cluster.sim.lives import GatewayLife, Life, RouterLife, Site, WorkerLife, WorkerPlan
+from baton.cluster.sim.network import MAX_DEATH_DELAY_S
 from baton.control import WorkerRole
 from baton.router_config import RouterSettings
 
@@ -22,7 +23,7 @@ class Slot:
     def __init__(self, name: str, start: Callable[[], Life], site: Site) -> None:
         self.name = name
         self.life = start()
-        self.gone_s: list[float] = []  # when it died, or was taken for dead
+        self.absences: list[tuple[float, float]] = []  # from when to when it was dead, or seemed so
         self._start = start
         self._site = site
         self._watch()
@@ -38,15 +39,16 @@ class Slot:
         process.pause()
         events.after(seconds, process.resume)
         if seconds >= SEEMS_DEAD_S:
-            self.gone_s.append(events.now_s + SEEMS_DEAD_S)
+            self.absences.append((events.now_s, events.now_s + seconds))
 
     def _watch(self) -> None:
         self.life.process.on_death.append(self._died)
 
     def _died(self) -> None:
         self._site.trace.died(self.name)
-        self.gone_s.append(self._site.events.now_s)
-        self._site.events.after(self._site.random.uniform(*RESTART_S), self._restart)
+        now_s, restart_s = self._site.events.now_s, self._site.random.uniform(*RESTART_S)
+        self.absences.append((now_s, now_s + MAX_DEATH_DELAY_S))
+        self._site.events.after(restart_s, self._restart)
 
     def _restart(self) -> None:
         self.life = self._start()

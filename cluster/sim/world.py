@@ -54,7 +54,7 @@ class World:
         return [client for visit in self.visits for client in visit.clients]
 
     def run(self) -> Counter[str]:
-        """How many clients ended how. AssertionError when what must hold did not: its note says the command."""
+        """How many clients ended how. AssertionError, noting how to replay it, when something did not hold."""
         try:
             return self._run()
         except Exception as error:

@@ -1,0 +1,85 @@
+"""The simulator is worth what it finds: each test breaks a rule of the real code, and a seed must show it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.cluster.sim.transfers import SimIncoming
+from baton.cluster.sim.world import World
+from baton.decode_worker.admission import Admission
+from baton.gateway.stream_log import Stream
+from baton.kvtransfer.destination_handoff import DestinationHandoff
+from baton.prefill_worker.departure import Departure, Offer
+from baton.prefill_worker.worker import PrefillWorker
+from baton.request import Request
+from baton.router.books import Books
+
+MAX_SEEDS = 150
+
+
+def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., Any]) -> str:
+    """What the first seed that shows it says."""
+    monkeypatch.setattr(owner, name, broken)
+    for seed in range(MAX_SEEDS):
+        try:
+            World(seed).run()
+        except AssertionError as error:
+            assert error.__notes__ == [f"replay: python -m baton.cluster.cli sim --seed {seed}"]
+            return str(error)
+    return f"nothing in {MAX_SEEDS} seeds"
+
+
+def test_pages_that_are_not_compared_show_as_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = DestinationHandoff.verified
+    found = finding(
+        monkeypatch, DestinationHandoff, "verified", lambda self, part, _: verified(self, part, ())
+    )
+    assert "an undisturbed run says" in found
+
+
+def test_pages_that_are_freed_under_their_writer_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = SimIncoming._close_landing
+    found = finding(
+        monkeypatch, SimIncoming, "_close_landing", lambda self, is_confirmed: close(self, is_confirmed=True)
+    )
+    assert "while a writer is in it" in found
+
+
+def test_pages_in_the_wrong_order_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_offer = Departure.take_offer
+
+    def reversed_offer(self: Departure) -> Offer | None:
+        offer = take_offer(self)
+        return offer and Offer(offer.pages[::-1], offer.num_units)
+
+    found = finding(monkeypatch, Departure, "take_offer", reversed_offer)
+    assert "an undisturbed run says" in found
+
+
+def test_pages_that_a_prefill_worker_keeps_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, PrefillWorker, "_let_engine_go", lambda self, departure: None)
+    assert "keeps pages of" in found
+
+
+def test_promises_that_never_end_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, Admission, "end_promise", lambda self, attempt: None)
+    assert "nothing in" not in found
+
+
+def test_attempts_that_stay_in_the_router_s_books_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, Books, "ended", lambda self, key: None)
+    assert "the router's books have" in found
+
+
+def test_replays_with_another_seed_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = Stream.present
+
+    def other_seed(self: Stream) -> Request:
+        request = present(self)
+        seed = (request.sampling.seed or 0) + self.attempt
+        sampling = msgspec.structs.replace(request.sampling, seed=seed)
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    assert "an undisturbed run says" in finding(monkeypatch, Stream, "present", other_seed)
