@@ -85,10 +85,10 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace) -> None:
     with _needing_workers_libraries():
-        from baton.bench import kv
-    parser = parser_of(f"bench {arguments.suite}", kv.__doc__)
-    kv.add_options(parser)
-    kv.run(parser.parse_args(arguments.options))
+        suite = importlib.import_module(f"baton.bench.{arguments.suite}")
+    parser = parser_of(f"bench {arguments.suite}", suite.__doc__)
+    suite.add_options(parser)
+    suite.run(parser.parse(arguments.options))
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add_options(generate)
     bench = commands.add_parser("bench", help="measure this machine: `baton bench kv --help`", add_help=False)
-    bench.add_argument("suite", choices=("kv",))
+    bench.add_argument("suite", choices=("kv", "serve"))
     bench.add_argument("options", nargs=argparse.REMAINDER)
     for name, help_ in COMMANDS.items():
         command = commands.add_parser(name, help=help_, add_help=False, prefix_chars="\0")

@@ -1,0 +1,248 @@
+"""What a client sees of a server: throughput and latency over HTTP, beside other servers; and the overhead.
+
+    baton bench serve --target URL                   32 requests at once, as other engines were measured
+    baton bench serve --target URL --rival vllm=URL  the same, in turns with another OpenAI server
+    baton bench serve --target URL --rate 4          open loop, Poisson: for claims about latency
+    baton bench serve --target URL --trace PATH      a real trace's lengths, moments and shared prefixes
+    baton bench serve --overhead                     gateway and router before workers of no model
+
+Without --rate and --trace the load is closed-loop: --concurrency requests at once, for throughput only. An
+answer counts if it says why it ended and has all its tokens. Columns are explained in bench/README.md.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from baton.bench.machine import machine_description, one_line
+from baton.bench.report import RESULTS, Row, can_plot, print_table, write_json
+from baton.bench.serve_client import Address, Client
+from baton.bench.serve_figures import Sample, Slo
+from baton.bench.serve_load import Load, Run, Shape, model_of
+from baton.bench.serve_overhead import (
+    BATON,
+    IDLE,
+    SOCKET,
+    SSE,
+    UNARY,
+    UVICORN,
+    Plane,
+    Results,
+    as_json,
+    limit,
+    measure,
+    overhead_rows,
+    served,
+)
+from baton.bench.serve_plot import plot_latencies
+from baton.bench.serve_rows import Bars, rows_of
+from baton.bench.serve_workload import INPUT, OUTPUT, Job, Lengths, poisson, random_jobs, trace_jobs
+from baton.bench.traces import read_trace
+from baton.errors import ConfigError
+
+NUM_REQUESTS: Final = 32
+WARM_UP_SEED: Final = 999
+NUM_WARM_UP: Final = 4
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="URL", help="of the server to measure, as http://127.0.0.1:8000")
+    parser.add_argument("--name", default="baton", help="of the target, in the table (baton)")
+    parser.add_argument(
+        "--rival", action="append", default=[], metavar="NAME=URL", help="measured in turns with the target"
+    )
+    parser.add_argument("--model", help="as requests name it; without it the first that each server lists")
+    parser.add_argument("--api-key", default="", help="for all servers")
+    load = parser.add_argument_group("load")
+    load.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"a round ({NUM_REQUESTS})")
+    load.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
+    load.add_argument("--concurrency", type=int, help="closed loop: requests at once (all)")
+    load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson")
+    load.add_argument("--input", type=_lengths, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)")
+    load.add_argument("--output-tokens", type=_lengths, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)")
+    load.add_argument("--vocab-size", type=int, default=32_000, help="prompts have ids below (32000)")
+    load.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
+    load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
+    load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
+    load.add_argument("--speed", type=float, default=1.0, help="2: the trace in half its time")
+    kind = load.add_mutually_exclusive_group()
+    kind.add_argument("--stream", action="store_true", default=True, help="server-sent events (the default)")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="answers in one piece")
+    load.add_argument("--text", action="store_true", help="prompts of words, not of token ids")
+    bars = parser.add_argument_group("bars")
+    bars.add_argument("--slo-ttft-ms", type=float, help="goodput counts requests within all of these")
+    bars.add_argument("--slo-tpot-ms", type=float)
+    bars.add_argument("--slo-e2el-ms", type=float)
+    bars.add_argument("--bar-throughput", type=float, help="target over rival, at least")
+    bars.add_argument("--bar-ttft", type=float, help="target's median over rival's, at most")
+    overhead = parser.add_argument_group("overhead")
+    overhead.add_argument("--overhead", action="store_true", help="measure the control plane alone")
+    overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
+    overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
+    overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
+    overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
+    overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="for JSON and plots")
+
+
+def run(options: argparse.Namespace) -> None:
+    """ConfigError for options that mean nothing together, or a server that does not answer."""
+    if options.rounds < 1 or options.requests < 1:
+        raise ConfigError("--rounds and --requests: expected 1 or more")
+    for name in ("rate", "scale", "speed", "seconds", "concurrency"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name}: expected more than 0, got {value}")
+    if options.overhead == (options.target is not None):
+        raise ConfigError("give --target URL, or --overhead, which starts what it measures")
+    print(one_line(machine_description()), flush=True)
+    if options.overhead:
+        run_overhead(options)
+    else:
+        run_load(options)
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Load on servers that run.
+
+
+def run_load(options: argparse.Namespace) -> None:
+    servers = {options.name: options.target} | _rivals(options.rival)
+    runs = uvloop.run(_load(servers, options))
+    rows = rows_of(runs, Bars(options.bar_throughput, options.bar_ttft))
+    title = f"Serving over HTTP, {_describe(options)}"
+    print_table(title, rows)
+    summaries = {name: [run.summary.as_json() for run in of_one] for name, of_one in runs.items()}
+    _keep(options, "serve", title, rows, {"options": _options_json(options), "rounds": summaries})
+    if can_plot():
+        samples: dict[str, list[Sample]] = {
+            name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()
+        }
+        plot_latencies(samples, options.output / "serve.png")
+
+
+async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
+    clients = {name: Client(Address(url, options.api_key)) for name, url in servers.items()}
+    models = {name: options.model or await model_of(client) for name, client in clients.items()}
+    shape = _shape(options)
+    warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=options.vocab_size)
+    for name, client in clients.items():
+        warmed = await Load(client, models[name], shape._replace(concurrency=NUM_WARM_UP)).run(warm_up)
+        if not warmed.summary.num_ok:
+            raise ConfigError(f"{name} answers nothing that counts: {', '.join(warmed.summary.failures)}")
+    runs: defaultdict[str, list[Run]] = defaultdict(list)
+    for number in range(options.rounds):
+        jobs = _jobs(options, options.seed + number)
+        names = list(clients) if number % 2 == 0 else list(reversed(clients))
+        for name in names:
+            _progress(f"round {number + 1} of {options.rounds}: {name}")
+            runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
+    _progress("")
+    for client in clients.values():
+        client.close()
+    return {name: runs[name] for name in servers}
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    is_open = options.rate is not None or options.trace is not None
+    limits_ms = (options.slo_ttft_ms, options.slo_tpot_ms, options.slo_e2el_ms)
+    return Shape(
+        stream=options.stream,
+        as_text=options.text,
+        concurrency=None if is_open else options.concurrency or options.requests,
+        slo=Slo(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in limits_ms)),
+    )
+
+
+def _jobs(options: argparse.Namespace, seed: int) -> list[Job]:
+    if options.trace is not None:
+        requests = read_trace(options.trace, scale=options.scale, limit=options.requests)
+        return trace_jobs(requests, vocab_size=options.vocab_size, speed=options.speed)
+    lengths = {"num_input": options.input, "num_output": options.output_tokens}
+    jobs = random_jobs(options.requests, seed, vocab_size=options.vocab_size, **lengths)
+    return jobs if options.rate is None else poisson(jobs, options.rate, seed)
+
+
+def _describe(options: argparse.Namespace) -> str:
+    kind = "SSE" if options.stream else "unary"
+    if options.trace is not None:
+        return f"{kind}, open loop, {options.trace.name}"
+    if options.rate is not None:
+        return f"{kind}, open loop, {options.requests} requests, {options.rate:g} a second"
+    return (
+        f"{kind}, closed loop, {options.requests} requests, {options.concurrency or options.requests} at once"
+    )
+
+
+# The control plane alone.
+
+
+def run_overhead(options: argparse.Namespace) -> None:
+    plane = Plane(
+        model="tiny",
+        num_gateways=options.gateways,
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        step_s=options.step_ms / 1e3,
+    )
+    results, names = asyncio.run(_overhead(plane, _rivals(options.rival), options))
+    rows = overhead_rows(results, names)
+    title = (
+        f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
+        f"{plane.num_decode} decode workers of no model, and the client"
+    )
+    print_table(title, rows)
+    name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
+    extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
+    _keep(options, name, title, rows, extra)
+
+
+async def _overhead(
+    plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
+) -> tuple[Results, Sequence[str]]:
+    async with served(plane) as ours, limit("uvicorn") as bare_uvicorn, limit("asyncio") as bare_socket:
+        servers = {BATON: ours, UVICORN: bare_uvicorn, SOCKET: bare_socket, **rivals}
+        points = (IDLE, *UNARY, *SSE)
+        load = measure(servers, points, options.rounds, options.seconds, _progress)
+        # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
+        results = await asyncio.to_thread(uvloop.run, load)
+    _progress("")
+    return results, list(servers)
+
+
+def _rivals(given: Sequence[str]) -> dict[str, str]:
+    rivals = dict(each.partition("=")[::2] for each in given)
+    for name, url in rivals.items():
+        if not name or not url:
+            raise ConfigError(f"--rival: expected NAME=URL, got {name}={url}")
+    return rivals
+
+
+def _options_json(options: argparse.Namespace) -> dict[str, object]:
+    kept = {name: value for name, value in vars(options).items() if name != "api_key"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+
+
+def _keep(
+    options: argparse.Namespace, name: str, title: str, rows: list[Row], extra: Mapping[str, object]
+) -> None:
+    write_json(options.output / f"{name}.json", title, rows, extra)
+
+
+def _progress(text: str) -> None:
+    """What is being measured, on one line of a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()

@@ -1,0 +1,167 @@
+"""HTTP/1.1 for load: one request at a time on a connection, every piece of an answer with its moment.
+
+Nothing is read out of an answer while it comes: what that costs would be in the figures, and in the way of
+other answers. Connections are kept and used again, the one that was free last first.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from baton.errors import ConfigError, PeerGone
+
+Done = Callable[["Answer | PeerGone"], None]
+MAX_HEADER_BYTES: Final = 8192
+
+
+@dataclass(slots=True)
+class Answer:
+    """Moments are of `time.perf_counter`."""
+
+    sent_s: float
+    status: int = 0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
+    ended_s: float = 0.0
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
+
+
+class Address:
+    """Where a server is, and what every request to it begins with."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"target: expected http://HOST:PORT, got {url!r}")
+        self.url = url.rstrip("/")
+        self.host = parts.hostname
+        self.port = parts.port or 80
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = f"host: {parts.netloc}\r\n"
+        if api_key:
+            self._headers += f"authorization: Bearer {api_key}\r\n"
+
+    def get(self, path: str) -> bytes:
+        return f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
+
+    def post(self, path: str, body: bytes) -> bytes:
+        head = (
+            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.is_open = False
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._done: Done | None = None
+        self._now_s = 0.0
+
+    @classmethod
+    async def open(cls, address: Address) -> Self:
+        """OSError when nobody listens there."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(cls, address.host, address.port)
+        return connection
+
+    def send(self, request: bytes, done: Done) -> None:
+        """`done` is called with the whole answer, or with what ended the connection."""
+        assert self._answer is None and self._transport is not None, "one request at a time"
+        self._done, self._answer = done, Answer(time.perf_counter())
+        self._transport.write(request)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.is_open = (
+            cast(asyncio.Transport, transport),
+            True,
+        )  # uvloop's is of no such class
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(PeerGone(f"the server speaks no HTTP: {error}"))
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self._end(PeerGone(f"the server closed the connection in the middle of an answer: {error}"))
+
+    # What the parser calls.
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None:
+            self._answer.pieces.append((self._now_s, body))
+
+    def on_message_complete(self) -> None:
+        answer, parser = self._answer, self._parser
+        if answer is None:
+            return
+        answer.status, answer.ended_s = parser.get_status_code(), self._now_s
+        if not parser.should_keep_alive():
+            self.is_open = False
+            self.close()
+        else:
+            self._parser = httptools.HttpResponseParser(self)
+        self._end(answer)
+
+    def _end(self, answer: Answer | PeerGone) -> None:
+        done, self._done, self._answer = self._done, None, None
+        if done is not None:
+            done(answer)
+
+
+class Client:
+    """As many connections to one server as requests are under way."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._free: list[Connection] = []
+
+    async def get(self, path: str) -> Answer:
+        return await self.ask(self.address.get(path))
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        return await self.ask(self.address.post(path, body))
+
+    async def ask(self, request: bytes) -> Answer:
+        """PeerGone when the server ends the connection, OSError when there is none."""
+        while self._free:
+            connection = self._free.pop()
+            if connection.is_open:
+                break
+        else:
+            connection = await Connection.open(self.address)
+        future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
+        connection.send(request, lambda answer: None if future.done() else future.set_result(answer))
+        try:
+            answer = await future
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        if isinstance(answer, PeerGone):
+            raise answer
+        self._free.append(connection)
+        return answer
+
+    def close(self) -> None:
+        for connection in self._free:
+            connection.close()

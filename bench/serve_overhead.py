@@ -1,0 +1,212 @@
+"""What the control plane costs: gateways and a router in front of workers that compute nothing.
+
+All of it runs on this machine, the client too. Beside it, by the same client in the same rounds: a bare
+uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; and any
+rival's front end that is named.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+import msgspec
+
+from baton.bench.report import Row, at_least, at_most, format_number
+from baton.bench.serve_client import Address, Client
+from baton.bench.serve_figures import quantile
+from baton.bench.serve_hammer import Hammer, Hammered, Point
+from baton.bench.serve_load import model_of
+from baton.bench.serve_stub import StubConfig
+from baton.cluster.local_runtime import LocalProcess, LocalRuntime
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.process_spec import ProcessKind, ProcessSpec
+from baton.control import WorkerRole
+from baton.errors import PeerGone
+from baton.gateway_config import GatewayConfig
+from baton.router_config import RouterConfig
+
+BATON: Final = "baton"
+UVICORN: Final = "bare uvicorn"
+SOCKET: Final = "bare asyncio"
+UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
+SSE: Final = tuple(Point(64, stream=True, num_connections=number) for number in (1, 16, 64))
+IDLE: Final = Point(2, stream=True, num_connections=1)
+UNARY_BAR, SSE_BAR = 2_000, 50_000  # requests/s and tokens/s, of the largest number of connections
+TTFT_BARS_MS: Final = {50: 3.0, 99: 10.0}
+WARM_UP_S: Final = 0.5
+START_TIMEOUT_S: Final = 60.0
+
+Results = Mapping[tuple[str, Point], Sequence[Hammered]]
+
+
+class Plane(NamedTuple):
+    """How much there is of each."""
+
+    model: str
+    num_gateways: int = 1
+    num_prefill: int = 0  # 0: decode workers compute prompts too
+    num_decode: int = 1
+    step_s: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def served(plane: Plane) -> AsyncIterator[str]:
+    """The URL of a gateway port that answers."""
+    key = secrets.token_bytes(32)
+    runtime = LocalRuntime(key)
+    stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve_stub"))
+    try:
+        router = await (await _spawn(runtime, "router", "router", RouterConfig())).ready()
+        directory = resolve_model(plane.model)
+        facts = json.loads((directory / "config.json").read_text())
+        roles = [WorkerRole.PREFILL] * plane.num_prefill + [WorkerRole.DECODE] * plane.num_decode
+        for number, role in enumerate(roles):
+            config = StubConfig(
+                id=secrets.token_hex(16),
+                name=f"{role.value}-{number}",
+                role=role,
+                model=directory.name,
+                router=router,
+                vocab_size=facts["vocab_size"],
+                max_model_len=facts["max_position_embeddings"],
+                step_s=plane.step_s,
+            )
+            await (await _spawn(stubs, "worker", config.name, config)).ready()
+        port = 0
+        for number in range(plane.num_gateways):
+            gateway = GatewayConfig(
+                model=str(directory), router=router, port=port, shares_port=plane.num_gateways > 1
+            )
+            port = (await (await _spawn(runtime, "gateway", f"gateway-{number}", gateway)).ready()).port
+        url = f"http://127.0.0.1:{port}"
+        await _until_it_answers(url, plane.num_gateways)
+        yield url
+    finally:
+        await stubs.close()
+        await runtime.close()
+
+
+async def _spawn(runtime: LocalRuntime, kind: ProcessKind, name: str, config: msgspec.Struct) -> LocalProcess:
+    return await runtime.spawn(ProcessSpec(kind=kind, name=name, config=config))
+
+
+async def _until_it_answers(url: str, num_gateways: int) -> None:
+    """TimeoutError when it never does. Connections are spread over gateways by chance: many are tried."""
+    address, num_good = Address(url), 0
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while num_good < (1 if num_gateways == 1 else 16 * num_gateways):
+            client = Client(address)
+            with contextlib.suppress(OSError, PeerGone):
+                answer = await client.get("/health")
+                num_good = num_good + 1 if answer.status == 200 else 0
+            client.close()
+            await asyncio.sleep(0 if num_good else 0.1)
+
+
+@contextlib.asynccontextmanager
+async def limit(kind: str) -> AsyncIterator[str]:
+    """The URL of a server that does nothing but answer: see serve_limit.py."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.bench.serve_limit", kind),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        port = int(await process.stdout.readline())
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def measure(
+    servers: Mapping[str, str],
+    points: Sequence[Point],
+    rounds: int,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> Results:
+    """servers: name -> URL. The servers take turns at every point, `rounds` times."""
+    results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
+    models = {}
+    for name, url in servers.items():
+        is_limit = name in (UVICORN, SOCKET)
+        models[name] = "limit" if is_limit else await model_of(Client(Address(url)))
+        for point in points:
+            await Hammer(Address(url), models[name], point).run(WARM_UP_S)
+    for number in range(rounds):
+        for point in points:
+            for name, url in servers.items():
+                progress(f"round {number + 1} of {rounds}: {name}, {point.name}")
+                hammered = await Hammer(Address(url), models[name], point).run(seconds)
+                results[name, point].append(hammered)
+    return results
+
+
+def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:
+    rows = [_ttft(results, percent) for percent in TTFT_BARS_MS]
+    for points, unit, bar in ((UNARY, "requests/s", UNARY_BAR), (SSE, "tokens/s", SSE_BAR)):
+        for point in points:
+            if (BATON, point) not in results:
+                continue
+            rate = _rate(results[BATON, point])
+            note = _beside(results, servers, point, rate)
+            if point is points[-1]:
+                rows.append(at_least(point.name, rate, unit, bar, note))
+            else:
+                rows.append(Row(point.name, rate, unit, note=note))
+    failures = [failure for hammered in results.values() for each in hammered for failure in each.failures]
+    why = "; ".join(sorted(set(failures)))[:200]
+    rows.append(at_most("answers that do not count", len(failures), "", 0, why))
+    return rows
+
+
+def _ttft(results: Results, percent: int) -> Row:
+    value_ms = _ttft_ms(results[BATON, IDLE], percent)
+    others = [
+        f"{name} {format_number(_ttft_ms(hammered, percent))}"
+        for (name, point), hammered in results.items()
+        if point == IDLE and name != BATON
+    ]
+    name = f"TTFT p{percent}, idle, of a model that takes no time"
+    return at_most(name, value_ms, "ms", TTFT_BARS_MS[percent], ", ".join(others))
+
+
+def _ttft_ms(hammered: Sequence[Hammered], percent: int) -> float:
+    values = [sample.ttft_s for each in hammered for sample in each.samples]
+    return 1e3 * quantile(values, percent) if values else float("inf")
+
+
+def _rate(hammered: Sequence[Hammered]) -> float:
+    is_sse = any(sample.gaps_s for each in hammered for sample in each.samples[:1])
+    return median(each.tokens_per_s if is_sse else each.requests_per_s for each in hammered)
+
+
+def _beside(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
+    latency_ms = [1e3 * sample.e2el_s for each in results[BATON, point] for sample in each.samples]
+    notes = [f"p50 {format_number(quantile(latency_ms, 50))} ms"] if latency_ms else []
+    for name in servers:
+        if name != BATON:
+            other = _rate(results[name, point])
+            notes.append(f"{name} {format_number(other)} ({rate / other:.0%})" if other else f"{name}: none")
+    return ", ".join(notes)
+
+
+def as_json(results: Results) -> list[dict[str, object]]:
+    return [
+        {
+            "server": name,
+            "point": point.name,
+            "requests_per_s": [each.requests_per_s for each in hammered],
+            "tokens_per_s": [each.tokens_per_s for each in hammered],
+            "num_failures": sum(len(each.failures) for each in hammered),
+        }
+        for (name, point), hammered in results.items()
+    ]
