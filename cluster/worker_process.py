@@ -75,12 +75,12 @@ class HostedWorker:
             self._ends = ends.pop_all()
 
     def serve(self, stop: threading.Event) -> None:
-        """Until `stop` is set and everything is done, or the time for that is over."""
+        """Until `stop` is set, or an operator asks, and all is done or the time for that is over."""
         node, engine, clock = self.node, self.engine, SystemClock()
         until_s = math.inf
-        while not (stop.is_set() and (node.is_idle or clock.now_s() >= until_s)):
+        while not (until_s < math.inf and (node.is_idle or clock.now_s() >= until_s)):
             node.step()
-            if stop.is_set() and until_s == math.inf:
+            if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()
                 until_s = clock.now_s() + self._config.drain_timeout_s
             if not engine.has_work():

@@ -44,6 +44,13 @@ def test_nothing_listens_without_a_token_or_a_key(cluster: Served) -> None:
         assert environment.get("RAY_AUTH_MODE", "token") == "token"
 
 
+def test_a_worker_that_is_drained_ends_and_stays_away(cluster: Served) -> None:
+    assert "drains" in cluster.baton("drain", "prefill-1", "--port", str(cluster.port))
+    until(lambda: any("prefill-1 has drained and stays away" in line for line in cluster.said))
+    until(lambda: set(cluster.status()) == {"prefill-0", "decode-0"})
+    assert cluster.complete("copy(red green blue)=") == "red green blue"
+
+
 def test_ray_ends_with_it() -> None:
     with served(*OPTIONS) as cluster:
         pids = descendants(cluster.process.pid)
