@@ -5,12 +5,16 @@
 3. The connection ends: it is lost, nothing more begins with it, and what was under way fails. Its agent stops
    writing then, but only its death is proof of that: until then its parts' pages stay where they are.
 4. Its process has died, which a pidfd tells: whatever is asked of it has been done.
+5. Pages are pushed that rank 0 has computed. A sum over all ranks follows whatever a layer writes, so the
+   other ranks have written theirs by then: on a CPU the sum has waited for them, on a GPU our stream waits.
 """
 
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias
+
+import torch
 
 from baton.errors import BatonError, WorkerLost
 from baton.kvtransfer.message_stream import MessageStream, Post
@@ -22,6 +26,7 @@ from baton.kvtransfer.rank_messages import (
     Command,
     PartEvent,
     PartStopped,
+    PushPart,
     RankSettings,
     Ready,
     SetUp,
@@ -76,6 +81,8 @@ class RemoteRank:
         return self._is_dead
 
     def perform(self, command: Command) -> None:
+        if isinstance(command, PushPart) and self.doors.device == "cuda":
+            torch.cuda.current_stream().synchronize()  # see 5
         if not self._is_dead:
             self._stream.send(encode(command))
         elif isinstance(command, ClosePart):
