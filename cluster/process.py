@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
 
 import msgspec
+import uvloop
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Report, Started
@@ -86,7 +87,8 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
         await serve(stopping)
 
     try:
-        asyncio.run(until_stopped())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(until_stopped())
     finally:
         stop.set()  # lets the thread go
 
