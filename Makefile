@@ -54,7 +54,7 @@ parity: setup
 	$(BIN)/python -m pytest tests/parity -m "slow or not slow"
 
 faults: setup
-	$(BIN)/python -m pytest tests/faults -m "slow or not slow"
+	$(BIN)/python -m pytest tests/faults tests/unit/gateway/test_frontend_faults.py -m "slow or not slow"
 
 sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"

@@ -124,11 +124,11 @@ class Hub:
 
     async def _tick(self, node: Node) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
             try:
                 node.tick()
             except Exception:  # a bug of ours: the next tick may do better, none at all surely would not
                 logger.exception("a tick of %s failed", type(node).__name__)
+            await asyncio.sleep(TICK_S)
 
 
 class HubLink(asyncio.Protocol):

@@ -228,7 +228,8 @@ class Router:
     def _gone(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         self.counters["workers_gone"] += 1
-        logger.warning("%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
+        level = logging.INFO if member.is_draining else logging.WARNING
+        logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         for (request_id, attempt), entry in self.books.waiting_at(member.id):
             failed = AttemptFailed(
                 request_id=request_id,
