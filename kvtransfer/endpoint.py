@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
+import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
@@ -142,32 +143,38 @@ class KvEndpoint:
         deadline_s: float,
         transfer: bytes | None = None,
         position: int = 0,
+        num_layer_groups: int = 1,
     ) -> bytes:
         """Ask the peer for pages, and return the id of a transfer that ends within `deadline_s`.
 
         Units are counted from the token `position` of the sequence on, which starts a page on both sides: a
         destination that holds the tokens before needs no more. transfer: 16 bytes that no transfer had yet,
-        by which `admit` may know the request; None: they are made here.
+        by which `admit` may know the request; None: they are made here. num_layer_groups: of layers, as of
+        `layer_groups`, in which pages may be offered; each is a piece of its own on the way.
         """
-        page_tokens = self._traffic.page_tokens(link)
-        if position % page_tokens:
-            raise ValueError(f"token {position} starts no page of {page_tokens} tokens")
         if transfer is not None and self._is_known(transfer):
             raise ValueError(f"transfer {transfer.hex()} was started before")
-        num_parts = self._traffic.num_parts(link, is_source=True)
+        num_parts = self._traffic.num_parts(link, num_layer_groups, is_source=True)
         request = reservation(num_units, num_parts, deadline_s, transfer=transfer, position=position)
+        request = msgspec.structs.replace(request, num_layer_groups=num_layer_groups)
+        complaint = self._traffic.complaint(link, request)
+        if complaint is not None:
+            raise ValueError(complaint)
         outgoing = self._traffic.depart(link, request)
         if self._traffic.can_begin(outgoing):
             outgoing.start()
         return request.transfer
 
-    def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None:
+    def offer(
+        self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
+    ) -> None:
         """These pages follow those offered before; `num_units` units of the transfer are computed by now,
         on a GPU by the stream that is current here and in `poll`: its work is waited for, not by the caller.
+        group: of this group of layers only; the other groups' offers of the same pages follow, without them.
         """
         outgoing = self._outgoing.get(transfer)
         if outgoing is not None:
-            outgoing.offer(pages, num_units)
+            outgoing.offer(pages, num_units, group)
 
     def pull(
         self,

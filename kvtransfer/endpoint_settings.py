@@ -43,9 +43,11 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             num_hashing_threads=self.num_hashing_threads,
         )
 
-    def parts(self, peer: Hello, *, is_source: bool) -> tuple[PartRanks, ...]:
-        """Of a transfer between this replica and the peer's; is_source: from here to there."""
-        return parts_of(*self._ways(peer, is_source=is_source))
+    def parts(self, peer: Hello, num_layer_groups: int = 1, *, is_source: bool) -> tuple[PartRanks, ...]:
+        """Of a transfer between this replica and the peer's; is_source: from here to there. ValueError when
+        there are more groups than layers.
+        """
+        return parts_of(*self._ways(peer, is_source=is_source), num_layer_groups)
 
     def terms(self, peer: Hello, ledger: PageLedger, clock: Clock, *, is_source: bool) -> Terms:
         plan = plan_transfer(*self._ways(peer, is_source=is_source), 0, 0)  # all parts count the same units

@@ -112,7 +112,7 @@ class Incoming:
             self.link.send(message)
 
     def _open(self, part: int) -> None:
-        plane, peer = self._routes[part].plane, self._routes[part].peer
+        _, plane, peer, layers = self._routes[part]
         self._opening.add(part)
         order = OpenPart(
             transfer=self.handoff.transfer,
@@ -122,6 +122,7 @@ class Incoming:
             pages=tuple(self.handoff.pages),
             generations=self.handoff.generations(),
             source=peer,
+            layers=layers,
         )
         plane.perform(order)
 

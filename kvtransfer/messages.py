@@ -19,7 +19,7 @@ from baton.errors import WireError
 from baton.layout import PageLayout
 from baton.wire import MAX_BODY_BYTES
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
 MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
 MAX_PARTS: Final = 256
@@ -105,6 +105,7 @@ class Reserve(Message, frozen=True):
     deadline_ms: DurationMs
     position: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0  # in its sequence, of the first token to move
     num_parts: NumParts = 1
+    num_layer_groups: NumParts = 1  # each pair of ranks has as many parts, of so many groups of layers
 
 
 class Grant(Message, frozen=True):

@@ -69,9 +69,9 @@ class Outgoing:
 
         self._reach(accept)
 
-    def offer(self, pages: Sequence[int], num_units: int) -> None:
+    def offer(self, pages: Sequence[int], num_units: int, group: int | None) -> None:
         self.timeline.offered()
-        self.perform(self.handoff.offer(pages, num_units))
+        self.perform(self.handoff.offer(pages, num_units, group))
 
     def perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -136,6 +136,7 @@ class Outgoing:
                 part=route.part,
                 link=self.link.number,
                 destination=route.peer,
+                layers=route.layers,
             )
             route.plane.perform(reach)
 

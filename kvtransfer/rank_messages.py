@@ -42,6 +42,7 @@ from baton.wire import MAX_BODY_BYTES
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Kind = TypeVar("Kind")
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
 
 
 class RankMessage(
@@ -88,6 +89,7 @@ class OpenPart(OfPart, frozen=True):
     pages: Pages
     generations: Generations
     source: PeerRank
+    layers: Layers
 
 
 class ClosePart(OfPart, frozen=True):
@@ -106,6 +108,7 @@ class VerifyPart(OfPart, frozen=True):
 class ReachPeer(OfPart, frozen=True):
     link: Count  # transports are of one link to the peer, and end with it
     destination: PeerRank
+    layers: Layers
 
 
 class GrantPart(OfPart, frozen=True):

@@ -152,7 +152,7 @@ class RankPlane:
         part = parts.get(order.part)
         if part is None:
             part = parts[order.part] = ArrivingPart(
-                order, self._plan(order.source, is_source=False), self._tools
+                order, self._plan(order.source, order.layers, is_source=False), self._tools
             )
         part.open()
         self._emit(PartOpened(transfer=order.transfer, part=order.part))
@@ -178,7 +178,7 @@ class RankPlane:
         key = command.transfer, command.part
         if isinstance(command, ReachPeer):
             transports = self._transports.to(command.link, command.destination)
-            plan = self._plan(command.destination, is_source=True)
+            plan = self._plan(command.destination, command.layers, is_source=True)
             part = self._departing[key] = DepartingPart(command, plan, transports, self._tools)
             part.reach()
             return
@@ -201,7 +201,7 @@ class RankPlane:
             if not parts:
                 del self._arriving[command.transfer]
 
-    def _plan(self, peer: PeerRank, *, is_source: bool) -> TransferPlan:
+    def _plan(self, peer: PeerRank, layers: tuple[int, int], *, is_source: bool) -> TransferPlan:
         ours, theirs = (self._settings.layout, self._settings.rank), (peer.layout, peer.rank)
         (source, source_rank), (destination, rank) = (ours, theirs) if is_source else (theirs, ours)
-        return plan_transfer(source, destination, source_rank, rank)
+        return plan_transfer(source, destination, source_rank, rank, layers)

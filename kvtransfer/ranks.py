@@ -22,6 +22,7 @@ class Route(NamedTuple):
     part: int
     plane: Plane
     peer: PeerRank
+    layers: tuple[int, int]
 
 
 class Ranks:
@@ -61,15 +62,16 @@ class Ranks:
         lost = [str(rank) for rank, plane in enumerate(self._planes) if plane.is_lost]
         return f"rank {', '.join(lost)} is lost" if lost else None
 
-    def routes(self, link: Link, *, is_source: bool) -> list[Route]:
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
         """Of a transfer over the link, part by part. is_source: from here to there."""
         found = []
-        for part, ranks in enumerate(self._settings.parts(link.hello, is_source=is_source)):
-            ours, theirs = ranks if is_source else (ranks.destination, ranks.source)
+        parts = self._settings.parts(link.hello, num_layer_groups, is_source=is_source)
+        for part, (source, destination, layers) in enumerate(parts):
+            ours, theirs = (source, destination) if is_source else (destination, source)
             peer = PeerRank(
                 host=link.host, layout=link.hello.layout, rank=theirs, doors=link.doors.ranks[theirs]
             )
-            found.append(Route(part, self._planes[ours], peer))
+            found.append(Route(part, self._planes[ours], peer, layers))
         return found
 
     def drop(self, link: Link) -> None:

@@ -86,7 +86,9 @@ class SourceHandoff:
         self._units_per_page = terms.source_units_per_page
         self._timer = LeaseTimer(terms.clock, terms.timing, request.deadline_ms / 1000)
         self._parts = [SourcePart(request.num_units) for _ in range(request.num_parts)]
-        self._num_offered = self._num_pushed = 0  # units; [pushed, offered) wait for the grant
+        num_groups = request.num_layer_groups if isinstance(request, Reserve) else 1
+        self._num_offered = [0] * num_groups  # units, of each group of layers
+        self._num_pushed = [0] * num_groups  # [pushed, offered) wait for the grant
         self._lease_owner = ("source", self.transfer)
         self._readers = PageReaders(terms.ledger, ("reader", self.transfer))
 
@@ -112,21 +114,25 @@ class SourceHandoff:
         self.state = SourceState.STREAMING
         return [Granted(pull), *self.offer(pull.wanted_pages, pull.num_units)]
 
-    def offer(self, pages: Sequence[int], num_units: int) -> list[Action]:
-        """Add the next pages, and say how many units of the transfer are computed by now."""
+    def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
+        """Add the next pages; so many units are computed by now, in this group of layers or in all."""
         if self.state in _ENDED:
             return []
+        groups = range(len(self._num_offered)) if group is None else range(group, group + 1)
         stop = min(num_units, (len(self.pages) + len(pages)) * self._units_per_page)
-        if not self._num_offered <= num_units == stop <= self._request.num_units:
+        before = max(self._num_offered[groups.start : groups.stop], default=self._request.num_units + 1)
+        if not before <= num_units == stop <= self._request.num_units:
+            of_group = "" if group is None else f" of group {group}"
             raise ValueError(
-                f"{num_units} units offered after {self._num_offered}, in {len(pages)} more pages"
+                f"{num_units} units{of_group} offered after {before}, in {len(pages)} more pages"
             )
         if not self._holds_lease():
             return self._fail("expired")
         if pages:
             self._ledger.lease(pages, self._lease_owner, self._timer.deadline_s)
             self.pages += pages
-        self._num_offered = num_units
+        for each in groups:
+            self._num_offered[each] = num_units
         return self._push_offered()
 
     def pushed(self, part: int, first: int, stop: int, digests: bytes) -> list[Action]:
@@ -212,10 +218,11 @@ class SourceHandoff:
         return [Granted(grant), *self._push_offered()]
 
     def _push_offered(self) -> list[Action]:
-        if self.state is SourceState.RESERVING or self._num_pushed == self._num_offered:
+        if self.state is SourceState.RESERVING:
             return []
-        first, self._num_pushed = self._num_pushed, self._num_offered
-        return [self._push(part, first, self._num_offered) for part in range(len(self._parts))]
+        pushed, self._num_pushed = self._num_pushed, list(self._num_offered)
+        due = list(zip(pushed, self._num_offered, strict=True)) * (len(self._parts) // len(pushed))
+        return [self._push(part, first, stop) for part, (first, stop) in enumerate(due) if first < stop]
 
     def _push(self, part: int, first: int, stop: int) -> Push:
         self._parts[part].in_flight.add((first, stop))

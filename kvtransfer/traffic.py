@@ -36,9 +36,9 @@ class Traffic:
 
     # A new one.
 
-    def num_parts(self, link: Link, *, is_source: bool) -> int:
-        """Of a transfer over the link; is_source: from here to there."""
-        return len(self._settings.parts(link.hello, is_source=is_source))
+    def num_parts(self, link: Link, num_layer_groups: int = 1, *, is_source: bool) -> int:
+        """Of a transfer over the link; is_source: from here to there. ValueError: more groups than layers."""
+        return len(self._settings.parts(link.hello, num_layer_groups, is_source=is_source))
 
     def page_tokens(self, link: Link) -> int:
         """Of the larger pages of the two sides, which are powers of two: where one starts, both do."""
@@ -49,7 +49,10 @@ class Traffic:
 
     def complaint(self, link: Link, request: Reserve | Pull) -> str | None:
         """Why the peer may not ask for this transfer, which is new; None when it may."""
-        num_parts = self.num_parts(link, is_source=isinstance(request, Pull))
+        num_groups = _num_layer_groups(request)
+        if num_groups > self._settings.layout.num_layers:
+            return f"a transfer of {num_groups} groups of {self._settings.layout.num_layers} layers"
+        num_parts = self.num_parts(link, num_groups, is_source=isinstance(request, Pull))
         if request.num_parts != num_parts:
             return f"a transfer of {request.num_parts} parts between ranks that make {num_parts}"
         if isinstance(request, Reserve) and request.position % self.page_tokens(link):
@@ -58,7 +61,7 @@ class Traffic:
 
     def depart(self, link: Link, request: Reserve | Pull) -> Outgoing:
         handoff = SourceHandoff(request, self.terms(link, is_source=True))
-        routes = self._ranks.routes(link, is_source=True)
+        routes = self._ranks.routes(link, _num_layer_groups(request), is_source=True)
         outgoing = Outgoing(
             handoff, link, routes, request.num_units, self._clock, self._finished, self._granted_to
         )
@@ -67,7 +70,7 @@ class Traffic:
 
     def arrive(self, link: Link, request: Reserve) -> Incoming:
         handoff = DestinationHandoff(request, next(self._epochs), self.terms(link, is_source=False))
-        routes = self._ranks.routes(link, is_source=False)
+        routes = self._ranks.routes(link, request.num_layer_groups, is_source=False)
         incoming = Incoming(handoff, link, routes, request.num_units, self._finished)
         self.incoming[request.transfer] = incoming
         return incoming
@@ -119,3 +122,8 @@ class Traffic:
         times = end.timeline.times() if isinstance(end, Outgoing) else None
         ended = Ended(handoff.transfer, finished.outcome, finished.reason, tuple(handoff.pages), times)
         self._ended.append(ended)
+
+
+def _num_layer_groups(request: Reserve | Pull) -> int:
+    """What is pulled is computed already: all layers of it leave together."""
+    return request.num_layer_groups if isinstance(request, Reserve) else 1

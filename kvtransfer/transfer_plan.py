@@ -114,25 +114,35 @@ class TransferPlan:
 
 @lru_cache(maxsize=256)
 def plan_transfer(
-    source: PageLayout, destination: PageLayout, source_rank: int, destination_rank: int
+    source: PageLayout,
+    destination: PageLayout,
+    source_rank: int,
+    destination_rank: int,
+    layers: tuple[int, int] | None = None,
 ) -> TransferPlan:
     """What moves between two ranks, in either direction of time: a push and a pull have the same plan.
 
-    ConfigError, naming the field, when the layouts are of different models; ValueError for a rank that a
-    layout does not have.
+    layers: [first, stop), of which alone it is; None: of all. ConfigError, naming the field, when the layouts
+    are of different models; ValueError for a rank or layers that a layout does not have.
     """
     check_same_model(source, destination)
+    first_layer, stop_layer = layers or (0, source.num_layers)
+    if not 0 <= first_layer < stop_layer <= source.num_layers:
+        raise ValueError(f"there are no layers [{first_layer}, {stop_layer}) of {source.num_layers}")
     mine, theirs = _heads(source, source_rank), _heads(destination, destination_rank)
     shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
     unit_tokens = min(source.page_size, destination.page_size)
     heads_per_run = len(shared) if source.page_size == destination.page_size else 1
     is_whole_page = heads_per_run == len(mine) == len(theirs) and source.page_size == destination.page_size
     starts = shared[::heads_per_run] if shared else shared
+    # A slab: one layer's keys, or values. Those of whole pages lie one after another, and are one run.
+    slabs = range(2 * first_layer, 2 * stop_layer, 2 * source.num_layers if is_whole_page else 1)
     sides = [
-        _side(layout, unit_tokens, [head - heads.start for head in starts], is_whole_page)
+        _side(layout, unit_tokens, [head - heads.start for head in starts], slabs)
         for layout, heads in ((source, mine), (destination, theirs))
     ]
-    unit_bytes = unit_tokens * _token_head_bytes(source) * 2 * source.num_layers * len(shared)
+    num_layers = stop_layer - first_layer
+    unit_bytes = unit_tokens * _token_head_bytes(source) * 2 * num_layers * len(shared)
     num_runs = len(sides[0].run_offset_R)
     run_bytes = unit_bytes // num_runs if num_runs else 0
     return TransferPlan(
@@ -171,11 +181,11 @@ def _token_head_bytes(layout: PageLayout) -> int:
     return layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
-def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], is_whole_page: bool) -> Side:
-    """starts: the rank's own head at which each run of a layer's keys, or values, begins."""
+def _side(layout: PageLayout, unit_tokens: int, starts: Sequence[int], slabs: range) -> Side:
+    """starts: the rank's own head at which each run of a slab begins. slabs: in which runs begin."""
     head_bytes = layout.page_size * _token_head_bytes(layout)
-    slabs = np.arange(1 if is_whole_page else 2 * layout.num_layers)  # a slab: one layer's keys, or values
-    offsets = np.add.outer(slabs * layout.heads_per_rank, np.asarray(starts, dtype=np.int64)) * head_bytes
+    first_heads = np.asarray(slabs, dtype=np.int64) * layout.heads_per_rank
+    offsets = np.add.outer(first_heads, np.asarray(starts, dtype=np.int64)) * head_bytes
     offsets = offsets.reshape(-1).astype(np.int64)
     offsets.flags.writeable = False  # plans are shared
     return Side(

@@ -55,8 +55,12 @@ class Host:
         device: str = "cpu",
         num_ranks: int = 1,
         num_kv_heads: int = 2,
+        num_layer_groups: int = 1,
     ) -> None:
-        """num_ranks: those beside rank 0 are processes; is_shared is for rank 0's pool."""
+        """num_ranks: those beside rank 0 are processes; is_shared is for rank 0's pool. num_layer_groups: of
+        what `send` moves, whose second half leaves group by group.
+        """
+        self._num_layer_groups = num_layer_groups
         cut = layout(page_size, head_dim, num_ranks, num_kv_heads)
         agents = RankAgents(num_ranks) if num_ranks > 1 else None
         self.others = [
@@ -174,7 +178,8 @@ class Host:
     def _start(self, address: tuple[str, int], num_units: int, abort_at: str) -> bytes:
         endpoint, ledger = self.endpoint, self.ledger
         endpoint.abort_at = abort_at
-        transfer = endpoint.start(self._link(address), num_units, deadline_s=10)
+        num_groups = self._num_layer_groups
+        transfer = endpoint.start(self._link(address), num_units, deadline_s=10, num_layer_groups=num_groups)
         units_per_page = endpoint._outgoing[transfer].handoff._units_per_page
         pages = ledger.allocate(-(-num_units // units_per_page), ("prompt", transfer))
         self.sent = self._digest(pages)
@@ -182,7 +187,8 @@ class Host:
         half = len(pages) // 2
         endpoint.offer(transfer, pages[:half], half * units_per_page)
         endpoint.come_to("half", transfer)
-        endpoint.offer(transfer, pages[half:], num_units)
+        for group in range(num_groups):
+            endpoint.offer(transfer, () if group else pages[half:], num_units, group=group)
         endpoint.come_to("all", transfer)
         ledger.release(pages, ("prompt", transfer))
         return transfer

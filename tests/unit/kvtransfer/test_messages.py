@@ -61,6 +61,7 @@ def test_any_msgpack_reader_can_read_a_message() -> None:
         "deadline_ms": 1000,
         "position": 0,
         "num_parts": 1,
+        "num_layer_groups": 1,
     }
 
 

@@ -36,11 +36,17 @@ def digests(first: int, stop: int) -> bytes:
 class Bench:
     """A source with `units_per_page` units in each of its pages, the destination with one."""
 
-    def __init__(self, num_parts: int = 1, units_per_page: int = 1) -> None:
+    def __init__(self, num_parts: int = 1, units_per_page: int = 1, num_groups: int = 1) -> None:
         self.clock = ManualClock()
         self.pool = PagePool(NUM_PAGES, 16)
         self.terms = Terms(self.pool, self.clock, Timing(lease_s=30, heartbeat_s=5), units_per_page, 1)
-        self.reserve = Reserve(transfer=ID, num_units=NUM_UNITS, deadline_ms=100_000, num_parts=num_parts)
+        self.reserve = Reserve(
+            transfer=ID,
+            num_units=NUM_UNITS,
+            deadline_ms=100_000,
+            num_parts=num_parts,
+            num_layer_groups=num_groups,
+        )
         self.source = SourceHandoff(self.reserve, self.terms)
         self.pages = self.pool.allocate(NUM_UNITS // units_per_page, "sequence")
 
@@ -114,6 +120,41 @@ def pull(wanted: tuple[int, ...], generations: tuple[int, ...], num_units: int =
         pages=tuple(range(20, 20 + num_units)),
         generations=(1,) * num_units,
     )
+
+
+def test_groups_of_layers_travel_one_after_the_other() -> None:
+    bench = Bench(num_parts=4, num_groups=2)  # two pairs of ranks
+    source = bench.streaming().source
+    assert source.offer(bench.pages[:2], 2) == [Push(part, 0, 2) for part in range(4)]
+    assert source.offer(bench.pages[2:], NUM_UNITS, 0) == [Push(0, 2, 4), Push(2, 2, 4)]
+    assert source.offer((), NUM_UNITS, 0) == []
+    assert source.offer((), NUM_UNITS, 1) == [Push(1, 2, 4), Push(3, 2, 4)]
+    for part in range(4):
+        source.pushed(part, 0, 2, digests(0, 2))
+        source.pushed(part, 2, 4, digests(2, 4))
+    assert source.state is SourceState.COMMITTING
+    assert finished(source.receive(Verified(transfer=ID, epoch=EPOCH))) == [Outcome.HANDED_OVER]
+    assert bench.num_free_without_sequence() == NUM_PAGES
+
+
+def test_groups_offered_before_the_grant_leave_with_it() -> None:
+    bench = Bench(num_parts=2, num_groups=2)
+    bench.source.start()
+    assert bench.source.offer(bench.pages, NUM_UNITS, 0) == []
+    actions = bench.source.receive(GRANT)
+    assert [action for action in actions if isinstance(action, Push)] == [Push(0, 0, NUM_UNITS)]
+    assert bench.source.offer((), 3, 1) == [Push(1, 0, 3)]
+
+
+@pytest.mark.parametrize(("group", "num_units"), [(2, 4), (-1, 4), (1, 1), (0, 5), (None, 3)])
+def test_what_a_group_cannot_offer_is_our_mistake(group: int | None, num_units: int) -> None:
+    bench = Bench(num_parts=2, num_groups=2)
+    source = bench.streaming().source
+    source.offer(bench.pages[:2], 2)
+    source.offer(bench.pages[2:], 4, 0)
+    with pytest.raises(ValueError, match=f"{num_units} units.* offered after"):
+        source.offer((), num_units, group)
+    assert source.offer((), 4, 1) == [Push(1, 2, 4)]
 
 
 def test_pages_travel_as_they_are_computed() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
+from baton.kvtransfer.part_ranks import layer_groups
 from baton.kvtransfer.transfer_plan import Pages, TransferPlan, peers_of, plan_transfer
 from baton.layout import PageLayout
 
@@ -55,6 +56,7 @@ def move_slowly(
     source: Pool,
     destination: Pool,
     pages: tuple[list[int], list[int]],
+    layers: tuple[int, int] | None = None,
 ) -> int:
     """The definition: element by element, by where a token of a head lies in each rank's pages."""
     num_moved = 0
@@ -66,7 +68,7 @@ def move_slowly(
             places.append((page, own_head, token % layout.page_size))
         if all(0 <= own < cut.heads_per_rank for (_, own, _), cut in zip(places, layouts, strict=True)):
             (page, own, offset), (to_page, to_own, to_offset) = places
-            for layer, kv in product(range(layouts[0].num_layers), range(2)):
+            for layer, kv in product(range(*(layers or (0, layouts[0].num_layers))), range(2)):
                 content = source[page, layer, kv, own, offset]
                 destination[to_page, layer, kv, to_own, to_offset] = content
                 num_moved += content.nbytes
@@ -123,6 +125,42 @@ def test_any_piece_of_scattered_pages(
     tokens = range(first * plan.unit_tokens, num_units * plan.unit_tokens)
     move_slowly(layouts, ranks, tokens, source, expected, (pages[0], pages[1]))
     assert np.array_equal(got, expected)
+
+
+@given(cuts(), cuts(), st.integers(1, 7), st.integers(1, 7))
+def test_groups_of_layers_together_move_what_all_layers_do(
+    one: tuple[PageLayout, int], other: tuple[PageLayout, int], num_layers: int, num_groups: int
+) -> None:
+    layouts = tuple(layout(cut.tp_size, cut.page_size, num_layers=num_layers) for cut, _ in (one, other))
+    (source_layout, layout_there), ranks = layouts, (one[1], other[1])
+    num_groups = min(num_groups, num_layers)
+    num_tokens = 2 * max(cut.page_size for cut in layouts)
+    pages = tuple(list(range(num_tokens // cut.page_size))[::-1] for cut in layouts)
+    source, got = pool_of(source_layout, len(pages[0]), 0), pool_of(layout_there, len(pages[1]), -(10**9))
+    expected, whole = got.copy(), plan_transfer(source_layout, layout_there, *ranks)
+    num_bytes = 0
+    for layers in layer_groups(num_layers, num_groups):
+        plan = plan_transfer(source_layout, layout_there, *ranks, layers)
+        units = range(plan.num_units(num_tokens))
+        num_bytes += move(plan, units, source, got, (pages[0], pages[1]))
+        move_slowly(
+            (source_layout, layout_there),
+            ranks,
+            range(num_tokens),
+            source,
+            expected,
+            (pages[0], pages[1]),
+            layers,
+        )
+        assert np.array_equal(got, expected)
+        assert len(plan.source.run_offset_R) in (0, 1) or whole.run_bytes == plan.run_bytes
+    assert num_bytes == whole.num_units(num_tokens) * whole.unit_bytes
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (1, 1), (-1, 1), (2, 1)])
+def test_layers_that_do_not_exist_are_refused(layers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"no layers \["):
+        plan_transfer(layout(1, 16), layout(1, 16), 0, 0, layers)
 
 
 @given(cuts(), cuts())

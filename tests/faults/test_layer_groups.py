@@ -1,0 +1,75 @@
+"""Hand-offs whose last pages leave by groups of layers: the same bytes, and every page back."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.endpoint_host import NUM_PAGES, Host
+from tests.transfer_ends import wait_for
+
+NUM_UNITS = 24
+BACK_S = 1.0
+POINTS = ("after Grant", "half", "all", "before Verified")
+
+
+@pytest.fixture(scope="module", params=["auto", "tcp", "gloo"])
+def source(request: pytest.FixtureRequest) -> Iterator[Host]:
+    host = Host(transport=request.param, num_layer_groups=2)
+    host.fill(1)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module", params=[(16, 1), (64, 1), (16, 2)], ids=["equal", "page-64", "two-ranks"])
+def destination(request: pytest.FixtureRequest) -> Iterator[Host]:
+    page_size, num_ranks = request.param
+    host = Host(page_size, NUM_PAGES * 16 // page_size, num_ranks=num_ranks)
+    yield host
+    host.close()
+
+
+def all_back_s(*hosts: Host) -> float:
+    def is_back(host: Host) -> bool:
+        counts = host.counts()
+        return counts["FREE"] == host.ledger.num_pages and not counts["open"]
+
+    return wait_for(lambda: all(is_back(host) for host in hosts))
+
+
+def test_pages_arrive_exactly(source: Host, destination: Host) -> None:
+    for _ in range(3):
+        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+        assert destination.ended()[-1] == ("adopted", "", source.sent)
+    assert all_back_s(source, destination) < BACK_S
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_abort_anywhere_gives_all_pages_back(source: Host, destination: Host, point: str) -> None:
+    moments = random.Random(point)
+    for _ in range(2):
+        outcome = source.send(
+            destination.address(), NUM_UNITS, abort_at=point, delay_s=moments.uniform(0, 0.004)
+        )
+        assert outcome in ("cancelled", "failed", "handed_over")
+        assert all_back_s(source, destination) < BACK_S
+    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    assert destination.ended()[-1] == ("adopted", "", source.sent)
+
+
+def test_a_flipped_bit_of_one_group_is_written_again(source: Host, destination: Host) -> None:
+    destination.flip_bits(1)
+    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    assert destination.ended()[-1] == ("adopted", "", source.sent)
+    assert all_back_s(source, destination) < BACK_S
+
+
+@pytest.mark.parametrize("num_groups", [0, 3])
+def test_more_groups_than_layers_are_no_transfer(source: Host, destination: Host, num_groups: int) -> None:
+    def start() -> None:
+        link = source._link(destination.address())
+        source.endpoint.start(link, NUM_UNITS, deadline_s=1.0, num_layer_groups=num_groups)
+
+    with pytest.raises(ValueError, match=f"2 layers make no {num_groups} groups"):
+        source._call(start)
+    assert source.counts()["open"] == 0
