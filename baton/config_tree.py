@@ -7,7 +7,8 @@ unknown key with the nearest known one.
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
@@ -139,9 +140,23 @@ def _is_struct(expected: Any) -> bool:
 
 
 def _describe(expected: Any) -> str:
-    if get_origin(expected) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(expected))
-    return expected.__name__ if isinstance(expected, type) and not get_args(expected) else str(expected)
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is Annotated:
+        return _describe(arguments[0]) + "".join(map(_bounds, arguments[1:]))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_describe(argument) for argument in arguments)
+    if expected is NoneType:
+        return "None"
+    return expected.__name__ if isinstance(expected, type) and not arguments else str(expected)
+
+
+def _bounds(meta: object) -> str:
+    if not isinstance(meta, msgspec.Meta):
+        return ""
+    words = {"at least": meta.ge, "more than": meta.gt, "at most": meta.le, "less than": meta.lt}
+    return "".join(f", {word} {bound}" for word, bound in words.items() if bound is not None)
 
 
 def _show(value: object) -> str:

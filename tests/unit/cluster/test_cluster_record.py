@@ -1,0 +1,54 @@
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.cluster.cluster_key import write_key
+from baton.cluster.cluster_record import ClusterRecord, find_record, recorded
+from baton.control import Address
+from baton.errors import ConfigError
+
+RECORD = ClusterRecord(port=8000, router=Address("127.0.0.1", 7000), key=b"k" * 16)
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    return tmp_path / "clusters"
+
+
+def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
+    with recorded() as record:
+        record(RECORD)
+        assert find_record() == find_record(8000) == RECORD
+        (path,) = directory.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert list(directory.iterdir()) == []
+    with pytest.raises(ConfigError, match="no cluster of yours runs on this machine: start one"):
+        find_record()
+
+
+def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
+    write_key(directory / f"{os.getppid()}.json", msgspec.json.encode(RECORD))
+    with recorded() as record:
+        record(msgspec.structs.replace(RECORD, port=9000))
+        assert find_record(9000).port == 9000
+        with pytest.raises(ConfigError, match=r"several clusters run .*--port (8000, 9000|9000, 8000)$"):
+            find_record()
+        with pytest.raises(ConfigError, match="with its API at port 1 runs on this machine"):
+            find_record(1)
+
+
+def test_what_a_killed_serve_has_left_is_taken_away(directory: Path) -> None:
+    stale = directory / f"{2**22 + 1}.json"  # beyond the largest id of a process
+    write_key(stale, msgspec.json.encode(RECORD))
+    with pytest.raises(ConfigError, match="no cluster"):
+        find_record()
+    assert not stale.exists()
+
+
+def test_a_record_that_is_none_is_passed_over(directory: Path) -> None:
+    write_key(directory / f"{os.getpid()}.json", b"{")
+    with pytest.raises(ConfigError, match="no cluster"):
+        find_record()

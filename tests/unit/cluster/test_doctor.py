@@ -1,0 +1,122 @@
+import importlib.metadata
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from baton.cluster import doctor, doctor_command
+from baton.cluster.cli import main
+from baton.cluster.doctor import Finding, examine
+from baton.cluster.listeners import Listener
+from baton.config_tree import build
+from baton.serve_config import ServeConfig
+
+
+def findings(check: doctor.Check, **settings: object) -> list[Finding]:
+    return list(check(build(ServeConfig, {"model": "tiny", **settings})))
+
+
+def the(check: doctor.Check, **settings: object) -> Finding:
+    (finding,) = findings(check, **settings)
+    return finding
+
+
+@contextmanager
+def server(answer: bytes) -> Iterator[int]:
+    """One that answers one connection with `answer`; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(64)
+                connection.sendall(answer)
+
+        thread = Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        thread.join()
+
+
+def test_everything_that_is_wrong_says_how_to_mend_it() -> None:
+    for finding in examine(build(ServeConfig, {"model": "tiny", "port": 0})):
+        assert finding.verdict == "ok" or finding.mend, finding
+
+
+def test_a_port_in_use_is_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert the(doctor.port, port=port).verdict == "error"
+    assert the(doctor.port, port=0).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"), [(b"+PONG\r\n", "warning"), (b"-NOAUTH\r\n", "warning"), (b"", "ok")]
+)
+def test_a_redis_where_ray_wants_to_be_is_told_from_ray(
+    answer: bytes, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server(answer) as port:
+        monkeypatch.setattr(doctor, "REDIS_PORT", port)
+        assert the(doctor.redis_and_ray).verdict == verdict
+
+
+def test_rays_ports_must_not_be_open_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*which: Listener) -> list[str]:
+        monkeypatch.setattr(doctor, "listeners", lambda: list(which))
+        return [finding.verdict for finding in findings(doctor.strangers)]
+
+    assert found(Listener("0.0.0.0", 8265)) == ["error"]
+    assert found(Listener("10.0.0.1", 10001)) == ["error"]
+    assert found(Listener("127.0.0.1", 8265), Listener("0.0.0.0", 80)) == []
+
+
+def test_little_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 2**60)
+    monkeypatch.setattr(doctor, "MIN_OPEN_FILES", 2**40)
+    assert "docker run --shm-size" in the(doctor.shared_memory).mend
+    assert the(doctor.open_files).mend.startswith("ulimit -n ")
+
+
+def test_missing_libraries_are_told_with_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"ray": "2.40.0", "fastapi": "1", "uvicorn": "1", "tokenizers": "1", "safetensors": "1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    bad = {finding.what: finding.mend for finding in findings(doctor.libraries) if finding.verdict == "error"}
+    assert bad == {
+        "torch is not installed": "pip install 'baton[worker]'",
+        "ray 2.40.0 lets strangers run code": "pip install --upgrade 'baton[ray]'",
+    }
+    del versions["ray"]
+    assert [
+        finding.what for finding in findings(doctor.libraries, runtime="local") if "ray" in finding.what
+    ] == []
+
+
+def test_a_model_that_is_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "/nowhere", "--port", "0"]) == 1
+    assert "ERROR   model '/nowhere'" in capsys.readouterr().out
+
+
+def test_a_package_that_hides_hugging_faces_kernels_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").touch()
+    monkeypatch.setattr(doctor, "_checkout", lambda: tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "kernels", raising=False)
+    assert the(doctor.shadowed_kernels).verdict == "error"
+
+
+def test_lines_say_the_verdict_first() -> None:
+    finding = Finding(verdict="warning", what="little memory", mend="buy some")
+    assert doctor_command._lines(finding) == "WARNING little memory\n        -> buy some\n"

@@ -1,0 +1,33 @@
+import socket
+from pathlib import Path
+
+import pytest
+
+from baton.cluster import listeners as module
+from baton.cluster.listeners import Listener, listeners
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc")
+def test_whoever_listens_is_found_and_who_does_not_is_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        found = listeners()
+        assert Listener(*server.getsockname()) in found
+        assert Listener(*bound.getsockname()) not in found
+
+
+def test_addresses_of_both_kinds_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = "  sl  local_address rem_address   st tx_queue\n"
+    (tmp_path / "tcp").write_text(
+        header
+        + "   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000\n"
+        + "   1: 00000000:2049 00000000:0000 0A 00000000:00000000\n"
+        + "   2: 0100007F:0050 0100007F:D431 01 00000000:00000000\n"
+    )
+    (tmp_path / "tcp6").write_text(
+        header
+        + "   0: 00000000000000000000000001000000:0016 00000000000000000000000000000000:0000 0A 0:0\n"
+        + "   1: 0000000000000000FFFF00000100007F:0017 00000000000000000000000000000000:0000 0A 0:0\n"
+    )
+    monkeypatch.setattr(module, "TABLES", (tmp_path / "tcp", tmp_path / "tcp6"))
+    assert set(listeners()) == {("127.0.0.1", 8000), ("0.0.0.0", 8265), ("::1", 22), ("127.0.0.1", 23)}

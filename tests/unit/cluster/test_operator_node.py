@@ -1,0 +1,93 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.cluster import operator_node
+from baton.cluster.operator_node import connected
+from baton.control import Address, Drain
+from baton.errors import ConfigError
+from baton.hub import Hub
+from baton.router.router import Router
+from baton.router_config import RouterConfig
+from tests.node_peers import TestPeer, a_worker
+
+KEY = b"k" * 32
+
+
+def with_router(test: Callable[[Router, Address], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        hub = Hub(KEY)
+        router = Router(RouterConfig(), SystemClock(), "a" * 32)
+        address = await hub.listen()
+        hub.serve(router)
+        try:
+            await test(router, address)
+        finally:
+            await hub.close()
+
+    asyncio.run(run())
+
+
+def test_status_tells_of_every_worker() -> None:
+    async def test(router: Router, address: Address) -> None:
+        for name in ("d0", "p0"):
+            TestPeer.worker(router, a_worker(name))
+        async with connected(address, KEY) as operator:
+            first, second = await asyncio.gather(operator.status(), operator.status())
+        assert {entry.worker.name for entry in first.workers} == {"d0", "p0"}
+        assert {entry.worker.name for entry in second.workers} == {"d0", "p0"}
+
+    with_router(test)
+
+
+def test_a_drain_reaches_the_worker_before_it_returns() -> None:
+    async def test(router: Router, address: Address) -> None:
+        worker = TestPeer.worker(router, a_worker("d0"))
+        async with connected(address, KEY) as operator:
+            await operator.drain("d0")
+        assert any(isinstance(message, Drain) for message in worker.received)
+
+    with_router(test)
+
+
+def test_a_worker_that_is_none_is_told_with_those_there_are() -> None:
+    async def test(router: Router, address: Address) -> None:
+        TestPeer.worker(router, a_worker("d0"))
+        async with connected(address, KEY) as operator:
+            with pytest.raises(ConfigError, match="there is no 'd1'; the cluster's workers are: d0"):
+                await operator.drain("d1")
+
+    with_router(test)
+
+
+def test_who_has_another_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
+
+    async def test(router: Router, address: Address) -> None:
+        async with connected(address, b"another key of enough length") as operator:
+            with pytest.raises(TimeoutError):
+                await operator.status()
+
+    with_router(test)
+
+
+def test_a_router_that_comes_back_is_asked_again() -> None:
+    async def run() -> None:
+        first = Hub(KEY)
+        address = await first.listen()
+        first.serve(Router(RouterConfig(), SystemClock(), "a" * 32))
+        async with connected(address, KEY) as operator:
+            assert (await operator.status()).workers == ()
+            await first.close()
+            second = Hub(KEY)
+            await second.listen(address.host, address.port)
+            router = Router(RouterConfig(), SystemClock(), "b" * 32)
+            second.serve(router)
+            TestPeer.worker(router, a_worker("d0"))
+            assert len((await operator.status()).workers) == 1
+            await second.close()
+
+    asyncio.run(run())

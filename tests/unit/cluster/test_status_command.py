@@ -1,0 +1,34 @@
+from baton.cluster.status_command import table
+from baton.control import Load, Status, WorkerStatus
+from tests.node_peers import a_worker
+
+
+def test_the_table_has_a_line_a_worker() -> None:
+    load = Load(
+        num_running=3,
+        num_waiting=1,
+        pages={"free": 60, "active": 4, "leased": 0},
+        prefix_queries_tokens=200,
+        prefix_hits_tokens=50,
+        num_tokens=1234,
+    )
+    status = Status(
+        workers=(
+            WorkerStatus(worker=a_worker("decode-0"), load=load, num_attempts=4, beat_age_s=0.1),
+            WorkerStatus(
+                worker=a_worker("prefill-0"), load=Load(), num_attempts=0, beat_age_s=0.1, is_draining=True
+            ),
+        ),
+        num_gateways=2,
+        num_attempts=4,
+    )
+    lines = table(status).splitlines()
+    assert lines[0].split()[:4] == ["worker", "role", "tp", "running"]
+    assert lines[1].split()[:9] == ["decode-0", "decode", "1", "3", "1", "0", "0", "4", "1234"]
+    assert lines[1].endswith("25%   free 60 active 4 of 64 x 16 tokens")  # states without pages are left out
+    assert lines[2].startswith("prefill-0 (draining)  prefill")
+    assert lines[3] == "2 gateways, 4 requests under way"
+
+
+def test_a_cluster_without_workers_has_a_table() -> None:
+    assert table(Status()).endswith("\n0 gateways, 0 requests under way")
