@@ -30,6 +30,7 @@ from baton.seal import MAX_BODY_BYTES
 PROTOCOL: Final = 1
 MAX_WORKERS: Final = 1024
 MAX_EVENTS: Final = 16_384  # in one message
+MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 MAX_PULLED_PAGES: Final = 32_768  # as kvtransfer allows
 
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
@@ -422,6 +423,14 @@ TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer,
 def fits(event: TokenEvent) -> bool:
     """Whether a message can carry it; only the log probabilities of a long prompt may be too many."""
     return event.prompt_logprobs is None or len(_ENCODER.encode(Tokens(events=(event,)))) <= MAX_BODY_BYTES
+
+
+def fits_request(request: Request) -> bool:
+    """Whether all messages that carry a request can carry this one, with what they say beside it."""
+    sampling = request.sampling
+    num_integers = len(request.token_ids) + len(request.generated_token_ids) + len(sampling.stop_token_ids)
+    most_bytes = 9 * num_integers + 18 * len(sampling.logit_bias)
+    return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
 
 
 def decode(body: bytes) -> AnyMessage:

@@ -32,6 +32,7 @@ from baton.control import (
     Tokens,
     Worker,
     WorkerRole,
+    fits_request,
 )
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.open_streams import OpenStreams
@@ -40,12 +41,9 @@ from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request
-from baton.seal import MAX_BODY_BYTES
 
 LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
-# Five bytes a token at most, and room for the other fields.
-MAX_TOKENS_IN_A_FRAME: Final = (MAX_BODY_BYTES - 65_536) // 5
 
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 
@@ -97,8 +95,10 @@ class Frontend:
         if len(self._streams) >= self._limits.max_streams:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
-        if len(request.token_ids) > MAX_TOKENS_IN_A_FRAME:
-            raise InvalidRequest(f"the prompt has {len(request.token_ids)} tokens, too many for one message")
+        if not fits_request(request):
+            raise InvalidRequest(
+                f"the request, of {len(request.token_ids)} tokens, is too large to be sent on"
+            )
         assert self._streams.get(request.request_id) is None and request.sampling.n == 1, request.request_id
         if request.sampling.seed is None and request.sampling.temperature > 0:
             sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))

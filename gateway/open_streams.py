@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import MAX_EVENTS, Cancel, Ended, Routed, Started, Submit
-from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
-from baton.gateway.replay import Limits, doubt_ends_s, why_not_again
+from baton.errors import BatonError, WorkerLost
+from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, why_not_again
 from baton.gateway.stream_log import State, Stream
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
@@ -96,8 +96,14 @@ class OpenStreams:
 
     def lose(self, stream: Stream, worker: str) -> None:
         """A process is gone that held part of it, or it seems so."""
-        stream.lost = {other for other in stream.lost if not self.is_connected(other)} | {worker}
-        stream.lost_s = self._clock.now_s()
+        now_s = self._clock.now_s()
+        # Whoever is connected is well; but a death is heard of from different processes at different times.
+        stream.lost = {
+            other: lost_s
+            for other, lost_s in stream.lost.items()
+            if now_s - lost_s < DOUBT_S or not self.is_connected(other)
+        }
+        stream.lost[worker] = stream.lost_s = now_s
         stream.blame(worker)
         self.again(stream, "lost")
 
@@ -112,7 +118,7 @@ class OpenStreams:
     def find_worker(self, worker: str) -> None:
         """It is connected again: only its connection was lost, and if it dies later, that is something else."""
         for stream in self._streams.values():
-            stream.lost.discard(worker)
+            stream.lost.pop(worker, None)
 
     def held_up(self, seconds: float) -> None:
         """This process stood still so long: what others did meanwhile is unread, and no silence of theirs."""
@@ -199,13 +205,12 @@ class OpenStreams:
         router = self._colleagues.router
         if router is None:
             return
-        self.flush()
-        try:
-            submit = Submit(request=stream.present(), beside=stream.beside, avoid=tuple(stream.avoid))
-            router.send(submit)
-        except (WireError, InvalidRequest) as problem:  # too many tokens by now, or all that were asked for
-            self.fail(stream, WorkerLost(f"its answer can't go on elsewhere: {problem}"))
+        request = stream.next_request()
+        if request is None:
+            self.fail(stream, WorkerLost(f"its {len(stream.log)} tokens can't be sent on to another worker"))
             return
+        self.flush()
+        router.send(Submit(request=request, beside=stream.beside, avoid=tuple(stream.avoid)))
         stream.state, stream.heard_s = State.SUBMITTED, now_s
         del self._waiting[stream.request_id]
 

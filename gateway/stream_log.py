@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from baton.control import TokenEvent
-from baton.errors import ProtocolError
+from baton.control import TokenEvent, fits_request
+from baton.errors import InvalidRequest, ProtocolError
 from baton.gateway.service import Sink
 from baton.request import Request
 
@@ -72,7 +72,7 @@ class Stream:
         self.decode = self.prefill = ""  # of the present attempt, once it is ROUTED
         self.doubted_s = math.inf  # since when it is not sure that they ever heard of it
         self.avoid: list[str] = []  # workers that failed it, the latest last
-        self.lost: set[str] = set()  # processes that seemed to have died while they held it
+        self.lost: dict[str, float] = {}  # processes that seemed to have died while they held it, and when
         self.lost_s = now_s  # when the latest of them did
         self.num_errors = 0  # attempts that a living worker failed
         self.num_retries = 0  # in a row, since it last had a worker
@@ -88,13 +88,17 @@ class Stream:
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.attempt
 
-    def present(self) -> Request:
-        """The request of the present attempt. InvalidRequest: all of its tokens are there."""
+    def next_request(self) -> Request | None:
+        """Of the present attempt. None: it has become too large, or all that was asked for is there."""
         if not self.attempt:
             return self.request
-        return msgspec.structs.replace(
-            self.request, attempt=self.attempt, generated_token_ids=tuple(self.log)
-        )
+        try:
+            request = msgspec.structs.replace(
+                self.request, attempt=self.attempt, generated_token_ids=tuple(self.log)
+            )
+        except InvalidRequest:  # its worker should have said that this is the end
+            return None
+        return request if fits_request(request) else None
 
     def take(self, event: TokenEvent) -> Sequence[TokenEvent]:
         """What the sink is due now that this event of the present attempt has come; in the log already.

@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from baton.control import (
+    MAX_REQUEST_BYTES,
     AnyMessage,
     AttemptFailed,
     Beat,
     Cancel,
+    Dispatch,
     Ended,
     Failure,
     Load,
+    Prefill,
     Reachable,
     Rejected,
     Routed,
@@ -19,9 +22,10 @@ from baton.control import (
     Status,
     StatusQuery,
     Submit,
+    encode,
+    fits_request,
 )
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
-from baton.gateway.frontend import MAX_TOKENS_IN_A_FRAME
 from baton.request import FinishReason, Request, SamplingParams
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, ListSink, event, gateway
@@ -208,13 +212,35 @@ def test_too_many_streams_are_refused_and_leave_nothing() -> None:
     g.open(a_request("s"))
 
 
-def test_prompt_too_long_for_a_message_is_the_clients_error() -> None:
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request(request_id=id_of("r"), token_ids=(150_000,) * 220_000),
+        Request(request_id=id_of("r"), token_ids=(2**60,) * 120_000),
+        a_request(sampling=SamplingParams(stop_token_ids=(150_000,) * 220_000)),
+    ],
+)
+def test_request_too_large_for_a_message_is_the_clients_error(request_: Request) -> None:
     g = gateway("d0")
-    longest = Request(request_id=id_of("r"), token_ids=(150_000,) * MAX_TOKENS_IN_A_FRAME)
-    g.open(longest)
-    assert len(g.submitted().request.token_ids) == MAX_TOKENS_IN_A_FRAME
-    with pytest.raises(InvalidRequest, match="too many"):
-        g.open(Request(request_id=id_of("s"), token_ids=(1,) * (MAX_TOKENS_IN_A_FRAME + 1)))
+    with pytest.raises(InvalidRequest, match="too large"):
+        g.open(request_)
+    assert g.frontend.num_open == 0
+
+
+def test_largest_request_fits_every_message_that_carries_it() -> None:
+    num_tokens = MAX_REQUEST_BYTES // 5
+    greedy = SamplingParams(temperature=0.0)
+    while not fits_request(
+        largest := Request(request_id=id_of("r"), token_ids=(150_000,) * num_tokens, sampling=greedy)
+    ):
+        num_tokens -= 10
+    g = gateway("d0")
+    g.open(largest)
+    assert g.submitted().request == largest
+    avoid = (id_of("w"),) * 8
+    encode(Submit(request=largest, beside=id_of("d0"), avoid=avoid))
+    encode(Dispatch(request=largest, gateway=id_of("g"), prefill=id_of("p0")))
+    encode(Prefill(request=largest, gateway=id_of("g"), transfer=bytes(16), num_held_tokens=2**53))
 
 
 def test_what_the_worker_finds_invalid_is_the_clients_error() -> None:

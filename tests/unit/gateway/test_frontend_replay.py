@@ -301,6 +301,13 @@ def test_log_beyond_its_bound_is_not_replayed() -> None:
     assert isinstance(sink.error, WorkerLost) and "more than the 2" in str(sink.error)
 
 
+def test_answer_that_has_all_its_tokens_and_no_end_is_not_replayed() -> None:
+    g, sink = running("d0", "d1", num_tokens=8)  # as many as it may have
+    g["d0"].leave()
+    assert isinstance(sink.error, WorkerLost)
+    assert g["router"].take(Submit) == []
+
+
 def test_newer_connection_of_a_worker_means_the_older_lost_words() -> None:
     g, _ = running("d0", "d1")
     former = g["d0"]
