@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -23,8 +23,16 @@ from baton.cluster.settings import Given, Settings
 from baton.config import environment_settings
 from baton.config_tree import leaves
 from baton.control import Address
+from baton.errors import ConfigError
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+# What to say where nobody has given one of these.
+MISSING: Final = {
+    "router.host": "--router HOST:PORT: expected where the router listens, got none",
+    "model": 'MODEL: expected a directory, or "tiny", got none',
+    "engine.model": 'MODEL: expected a directory, or "tiny", got none',
+}
 
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *, needs_router: bool) -> None:
@@ -51,9 +59,10 @@ def settings(struct_type: type[StructT], arguments: argparse.Namespace) -> Struc
     if router is not None:
         flags["router.host"] = Given(router.host, "--router")
         flags["router.port"] = Given(router.port, "--router")
-    return Settings(
-        struct_type, flags=flags, file=arguments.config, environment=environment_settings()
-    ).build()
+    given = Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
+    for key in MISSING.keys() & known.keys() - given.given.keys():
+        raise ConfigError(MISSING[key])
+    return given.build()
 
 
 def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: argparse.Namespace) -> None:

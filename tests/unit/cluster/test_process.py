@@ -1,0 +1,105 @@
+"""A router, the lightest of them, as its runtime starts it."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from subprocess import PIPE
+
+import msgspec
+import pytest
+
+from baton.cluster.process import run
+from baton.cluster.process_spec import Assignment, Failed, ProcessSpec, Report, Started, assignment
+from baton.control import Address
+from baton.gateway_config import GatewayConfig
+from baton.router_config import RouterConfig
+
+KEY = b"k" * 32
+COMMAND = (sys.executable, "-m", "baton.cluster.process")
+
+
+def router(port: int = 0) -> ProcessSpec:
+    return ProcessSpec(kind="router", name="router", config=RouterConfig(port=port))
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(COMMAND, stdin=PIPE, stdout=PIPE) as started:
+        yield started
+        started.kill()
+
+
+def give(process: "subprocess.Popen[bytes]", spec: ProcessSpec) -> Report:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(assignment(spec, KEY) + b"\n")
+    process.stdin.flush()
+    report: Report = msgspec.json.decode(process.stdout.readline(), type=Report)
+    return report
+
+
+def test_it_says_where_it_serves_and_ends_with_0_when_told_to_drain(
+    process: "subprocess.Popen[bytes]",
+) -> None:
+    report = give(process, router())
+    assert isinstance(report, Started) and report.address.host == "127.0.0.1"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_it_dies_when_its_parent_does(process: "subprocess.Popen[bytes]") -> None:
+    give(process, router())
+    assert process.stdin is not None
+    process.stdin.close()  # as the kernel does for a parent that is gone
+    assert process.wait(20) == 3
+
+
+def test_what_is_the_operators_to_change_is_told_apart(process: "subprocess.Popen[bytes]") -> None:
+    config = GatewayConfig(model="/nowhere", router=Address("127.0.0.1", 1))
+    report = give(process, ProcessSpec(kind="gateway", name="gateway-0", config=config))
+    assert isinstance(report, Failed) and report.is_users_error
+    assert report.reason.startswith("model '/nowhere'")
+    assert process.wait(20) == 2
+
+
+def test_what_is_not_is_told_too(process: "subprocess.Popen[bytes]") -> None:
+    taken = give(process, router())
+    assert isinstance(taken, Started)
+    with subprocess.Popen(COMMAND, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL) as other:
+        report = give(other, router(taken.address.port))
+        assert isinstance(report, Failed)
+        assert "in use" in report.reason
+        assert other.wait(20) != 0
+
+
+def test_a_router_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; from baton.cluster.process import main; sys.exit(main())"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as process:
+        assert isinstance(give(process, router()), Started)
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_it_may_run_on_any_thread() -> None:
+    stop, addresses = threading.Event(), []
+
+    def ready(address: Address) -> None:
+        addresses.append(address)
+        stop.set()
+
+    given = msgspec.json.decode(assignment(router(), KEY), type=Assignment)
+    thread = threading.Thread(target=run, args=(given, ready, stop))
+    thread.start()
+    thread.join(20)
+    assert len(addresses) == 1 and not thread.is_alive()
+
+
+def test_an_assignment_has_bounds() -> None:
+    given = json.loads(assignment(router(), KEY))
+    for wrong in ({"kind": "shell"}, {"key": ""}, {"command": "rm"}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(json.dumps(given | wrong), type=Assignment)
