@@ -19,8 +19,9 @@ import msgspec
 
 from baton.bench.kv_faults import KINDS, PERCENTS, measure_fault
 from baton.bench.kv_plot import plot_sweep
+from baton.bench.kv_relayout import measure_relayout
 from baton.bench.kv_rivals import Rival
-from baton.bench.kv_rows import fault_rows, rival_rows, stream_rows, sweep_rows, trace_rows
+from baton.bench.kv_rows import fault_rows, relayout_rows, rival_rows, stream_rows, sweep_rows, trace_rows
 from baton.bench.kv_shapes import SHAPE_NAMES, layout_of
 from baton.bench.kv_stream import measure_streaming
 from baton.bench.kv_sweep import TRANSPORTS, Limits, Point, Rounds, measure
@@ -73,6 +74,14 @@ def run_sweep(options: argparse.Namespace, progress: ProgressLine) -> Bench:
             rates += [{"shape": shape, "page_size": page_size, **each._asdict()} for each in found.rivals]
             new_rows = sweep_rows(found.points, found.limits) + rival_rows(found.points, found.rivals)
             rows += _shown(progress, f"{shape}, pages of {page_size} tokens", new_rows)
+    relaid = [
+        each
+        for shape in options.shapes
+        for page_size in options.page_sizes
+        for into in options.into_page_sizes
+        for each in measure_relayout(shape, page_size, into, options.rounds, progress)
+    ]
+    rows += _shown(progress, "Into pages of another size", relayout_rows(relaid))
     streamed = [
         measure_streaming(num_tokens, transport, options.rounds, progress)
         for num_tokens in options.stream_tokens
@@ -85,6 +94,7 @@ def run_sweep(options: argparse.Namespace, progress: ProgressLine) -> Bench:
         "points": [point._asdict() | {"times": msgspec.structs.asdict(point.times)} for point in points],
         "limits": [limit._asdict() for limit in limits],
         "rivals": rates,
+        "relaid": [each._asdict() for each in relaid],
         "streamed": [each._asdict() for each in streamed],
     }
     return Bench("kv", rows, extra)
@@ -122,6 +132,9 @@ def _shown(progress: ProgressLine, title: str, rows: list[Row]) -> list[Row]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPE_NAMES, default=list(SHAPE_NAMES))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16], metavar="TOKENS")
+    parser.add_argument(
+        "--into-page-sizes", nargs="*", type=int, default=[8], metavar="TOKENS", help="of the destination"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="TOKENS", help="prompts")
     parser.add_argument("--stream-tokens", nargs="*", type=int, default=list(STREAM_TOKENS), metavar="TOKENS")
     parser.add_argument("--rounds", type=int, default=5, help="of which the medians are taken")

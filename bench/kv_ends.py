@@ -26,6 +26,7 @@ from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import AnyMessage, Reserve, Wrote
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.timeline import TransferTimes
+from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 
 KEY: Final = b"a key for this bench alone"
@@ -75,12 +76,12 @@ class SourceEnd:
 
     def send(self, link: Link, num_tokens: int) -> TransferTimes:
         """One hand-off of pages that are all there; RuntimeError when it fails."""
-        num_pages = self.layout.num_pages(num_tokens)
-        pages = self.ledger.allocate(num_pages, "prompt")
+        num_units = plan_transfer(self.layout, link.hello.layout, 0, 0).num_units(num_tokens)
+        pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
         reason = NO_ROOM
         while reason == NO_ROOM:  # the destination has yet to let go of what came before
-            transfer = self.endpoint.start(link, num_pages, deadline_s=DEADLINE_S)
-            self.endpoint.offer(transfer, pages, num_pages)
+            transfer = self.endpoint.start(link, num_units, deadline_s=DEADLINE_S)
+            self.endpoint.offer(transfer, pages, num_units)
             ended = self.wait_for(transfer)
             reason = ended.reason
         self.ledger.release(pages, "prompt")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from baton.bench.kv_faults import Fault
+from baton.bench.kv_relayout import Relaid
 from baton.bench.kv_rivals import RivalRates
 from baton.bench.kv_stream import Streamed
 from baton.bench.kv_sweep import SMALL, SMALL_TOKENS, TRANSPORTS, Limits, Point
@@ -88,6 +89,19 @@ def rival_rows(points: Sequence[Point], rivals: Sequence[RivalRates]) -> list[Ro
             title = f"{rival.transport} / {name}"
             rows.append(Row(name, gbps, "GB/s"))
             rows.append(Row(title, ratio, "x") if bar is None else at_least(title, ratio, "x", bar))
+    return rows
+
+
+def relayout_rows(relaid: Sequence[Relaid]) -> list[Row]:
+    rows = []
+    for each in relaid:
+        name = f"{each.shape}, {each.transport}: pages of {each.page_size} into {each.into}"
+        note = f"{each.run_bytes:,} bytes a run"
+        rows += [
+            Row(name, each.gbps, "GB/s", note=note),
+            Row(f"{name} / memcpy of such runs", each.gbps / each.memcpy_gbps, "x"),
+            Row(f"{name} / into equal pages", each.gbps / each.equal_gbps, "x"),
+        ]
     return rows
 
 

@@ -1,8 +1,9 @@
 """What the KV bench says of figures, and where its bars are."""
 
 from baton.bench.kv_faults import Fault
+from baton.bench.kv_relayout import Relaid
 from baton.bench.kv_rivals import RivalRates
-from baton.bench.kv_rows import fault_rows, rival_rows, stream_rows, sweep_rows, trace_rows
+from baton.bench.kv_rows import fault_rows, relayout_rows, rival_rows, stream_rows, sweep_rows, trace_rows
 from baton.bench.kv_stream import Streamed
 from baton.bench.kv_sweep import Limits, Point
 from baton.bench.kv_trace import Replayed
@@ -83,6 +84,13 @@ def test_a_rival_is_set_against_the_largest_transfer_of_its_transport() -> None:
     assert rows["nixl over shm: read"].value == 24.0 and rows["shm / nixl over shm: read"].value == 0.5
     assert rows["tcp / unheard-of: write"].value == 0.5
     assert (rows["broken"].value, rows["broken"].met, rows["broken"].note) == (None, False, "it broke")
+
+
+def test_another_page_size_is_set_against_as_short_runs_and_against_equal_pages() -> None:
+    relaid = Relaid("tiny", 16, 8, "tcp", 1024, gbps=3.0, equal_gbps=4.0, memcpy_gbps=6.0)
+    rows = {row.name: row.value for row in relayout_rows([relaid])}
+    name = "tiny, tcp: pages of 16 into 8"
+    assert rows == {name: 3.0, f"{name} / memcpy of such runs": 0.5, f"{name} / into equal pages": 0.75}
 
 
 def test_streaming_has_a_share_and_a_gain() -> None:
