@@ -174,7 +174,7 @@ class AnswerStream:
         if index not in self._greeted:
             self._greeted.add(index)
             self._put(self._form.first(choice))
-        if self._num_calm < CALM_SENTENCES and not has_ended:
+        if self._num_calm < CALM_SENTENCES and not has_ended and not self._answer.is_over:
             delta = self._whole_sentences(delta, held)
         if delta.text or delta.logprobs or (delta.token_ids and self._answer.call.returns_token_ids):
             self._put(self._form.delta(choice, delta))

@@ -1,0 +1,276 @@
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from baton.errors import WorkerLost
+from baton.gateway.answer import Answer
+from baton.gateway.answer_format import answer_format
+from baton.gateway.answer_stream import (
+    CALM_SENTENCES,
+    MAX_HELD_BYTES,
+    SERVER_SENT_EVENTS,
+    AnswerStream,
+)
+from baton.gateway.turn import Turn
+from tests.scripted_service import ScriptedService, events
+from tests.unit.gateway import calls
+
+
+class Client:
+    """An outlet whose reader is the test."""
+
+    def __init__(self) -> None:
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self.is_gone = False
+        self.lags = False
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def catch_up(self) -> None:
+        self.lags = False
+        assert self.on_writable is not None
+        self.on_writable()
+
+    def chunks(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [
+            json.loads(part.removeprefix(b"data: "))
+            for part in b"".join(self.writes).split(b"\n\n")
+            if part.startswith(b"data: {")
+        ]
+        return found
+
+    def texts(self) -> list[str]:
+        choices = [chunk["choices"][0] for chunk in self.chunks() if chunk.get("choices")]
+        return [choice["text"] for choice in choices if choice["text"]]
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.writes) and self.writes[-1].endswith(b"data: [DONE]\n\n")
+
+
+class Streaming:
+    """One stream with its service and its client. Made on a loop."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.service = ScriptedService()
+        self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
+        form = answer_format(self.answer, calls.TOKENIZER, 0)
+        self.stream = AnswerStream(self.answer, form, SERVER_SENT_EVENTS, Turn(), lambda choice, delta: None)
+        self.client = Client()
+        self.answer.start(self.stream)
+        self._nums = [0] * len(self.answer.choices)
+
+    async def emit(self, text: str, *, choice: int = 0, is_end: bool = False) -> None:
+        """And let the turn end."""
+        self.emit_now(text, choice=choice, is_end=is_end)
+        await asyncio.sleep(0)
+
+    def emit_now(self, text: str, *, choice: int = 0, is_end: bool = False) -> None:
+        request = self.service.requests[choice]
+        batch = events(request, calls.ids(text), start=self._nums[choice])
+        if not is_end:
+            batch = events(request, calls.ids(text), start=self._nums[choice], end=None)
+        self._nums[choice] += len(batch)
+        self.service.emit(request.request_id, batch)
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(scenario())
+
+
+def test_nothing_is_written_before_the_headers() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        assert not await streaming.stream.wait(0.0)
+        await streaming.emit("1 ")
+        await streaming.emit("2")
+        assert await streaming.stream.wait(1.0)
+        streaming.stream.begin(streaming.client)
+        assert streaming.client.texts() == ["1 2"]
+
+    run(scenario)
+
+
+def test_a_turns_tokens_leave_in_one_write() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.stream.begin(streaming.client)
+        streaming.emit_now("1 ")
+        streaming.emit_now("2")
+        assert not streaming.client.writes
+        await asyncio.sleep(0)
+        await streaming.emit(" 3", is_end=True)
+        assert streaming.client.texts() == ["1 2", " 3"]
+        assert len(streaming.client.writes) == 2 and streaming.client.is_done
+
+    run(scenario)
+
+
+def test_the_end_wakes_the_one_who_waits() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.stream.begin(streaming.client)
+        waiting = asyncio.create_task(streaming.stream.wait(30.0))
+        await streaming.emit("1", is_end=True)
+        assert await waiting and streaming.stream.is_over
+
+    run(scenario)
+
+
+def test_silence_is_told_from_writing() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.stream.begin(streaming.client)
+        assert not await streaming.stream.wait(0.0)
+        streaming.stream.ping()
+        assert streaming.client.writes == [b": ping\n\n"]
+        waiting = asyncio.create_task(streaming.stream.wait(0.01))
+        await asyncio.sleep(0)
+        await streaming.emit("1")
+        assert await waiting and not streaming.stream.is_over
+        streaming.client.lags = True
+        streaming.stream.ping()
+        assert len(streaming.client.writes) == 2  # who lags needs no ping
+
+    run(scenario)
+
+
+def test_a_client_that_lags_gets_whole_sentences_until_it_is_calm() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        client = streaming.client
+        streaming.stream.begin(client)
+        await streaming.emit("one ")
+        client.lags = True
+        for text in ("two. ", "three", ". fo", "ur"):
+            await streaming.emit(text)
+        assert client.texts() == ["one "]
+        client.catch_up()
+        assert client.texts() == ["one ", "two. three. "]
+        await streaming.emit(" five")
+        assert len(client.texts()) == 2
+        await streaming.emit(". six. se")
+        assert client.texts()[2:] == ["four five. six. "]
+        await streaming.emit("ven")
+        assert client.texts()[3:] == ["seven"]  # calm again
+        await streaming.emit("!", is_end=True)
+        assert "".join(client.texts()) == "one two. three. four five. six. seven!"
+        assert CALM_SENTENCES == 4 and client.is_done
+
+    run(scenario)
+
+
+def test_a_lagging_clients_end_waits_for_it() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        client = streaming.client
+        streaming.stream.begin(client)
+        client.lags = True
+        await streaming.emit("one. two")
+        await streaming.emit(" three", is_end=True)
+        assert not client.writes and not streaming.stream.is_over
+        client.catch_up()
+        assert client.texts() == ["one. two three"] and client.is_done and streaming.stream.is_over
+
+    run(scenario)
+
+
+def test_text_without_sentences_goes_all_the_same() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.stream.begin(streaming.client)
+        streaming.client.lags = True
+        await streaming.emit("word " * 200)
+        streaming.client.catch_up()
+        assert streaming.client.texts() == ["word " * 200]
+
+    run(scenario)
+
+
+def test_logprobs_are_never_held_for_a_sentence() -> None:
+    async def scenario() -> None:
+        streaming = Streaming(returns_token_ids=True)
+        streaming.stream.begin(streaming.client)
+        streaming.client.lags = True
+        await streaming.emit("one two")
+        streaming.client.catch_up()
+        assert streaming.client.texts() == ["one two"]
+
+    run(scenario)
+
+
+def test_a_client_that_never_reads_is_given_up() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.stream.begin(streaming.client)
+        streaming.client.lags = True
+        num_bytes = 0
+        while not streaming.stream.is_over:
+            await streaming.emit("words " * 20)
+            num_bytes += 120
+            assert num_bytes <= MAX_HELD_BYTES
+        assert streaming.stream.is_given_up and streaming.stream.is_gone
+        assert streaming.service.cancelled and not streaming.client.writes
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("lags", [False, True])
+def test_a_failure_comes_after_the_text_there_was(lags: bool) -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        client = streaming.client
+        streaming.stream.begin(client)
+        await streaming.emit("one ")
+        client.lags = lags
+        streaming.emit_now("two")
+        streaming.service.fail(streaming.service.requests[0].request_id, WorkerLost("twice"))
+        await asyncio.sleep(0)
+        if lags:
+            client.catch_up()
+        assert "".join(client.texts()) == "one two" and client.is_done
+        assert client.chunks()[-1]["error"]["code"] == "worker_crash"
+
+    run(scenario)
+
+
+def test_usage_comes_last_and_only_if_asked() -> None:
+    async def scenario(has_usage: bool) -> None:
+        streaming = Streaming(has_usage=has_usage)
+        streaming.stream.begin(streaming.client)
+        await streaming.emit("one", is_end=True)
+        last = streaming.client.chunks()[-1]
+        assert (last["choices"] == []) == has_usage == ("usage" in last)
+
+    asyncio.run(scenario(True))
+    asyncio.run(scenario(False))
+
+
+def test_a_client_that_goes_before_the_headers_is_found() -> None:
+    async def scenario() -> None:
+        streaming = Streaming()
+        streaming.client.is_gone = True
+        streaming.stream.begin(streaming.client)
+        assert streaming.stream.is_gone and streaming.service.cancelled
+
+    run(scenario)
+
+
+def test_choices_share_a_write() -> None:
+    async def scenario() -> None:
+        streaming = Streaming(num_choices=2)
+        streaming.stream.begin(streaming.client)
+        await streaming.emit("1")
+        streaming.emit_now("2")
+        streaming.emit_now("3", choice=1)
+        await asyncio.sleep(0)
+        assert len(streaming.client.writes) == 2
+        assert [chunk["choices"][0]["index"] for chunk in streaming.client.chunks()] == [0, 0, 1]
+
+    run(scenario)

@@ -1,0 +1,75 @@
+import asyncio
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
+from baton.gateway.canary import FRESH_S, Canary
+from tests.scripted_service import ScriptedService, answer_at_once, worker
+
+
+def sing(canary: Canary) -> None:
+    asyncio.run(canary.sing())
+
+
+def test_an_answer_is_good_for_a_second() -> None:
+    service, clock = ScriptedService(answer_at_once([1, 2])), ManualClock()
+    canary = Canary(service, clock)
+    sing(canary)
+    clock.advance(FRESH_S / 2)
+    sing(canary)
+    assert len(service.requests) == 1
+    clock.advance(FRESH_S)
+    sing(canary)
+    first, second = service.requests
+    assert first.token_ids != second.token_ids  # no prefix cache answers for a worker
+
+
+def test_its_prompt_is_too_long_for_a_decode_worker_alone() -> None:
+    service = ScriptedService(answer_at_once([1, 2]))
+    service.workers = (worker(page_size=64), worker(page_size=16))
+    sing(Canary(service, ManualClock()))
+    assert len(service.requests[0].token_ids) == 129
+    service.workers = (worker(page_size=64, max_model_len=40),)
+    sing(Canary(service, ManualClock()))
+    assert len(service.requests[1].token_ids) == 38
+
+
+def test_everybody_who_asks_at_once_hears_one_song() -> None:
+    service = ScriptedService()
+
+    async def ask() -> None:
+        canary = Canary(service, ManualClock())
+        asking = [asyncio.create_task(canary.sing()) for _ in range(5)]
+        while not service.requests:
+            await asyncio.sleep(0)
+        answer_at_once([1, 2])(service, service.requests[0])
+        await asyncio.gather(*asking)
+
+    asyncio.run(ask())
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("error", [WorkerLost("x"), InvalidRequest("x")])
+def test_a_failure_is_told_and_not_kept(error: BatonError) -> None:
+    service = ScriptedService(lambda service, request: service.fail(request.request_id, error))
+    canary = Canary(service, ManualClock())
+    with pytest.raises(type(error)):
+        sing(canary)
+    service.play = answer_at_once([1, 2])
+    sing(canary)
+
+
+def test_silence_is_a_failure() -> None:
+    service = ScriptedService()
+    with pytest.raises(WorkerLost, match="no answer within 0.01 s"):
+        sing(Canary(service, ManualClock(), timeout_s=0.01))
+    assert len(service.cancelled) == 1
+
+
+def test_without_workers_nothing_is_asked() -> None:
+    service = ScriptedService()
+    service.workers = ()
+    with pytest.raises(Overloaded):
+        sing(Canary(service, ManualClock()))
+    assert not service.requests
