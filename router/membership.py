@@ -28,16 +28,13 @@ class Member:
 
     def __init__(self, worker: Worker, peer: Peer, now_s: float) -> None:
         self.worker = worker
+        self.id = worker.id
         self.peer = peer
         self.beat_s = now_s
         self.load = Load()
         self.reached: frozenset[str] = frozenset()
         self.is_asked_to_drain = False
         self._says_it_drains = False
-
-    @property
-    def id(self) -> str:
-        return self.worker.id
 
     @property
     def is_draining(self) -> bool:

@@ -37,6 +37,7 @@ class Pairing:
         self._turns = {WorkerRole.PREFILL: 0, WorkerRole.DECODE: 0}
         self._version = -1
         self._decoders: dict[frozenset[str], list[Member]] = {}
+        self._paired: dict[frozenset[str], frozenset[str]] = {}
         self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
 
     def pair(self, submit: Submit, reached: frozenset[str]) -> Pair | None:
@@ -54,7 +55,7 @@ class Pairing:
         num_tokens = len(submit.request.token_ids) + len(submit.request.generated_token_ids)
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
-        paired = [member for member in decoders if self._partners_of(member, reached)]
+        paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "no prefill worker")
         decode = self._choose(paired, WorkerRole.DECODE)
@@ -64,6 +65,7 @@ class Pairing:
     def forget(self) -> None:
         """What a gateway reaches has changed."""
         self._decoders.clear()
+        self._paired.clear()
         self._partners.clear()
 
     def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
@@ -72,8 +74,9 @@ class Pairing:
         if len(members) == 1:
             return members[0]
         views = [View(member.id, self._load(member, role)) for member in members]
-        chosen = self._policy(views, Draw(turn, self._random.getrandbits(32))).worker
-        return next(member for member in members if member.id == chosen)
+        chosen = self._members.get(self._policy(views, Draw(turn, self._random.getrandbits(32))).worker)
+        assert chosen is not None, "the views are of members"
+        return chosen
 
     def _load(self, member: Member, role: WorkerRole) -> float:
         account = self._books.account(member.id)
@@ -85,6 +88,15 @@ class Pairing:
             usable = [member for member in decoders if member.id in reached and not member.is_draining]
             self._decoders[reached] = usable
         return self._decoders[reached]
+
+    def _paired_for(self, reached: frozenset[str]) -> frozenset[str]:
+        """The decode workers among them that have a partner."""
+        if reached not in self._paired:
+            decoders = self._decoders_for(reached)
+            self._paired[reached] = frozenset(
+                each.id for each in decoders if self._partners_of(each, reached)
+            )
+        return self._paired[reached]
 
     def _partners_of(self, decode: Member, reached: frozenset[str]) -> list[Member]:
         key = (reached, decode.id)
