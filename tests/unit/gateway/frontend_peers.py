@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.control import Address, Members, Routed, Submit, TokenEvent, Tokens
+from baton.control import Address, AttemptFailed, Failure, Members, Routed, Submit, TokenEvent, Tokens
 from baton.errors import BatonError
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
@@ -14,6 +14,7 @@ from baton.request import FinishReason, Request
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 ROUTER = Address("127.0.0.1", 7)
+R = id_of("r")
 
 
 class ListSink:
@@ -110,3 +111,18 @@ def event(
 ) -> TokenEvent:
     """Its token is 100 + index if none is given."""
     return TokenEvent(id_of(name), attempt, index, 100 + index if token_id == -1 else token_id, finish)
+
+
+def running(*workers: str, num_tokens: int = 3) -> tuple[Gateway, ListSink]:
+    """Request r runs at d0, its first token came from p0 if that is there."""
+    g = gateway(*workers)
+    sink = g.open()
+    g.route("d0", "p0" if "p0" in workers else "")
+    for index in range(num_tokens):
+        g.say("p0" if index == 0 and "p0" in workers else "d0", event(index))
+    return g, sink
+
+
+def failed(failure: Failure, attempt: int = 0, worker: str = "") -> AttemptFailed:
+    worker = id_of(worker) if worker else ""
+    return AttemptFailed(request_id=R, attempt=attempt, failure=failure, reason="no reason", worker=worker)

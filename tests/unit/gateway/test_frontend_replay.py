@@ -2,31 +2,14 @@
 
 import pytest
 
-from baton.control import AttemptFailed, Cancel, Ended, Failure, Rejected, Submit
-from baton.errors import Overloaded, WorkerLost
-from baton.gateway.open_streams import UNHEARD_S
+from baton.control import Cancel, Ended, Failure, Submit
+from baton.errors import WorkerLost
 from baton.gateway.replay import DOUBT_S
 from baton.request import FinishReason, SamplingParams
 from tests.node_peers import a_request, id_of
-from tests.unit.gateway.frontend_peers import Gateway, ListSink, event, gateway
+from tests.unit.gateway.frontend_peers import R, event, failed, gateway, running
 
 STOP = FinishReason.STOP
-R = id_of("r")
-
-
-def running(*workers: str, num_tokens: int = 3) -> tuple[Gateway, ListSink]:
-    """Request r runs at d0, its first token came from p0 if that is there."""
-    g = gateway(*workers)
-    sink = g.open()
-    g.route("d0", "p0" if "p0" in workers else "")
-    for index in range(num_tokens):
-        g.say("p0" if index == 0 and "p0" in workers else "d0", event(index))
-    return g, sink
-
-
-def failed(failure: Failure, attempt: int = 0, worker: str = "") -> AttemptFailed:
-    worker = id_of(worker) if worker else ""
-    return AttemptFailed(request_id=R, attempt=attempt, failure=failure, reason="no reason", worker=worker)
 
 
 def test_stream_goes_on_elsewhere_after_its_tokens() -> None:
@@ -71,15 +54,6 @@ def test_worker_that_the_router_lists_no_more_is_dead_however_it_looks() -> None
     assert g.submitted().request.attempt == 1
     g["d0"].leave()
     assert g["router"].take(Submit) == []
-
-
-def test_router_that_has_just_started_says_nobody_is_dead() -> None:
-    g, sink = running("d0", "d1")
-    g["router"].leave()
-    g.join_router("another")
-    g.list_members("d1", is_complete=False)
-    g.say("d0", event(3, STOP))
-    assert (sink.finish, g.frontend.counters["replays_lost"]) == (STOP, 0)
 
 
 def test_prefill_worker_is_needed_until_the_first_token() -> None:
@@ -194,37 +168,6 @@ def test_too_many_early_tokens_are_a_fault() -> None:
     assert g.frontend.counters["replays_error"] == 1
 
 
-@pytest.mark.parametrize("how", ["rejected", "busy"])
-def test_no_room_is_asked_again_later_until_the_deadline(how: str) -> None:
-    g = gateway("d0", max_wait_s=5.0)
-    sink, submitted_s = g.open(), list[float]()
-    start_s = g.clock.now_s()
-    while sink.error is None:
-        for submit in g["router"].take(Submit):
-            submitted_s.append(g.clock.now_s() - start_s)
-            attempt = submit.request.attempt
-            if how == "rejected":
-                full = Rejected(request_id=R, attempt=attempt, reason="full", retry_after_s=1)
-                g["router"].say(full)
-            else:
-                g.route("d0", request=submit.request)
-                g["d0"].say(failed(Failure.BUSY, attempt))
-        g.tick()
-    assert isinstance(sink.error, Overloaded)
-    assert 5 <= g.clock.now_s() - start_s <= 6.5
-    assert 5 <= len(submitted_s) <= 12
-    assert g.frontend.num_open == 0
-
-
-def test_time_without_a_router_counts_towards_the_deadline() -> None:
-    g = gateway("d0", max_wait_s=2.0)
-    g["router"].leave()
-    sink = g.open()
-    for _ in range(13):
-        g.tick()
-    assert isinstance(sink.error, Overloaded)
-
-
 def test_lost_stream_has_the_whole_wait_again_after_its_tokens() -> None:
     g, sink = running("d0", "d1")
     g.clock.advance(100.0)
@@ -232,52 +175,6 @@ def test_lost_stream_has_the_whole_wait_again_after_its_tokens() -> None:
     g.route("d1")
     g.say("d1", event(3, STOP, attempt=1))
     assert sink.finish is STOP
-
-
-def test_request_waits_for_a_router_and_is_submitted_when_it_comes() -> None:
-    g = gateway("d0")
-    g["router"].leave()
-    g.open()
-    g.join_router("another")
-    assert g.submitted() == Submit(request=a_request())
-
-
-def test_unanswered_attempt_is_submitted_anew_to_the_next_router() -> None:
-    g = gateway("d0")
-    g.open()
-    first = g.submitted().request
-    g["router"].leave()
-    g.join_router("another")
-    assert g.submitted().request == a_request(attempt=1)
-    g.say("d0", event(0))  # the first router had dispatched it
-    assert first.attempt == 0 and g["d0"].only(Cancel).attempt == 0
-
-
-def test_streams_that_run_do_not_care_for_the_router() -> None:
-    g, sink = running("p0", "d0")
-    g["router"].leave()
-    g.say("d0", event(3))
-    for _ in range(40):
-        g.tick()
-    g.join_router("another")
-    g.say("d0", event(4, STOP))
-    assert (sink.token_ids, sink.finish) == ([100, 101, 102, 103, 104], STOP)
-    assert g["router"].take(Submit) == []
-
-
-def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stays_out() -> None:
-    g = gateway("d0", "d1")
-    sink = g.open()
-    g.route("d0")
-    g["router"].leave()
-    g.join_router("another")
-    g.tick(UNHEARD_S - 0.5)
-    assert g["router"].take(Submit) == []
-    for _ in range(10):
-        g.tick()
-    assert g.submitted().request.attempt == 1
-    assert g["d0"].only(Cancel).attempt == 0
-    assert sink.error is None
 
 
 def test_silent_workers_are_given_up() -> None:
