@@ -6,6 +6,8 @@ The life of an attempt is in attempt.py. What comes in between:
   that a long prompt is not starved by short ones.
 - Where all of a prompt but `local_prefill_tokens` is known here, or where its pages did not come although
   its prefill worker lives, it is computed here: the tokens are the same.
+- Pages that do not come before the first token may be a dead worker's, who died of the very prompt: that
+  worker's own word is waited for, or its end.
 - A prefill worker that is gone before everything came ends the attempt: the gateway tries again elsewhere.
 - A gateway that is gone wants nothing any more.
 
@@ -107,10 +109,10 @@ class DecodeWorker:
     def step(self) -> None:
         """Do what can be done now."""
         for attempt, reason in self._prompts.poll():
-            if reason is not None:
-                self._recompute(attempt, reason)
-            elif attempt.is_complete:
+            if attempt.is_complete:
                 self._answer(attempt)
+            elif attempt.first is not None and reason is not None:
+                self._recompute(attempt, reason)
         self._admit()
         for attempt, failure, reason in self._answers.step():
             if failure is None:
@@ -242,6 +244,8 @@ class DecodeWorker:
             self._let_go(attempt)
         elif attempt.is_complete:
             self._answer(attempt)
+        elif not attempt.transfer:
+            self._recompute(attempt, "its pages have not come")
 
     def _prefill_failed(self, attempt: Attempt | None, failed: PrefillFailed) -> None:
         if attempt is None:

@@ -116,7 +116,7 @@ class OpenStreams:
                 self.lose(stream, worker)
 
     def find_worker(self, worker: str) -> None:
-        """It is connected again: only its connection was lost, and if it dies later, that is something else."""
+        """It is connected again: only its connection was lost. If it dies later, that is something else."""
         for stream in self._streams.values():
             stream.lost.pop(worker, None)
 

@@ -115,14 +115,29 @@ class TestPagesThatDoNotCome:
         assert said(answer) == answer_alone(alone, request)
         assert not pair.decode_worker.counters["recomputed_prefills"]
 
-    @pytest.mark.parametrize("stage", ["computing", "token-only"])
-    def test_a_lost_link_for_pages(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
+    def test_a_lost_link_for_pages_after_the_first_token(self, make_pair: MakePair, alone: Engine) -> None:
         """Its process is not known to be dead: control connections end by themselves."""
         pair, request = make_pair(**SMALL_STEPS), a_request()
-        bring_to(pair, request, stage)
+        bring_to(pair, request, "token-only")
         pair.lose_prefill_worker(is_heard=False)
         pair.decode.endpoint.release()
         self._is_recomputed(pair, request, alone)
+
+    def test_a_lost_link_for_pages_before_that_waits_for_what_became_of_the_worker(
+        self, make_pair: MakePair
+    ) -> None:
+        """It may have died of this very prompt, and one victim is enough."""
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, "computing")
+        pair.lose_prefill_worker(is_heard=False)
+        pair.decode.endpoint.release()
+        pair.turns_until(lambda: not pair.decode.endpoint.num_open)
+        pair.turn()
+        assert not pair.heard(request) and not pair.decode.engine.has_work()
+        pair.leave(pair.decode, pair.prefill.hello)
+        pair.turns_until(lambda: bool(pair.failures()))
+        (failed,) = pair.failures()
+        assert (failed.failure, failed.worker) == (Failure.LOST, PREFILL)
 
     def test_a_prefill_worker_that_is_busy(self, make_pair: MakePair, alone: Engine) -> None:
         pair, request = make_pair(), a_request()

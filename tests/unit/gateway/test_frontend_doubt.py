@@ -1,7 +1,9 @@
 """A worker whose connection broke, and that is connected again, has not died of a request."""
 
-from baton.control import Submit
+from baton.control import AttemptFailed, Failure, Submit
+from baton.errors import WorkerLost
 from baton.gateway.replay import DOUBT_S
+from tests.node_peers import id_of
 from tests.unit.gateway.frontend_peers import event, gateway
 
 
@@ -45,3 +47,36 @@ def test_silence_while_the_gateway_stood_still_is_nobody_s() -> None:
     g.tick(20.0)
     g.tick(1.0)
     assert g.frontend.counters["replays_error"] == 0
+
+
+def test_death_that_others_see_first_counts_when_its_connection_ends_later() -> None:
+    g = gateway("p0", "d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0", "p0")
+    lost = AttemptFailed(
+        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
+    )
+    g["d0"].say(lost)
+    g.route("d1")
+    g["d1"].leave()
+    g["p0"].leave()
+    g.tick(DOUBT_S)
+    assert isinstance(sink.error, WorkerLost)
+
+
+def test_worker_that_was_connected_all_the_while_has_not_died() -> None:
+    g = gateway("p0", "d0", "d1", "d2")
+    sink = g.open()
+    g.route("d0", "p0")
+    lost = AttemptFailed(
+        request_id=id_of("r"), attempt=0, failure=Failure.LOST, reason="gone", worker=id_of("p0")
+    )
+    g["d0"].say(lost)
+    g.route("d1")
+    g.say("d1", event(0, attempt=1))
+    g.tick(DOUBT_S)
+    g["d1"].leave()
+    g["p0"].leave()
+    g.tick(DOUBT_S)
+    assert sink.error is None
+    assert g.submitted().request.attempt == 2
