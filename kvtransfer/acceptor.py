@@ -40,8 +40,8 @@ class Acceptor:
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Returns when nobody is being greeted any more."""
+    def close(self, *, cuts: bool = True) -> None:
+        """Returns when nobody is being greeted any more. cuts: who is, is cut off; else the greeting ends."""
         self._closing.set()
         _shut(self._listener)
         self._thread.join()
@@ -49,7 +49,8 @@ class Acceptor:
         with self._lock:
             newcomers = dict(self._newcomers)
         for sock, thread in newcomers.items():
-            _shut(sock)
+            if cuts:
+                _shut(sock)
             thread.join()
 
     def _run(self) -> None:

@@ -72,7 +72,7 @@ class RankAgents:
             if not self._came.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]
                 raise WorkerLost(f"no agent of rank {missing} came within {timeout_s:g} s")
-        self._close_door()
+        self._close_door(cuts=False)  # who came last is perhaps being greeted still
         ranks: list[RemoteRank] = []
         try:
             for rank in others:
@@ -101,10 +101,10 @@ class RankAgents:
         listener.listen(128)
         return listener
 
-    def _close_door(self) -> None:
+    def _close_door(self, *, cuts: bool = True) -> None:
         if self._is_open:
             self._is_open = False
-            self._acceptor.close()
+            self._acceptor.close(cuts=cuts)
 
     def _greet(self, sock: socket.socket) -> None:
         connection: Connection | None = None

@@ -11,7 +11,7 @@ import torch
 from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.rank_agent import RankAgent
-from baton.kvtransfer.rank_agents import AgentArguments, RankAgents
+from baton.kvtransfer.rank_agents import AgentArguments, RankAgents, _Newcomer
 from baton.kvtransfer.rank_messages import Came, StopAll, encode
 from baton.kvtransfer.remote_rank import RemoteRank
 from baton.layout import PageLayout
@@ -73,6 +73,18 @@ def test_every_rank_comes_and_opens_its_own_doors(agents: RankAgents) -> None:
     for rank in ranks:
         rank.close()
     wait_for(lambda: not any(is_reachable(rank) for rank in ranks))
+
+
+def test_who_comes_last_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_in = RankAgents._let_in
+
+    def let_in_slowly(self: RankAgents, newcomer: _Newcomer) -> None:
+        let_in(self, newcomer)
+        threading.Event().wait(0.1)
+
+    monkeypatch.setattr(RankAgents, "_let_in", let_in_slowly)
+    come(agents, 1), come(agents, 2)
+    assert len(agents.meet(SETTINGS)) == 2
 
 
 def test_nothing_is_left_when_all_have_gone() -> None:
