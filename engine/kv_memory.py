@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton.layout import PageLayout
 
 DEFAULT_CPU_BYTES: Final = 4 * 2**30
+CUDA_CONTEXT_BYTES: Final = 768 * 2**20  # of a process, beside what torch reserves: a cautious guess
 MAX_CPU_SHARE: Final = 0.25  # of the memory that is free now
 
 
@@ -50,5 +51,8 @@ def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
         return min(DEFAULT_CPU_BYTES, int(_available_bytes() * MAX_CPU_SHARE))
     free, total = torch.cuda.mem_get_info(device)
     # The caller has loaded the weights and run a full step: what that step held, a later one will need.
-    in_use = total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-    return max(0, int(total * cache.gpu_memory_utilization) - in_use)
+    # Another process may share the device, and load at this moment: its memory counts against what is free,
+    # never against our own share.
+    peak = torch.cuda.max_memory_reserved(device)
+    ours = int(total * cache.gpu_memory_utilization) - peak - CUDA_CONTEXT_BYTES
+    return max(0, min(ours, free - (peak - torch.cuda.memory_reserved(device))))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from baton.config import CacheConfig
+from baton.engine import kv_memory
 from baton.engine.kv_memory import DEFAULT_CPU_BYTES, check_fits, count_pages
 from baton.errors import ConfigError
 from baton.layout import PageLayout
@@ -34,3 +35,24 @@ def test_one_sequence_of_the_longest_length_must_fit() -> None:
 def test_memory_for_less_than_a_page_is_told_as_it_was_given() -> None:
     with pytest.raises(ConfigError, match="holds 0 tokens.* got 1,024: raise"):
         check_fits(CacheConfig(kv_cache_memory_bytes=1024), 0, LAYOUT, 49)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected_gib"),
+    [
+        (80, 40 - 4),  # alone: its share, less what it holds and what a step needs
+        (50, 40 - 4),  # another process holds its own share already
+        (20, 20 - 1),  # somebody took more than that: what is left, less what a step will take again
+        (0, 0),
+    ],
+)
+def test_a_gpu_is_shared_by_what_each_process_holds_itself(
+    free_gib: int, expected_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * gib)  # in the largest step
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
+    monkeypatch.setattr(kv_memory, "CUDA_CONTEXT_BYTES", gib)
+    cache = CacheConfig(gpu_memory_utilization=0.5)
+    assert count_pages(cache, LAYOUT, torch.device("cuda")) == expected_gib * gib // LAYOUT.page_bytes
