@@ -7,6 +7,7 @@ from baton.cluster.sim.deployment import Deployment
 from baton.cluster.sim.lives import GatewayLife, RouterLife, WorkerLife
 from baton.engine.pages import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
+from baton.gateway.replay import MAX_STRIKES
 
 
 def client_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
@@ -16,6 +17,9 @@ def client_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
     if client.is_ill:
         if client.finish_reason is not None:
             yield f"{name} can't be answered, and ended with {client.finish_reason}"
+        num_killed = deployment.site.killers[client.request.request_id]
+        if num_killed > MAX_STRIKES:
+            yield f"{name} has killed {num_killed} workers"
         return
     token_ids, reason = client.golden()
     if client.token_ids != token_ids[: len(client.token_ids)]:

@@ -12,6 +12,7 @@ from baton.router_config import RouterSettings
 
 MAX_MODEL_LEN: Final = 96
 SEEMS_DEAD_S: Final = 2.0  # without a sign of life; some of it may have passed before
+REQUEST_ID_LENGTH: Final = 32  # what follows in an engine's name is the attempt
 RESTART_S: Final = (0.05, 1.5)
 
 _Life = TypeVar("_Life", bound=Life)
@@ -46,6 +47,7 @@ class Slot:
 
     def _died(self) -> None:
         self._site.trace.died(self.name)
+        self._site.killers[self.life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
         now_s, restart_s = self._site.events.now_s, self._site.random.uniform(*RESTART_S)
         self.absences.append((now_s, now_s + MAX_DEATH_DELAY_S))
         self._site.events.after(restart_s, self._restart)

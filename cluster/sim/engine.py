@@ -134,7 +134,7 @@ class SimEngine:
     def _run(self, chunk: ScheduledChunk) -> int | None:
         sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size
         if POISON in sequence.token_ids:
-            raise Crash
+            raise Crash(sequence.request_id)
         last = chunk.start + chunk.num_tokens - 1
         for index, page in enumerate(sequence.page_table[: last // size + 1]):
             is_written = index >= chunk.start // size

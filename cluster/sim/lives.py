@@ -1,5 +1,6 @@
 """One life of each kind of process, from its start to its death: production nodes on simulated parts."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -43,6 +44,7 @@ class Site:
         self.directory = Directory()
         self.endpoints: dict[Address, SimEndpoint] = {}
         self.names: dict[str, str] = {}  # id of a process -> its name
+        self.killers: Counter[str] = Counter()  # request -> workers that died of it
         self._last_port = ROUTER.port
 
     def new_process(self, name: str) -> Process:

@@ -19,7 +19,11 @@ MAX_INBOX: Final = 20_000  # far more than an honest cluster's peers leave unrea
 
 
 class Crash(Exception):
-    """A process ends itself: an error that is no request's own."""
+    """A process ends itself: an error that is no request's own. `culprit`: the request all the same."""
+
+    def __init__(self, culprit: str) -> None:
+        super().__init__(culprit)
+        self.culprit = culprit
 
 
 class Process:
@@ -28,6 +32,7 @@ class Process:
         self.clock: Clock = ProcessClock(events, clock_offset_s)
         self.is_dead = False
         self.is_paused = False
+        self.killed_by = ""  # a request's id
         self.turn: Call = self.hear  # what a turn does
         self.on_death: list[Call] = []
         self._events = events
@@ -106,7 +111,8 @@ class Process:
         self._flush()
         try:
             self.turn()
-        except Crash:
+        except Crash as crash:
+            self.killed_by = crash.culprit
             self.die()
 
     def _due(self, call: Call) -> None:

@@ -54,7 +54,7 @@ class World:
         return [client for visit in self.visits for client in visit.clients]
 
     def run(self) -> Counter[str]:
-        """How many clients ended how. AssertionError, noting how to replay it, when something did not hold."""
+        """How many clients ended how. AssertionError, noting how to replay it, when a rule did not hold."""
         try:
             return self._run()
         except Exception as error:
