@@ -73,6 +73,13 @@ class Served:
 
         return {entry.worker.name: entry for entry in asyncio.run(ask()).workers}
 
+    def answers(self, prompt: str) -> str | None:
+        """The same, or None where nobody answers."""
+        try:
+            return self.complete(prompt)
+        except (OSError, http.client.HTTPException):
+            return None
+
     def has_replaced(self, worker: str, before: str) -> bool:
         """Whether one with another id than `before` bears this name."""
         entry = self.status().get(worker)
@@ -80,12 +87,14 @@ class Served:
 
     def pid_of(self, worker: str) -> int:
         """By the port that it listens on."""
-        port = self.status()[worker].worker.address.port
+        return self.listening_on(self.status()[worker].worker.address.port)
+
+    def listening_on(self, port: int) -> int:
         for pid in descendants(self.process.pid):
             with suppress(psutil.Error):  # it may end meanwhile
-                if any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp")):
+                if port in _listens(psutil.Process(pid)):
                     return pid
-        raise AssertionError(f"nobody listens on {worker}'s port {port}")
+        raise AssertionError(f"nobody listens on port {port}")
 
 
 @contextmanager
@@ -142,6 +151,10 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it has not come true in time"
         time.sleep(0.05)
+
+
+def _listens(process: psutil.Process) -> set[int]:
+    return {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 
 def descendants(pid: int) -> set[int]:

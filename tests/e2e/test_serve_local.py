@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.bench.tiny.tasks import recall_cases
+from baton.cluster.cluster_record import find_record
 from tests.served import Served, are_gone, descendants, served, stop, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
@@ -57,6 +58,15 @@ def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) ->
     until(lambda: cluster.has_replaced(name, before))
     assert cluster.complete(COPY[0]) == COPY[1]
     assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
+
+
+def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluster: Served) -> None:
+    record = find_record(cluster.port)
+    for port in (record.router.port, cluster.port):
+        os.kill(cluster.listening_on(port), signal.SIGKILL)
+        until(lambda: cluster.answers(COPY[0]) == COPY[1])
+    assert find_record(cluster.port) == record
+    assert set(cluster.status()) == {"prefill-0", "decode-0"}
 
 
 def test_everything_ends_with_it() -> None:
