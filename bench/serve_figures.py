@@ -38,7 +38,8 @@ class Sample(NamedTuple):
 
     @property
     def tpot_s(self) -> float | None:
-        return (self.e2el_s - self.ttft_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        """None: it came in one piece."""
+        return (self.e2el_s - self.ttft_s) / (self.num_tokens - 1) if self.gaps_s else None
 
     @property
     def tbt_s(self) -> float | None:

@@ -128,6 +128,7 @@ async def _serve(kind: str) -> None:
         await server.serve_forever()
     config = uvicorn.Config(application, host="127.0.0.1", port=0, log_level="warning", http="httptools")
     listener = config.bind_socket()
+    listener.listen(1024)  # so that who comes early waits
     print(listener.getsockname()[1], flush=True)
     await uvicorn.Server(config).serve(sockets=[listener])
 

@@ -123,7 +123,7 @@ async def limit(kind: str) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.stdin.close()
-        await process.wait()
+        await process.communicate()
 
 
 async def measure(
@@ -137,8 +137,8 @@ async def measure(
     results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
     models = {}
     for name, url in servers.items():
-        is_limit = name in (UVICORN, SOCKET)
-        models[name] = "limit" if is_limit else await model_of(Client(Address(url)))
+        with contextlib.closing(Client(Address(url))) as client:
+            models[name] = "limit" if name in (UVICORN, SOCKET) else await model_of(client)
         for point in points:
             await Hammer(Address(url), models[name], point).run(WARM_UP_S)
     for number in range(rounds):

@@ -1,5 +1,6 @@
 """The table of bench/serve.py."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final, NamedTuple
@@ -30,8 +31,11 @@ def rows_of(runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
 def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
     summaries = [run.summary for run in runs]
     num_ok = sum(summary.num_ok for summary in summaries)
-    failures = [f"{count} x {why}" for summary in summaries for why, count in summary.failures.items()]
-    rows = [at_most(f"{name}: failed requests", len(failures), "", 0, "; ".join(failures)[:160])]
+    failures: Counter[str] = Counter()
+    for summary in summaries:
+        failures.update(summary.failures)
+    why = "; ".join(f"{count} x {reason}" for reason, count in failures.most_common())
+    rows = [at_most(f"{name}: failed requests", failures.total(), "", 0, why[:160])]
     if not num_ok:
         return rows
     rates = [summary.tokens_per_s for summary in summaries]
