@@ -18,7 +18,7 @@ from typing import Any, Final
 import httptools
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from baton.gateway.api_errors import ApiError
@@ -31,6 +31,7 @@ from baton.gateway.http_refusals import (
     response,
 )
 from baton.gateway.outlet import EXTENSION
+from baton.gateway.response_body import ResponseBody
 
 MAX_HEADERS: Final = 64
 MAX_HEADER_BYTES: Final = 32 * 2**10
@@ -69,7 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_raw_bytes = 0  # that came while a header block was not whole
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._outlets: list[BodyOutlet] = []  # of requests that are not answered yet, the oldest first
+        self._outlets: list[ResponseBody] = []  # of requests that are not answered yet, the oldest first
 
     # What asyncio calls.
 
@@ -150,7 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade() and self._should_upgrade():
             return
         # The task that serves the request runs later: it finds this in its scope.
-        outlet = BodyOutlet(self.cycle)
+        outlet = ResponseBody(self.cycle)
         self._outlets.append(outlet)
         extensions: Any = self.scope["extensions"]
         extensions[EXTENSION] = outlet
@@ -173,6 +174,9 @@ class LimitedProtocol(HttpToolsProtocol):
     # Ends.
 
     def on_response_complete(self) -> None:
+        for outlet in self._outlets:
+            if outlet.is_complete:
+                outlet.end()
         self._outlets = [outlet for outlet in self._outlets if not outlet.is_complete]
         super().on_response_complete()
 
@@ -243,48 +247,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-
-
-class BodyOutlet:
-    """See outlet.Outlet: of a response with chunked encoding, which uvicorn has begun and will end."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self.on_gone: Callable[[], None] | None = None
-        self.on_writable: Callable[[], None] | None = None
-        self._cycle = cycle
-
-    @property
-    def is_gone(self) -> bool:
-        return self._cycle.disconnected
-
-    @property
-    def lags(self) -> bool:
-        return self._cycle.flow.write_paused
-
-    def write(self, data: bytes) -> None:
-        cycle = self._cycle
-        if not cycle.disconnected and not cycle.response_complete:
-            cycle.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
-
-    @property
-    def has_begun(self) -> bool:
-        return self._cycle.response_started
-
-    @property
-    def is_complete(self) -> bool:
-        return self._cycle.response_complete
-
-    def leave(self) -> None:
-        """The client is gone, or is not listened to any more."""
-        if not self._cycle.response_complete:
-            self._cycle.disconnected = True
-            self._cycle.message_event.set()
-            if self.on_gone is not None:
-                self.on_gone()
-
-    def writable(self) -> None:
-        if not self._cycle.response_complete and self.on_writable is not None:
-            self.on_writable()
 
 
 def _length(value: bytes) -> int:

@@ -85,6 +85,7 @@ class Inference:
             self._open.discard(answer)
             self._metrics.num_open -= 1
             self._metrics.cached_tokens += answer.num_cached_tokens
+            answer.choices.clear()  # they refer to it: the ring would wait for the collector
             self._metrics.duration.observe(self._clock.now_s() - started_s)
 
     def give_up(self, error: BatonError) -> None:
@@ -126,13 +127,16 @@ class Inference:
         stream = self.stream(answer, SERVER_SENT_EVENTS)
         outlet.on_gone = stream.gone
         answer.start(stream)
-        await stream.wait(self.ping_interval_s)  # headers after the first token: until then it may be refused
+        # The head goes out after the first token: until then the call may still be refused with a status.
+        is_late = not await stream.wait(self.ping_interval_s)
         if stream.error is not None:
             raise stream.error
         if stream.is_gone:
             raise ClientGone
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         stream.begin(outlet)
+        if is_late:
+            stream.ping()
         await self.follow(stream)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

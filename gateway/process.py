@@ -1,6 +1,7 @@
 """The gateway's process: a hub, a frontend and the HTTP server on one event loop."""
 
 import asyncio
+import gc
 import logging
 import secrets
 import time
@@ -87,9 +88,12 @@ async def serve_gateway(
         hub.serve(frontend)
         address = await gateway.start()
         logger.info("the gateway listens on %s:%d", address.host, address.port)
+        gc.collect()
+        gc.freeze()  # what is there by now stays: the collector need not look at it again and again
         ready(address)
         await stopping.wait()
     finally:
+        gc.unfreeze()
         await gateway.drain()
         await hub.close()
 

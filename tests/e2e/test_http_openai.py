@@ -1,4 +1,7 @@
-"""The real `openai` client against the real application on a socket, with the tiny model behind it."""
+"""The real `openai` client against the real application on a socket, with the tiny model behind it.
+
+Most of it twice: over one engine, and over a whole cluster with a prefill and a decode worker.
+"""
 
 from collections.abc import Iterator
 
@@ -9,6 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 from baton.cluster.llm import LLM
 from baton.request import SamplingParams
 from tests.engine_frontend import WORKER_ID, EngineFrontend, tiny_engine
+from tests.served import served as served_cluster
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[EngineFrontend]
@@ -25,9 +29,28 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none is needed", max_retries=0) as client:
+def engine_client(served: Served) -> Iterator[openai.OpenAI]:
+    with client_of(served.url) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def cluster_client() -> Iterator[openai.OpenAI]:
+    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+    with served_cluster("tiny", *settings) as cluster, client_of(cluster.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", params=["engine", "cluster"])
+def client(request: pytest.FixtureRequest) -> openai.OpenAI:
+    client = request.getfixturevalue(f"{request.param}_client")
+    assert isinstance(client, openai.OpenAI)
+    return client
+
+
+def client_of(url: str) -> openai.OpenAI:
+    base_url = f"{url.removesuffix('/v1')}/v1"
+    return openai.OpenAI(base_url=base_url, api_key="none is needed", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +144,9 @@ def test_choices_with_a_seed_are_those_of_the_engine(client: openai.OpenAI, llm:
     assert len({choice.text for choice in answer.choices}) > 1
 
 
-def test_later_choices_run_beside_the_first(served: Served, client: openai.OpenAI) -> None:
+def test_later_choices_run_beside_the_first(served: Served, engine_client: openai.OpenAI) -> None:
     served.service.opened.clear()
-    chat(client, n=3, max_tokens=4, logit_bias={"1": -100})
+    chat(engine_client, n=3, max_tokens=4, logit_bias={"1": -100})
     requests = served.service.opened
     assert [beside for _, beside in requests] == ["", WORKER_ID, WORKER_ID]
     assert [request.choice for request, _ in requests] == [0, 1, 2]
@@ -140,11 +163,11 @@ def test_choices_stream_side_by_side(client: openai.OpenAI) -> None:
     assert [chunk.choices[0].finish_reason for chunk in found].count("stop") == 2
 
 
-def test_a_stop_string_ends_the_text_and_the_request(served: Served, client: openai.OpenAI) -> None:
+def test_a_stop_string_ends_the_text_and_the_request(served: Served, engine_client: openai.OpenAI) -> None:
     num_cancelled = len(served.service.cancelled)
-    answer = chat(client, stop=["2"])
+    answer = chat(engine_client, stop=["2"])
     assert answer.choices[0].message.content == "1 " and answer.choices[0].finish_reason == "stop"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks(client, stop="2"))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks(engine_client, stop="2"))
     assert text == "1 "
     assert len(served.service.cancelled) == num_cancelled + 2
 
@@ -269,9 +292,9 @@ def test_every_response_has_an_id(client: openai.OpenAI) -> None:
     assert error.value.response.headers["x-should-retry"] == "false"
 
 
-def test_leaving_a_stream_cancels_it(served: Served, client: openai.OpenAI) -> None:
+def test_leaving_a_stream_cancels_it(served: Served, engine_client: openai.OpenAI) -> None:
     num_cancelled = len(served.service.cancelled)
-    stream = client.completions.create(
+    stream = engine_client.completions.create(
         model="tiny", prompt="the sun", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
@@ -279,9 +302,9 @@ def test_leaving_a_stream_cancels_it(served: Served, client: openai.OpenAI) -> N
     served.until(lambda: len(served.service.cancelled) > num_cancelled)
 
 
-def test_health_asks_the_engine(served: Served, client: openai.OpenAI) -> None:
+def test_health_asks_the_engine(served: Served, engine_client: openai.OpenAI) -> None:
     num_opened = len(served.service.opened)
-    assert client.get("/health".replace("/health", f"{served.url}/health"), cast_to=object) == {
+    assert engine_client.get(f"{served.url}/health", cast_to=object) == {
         "status": "ok",
         "model": "tiny",
     }
