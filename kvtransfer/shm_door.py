@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 INCARNATION_BYTES: Final = 16
 HANDSHAKE_S: Final = 5.0
 MAX_UNPROVEN: Final = 64
+MAX_WRITERS: Final = 256  # each is watched, which takes an open file; the rest come over tcp
 
 
 class PoolOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,7 +155,11 @@ class PoolDoor:
                 raise connection.drop(WireError("an incarnation has 16 bytes", reason="length"))
             with self._lock:
                 is_new = incarnation not in self._incarnations
-                self._incarnations.add(incarnation)
+                has_room = not is_new or len(self._incarnations) < MAX_WRITERS
+                if has_room:
+                    self._incarnations.add(incarnation)
+            if not has_room:
+                raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
             if is_new:  # watched before it can write
                 self._landings.writer_came(incarnation)
                 self._watch.add(process, lambda: self._bury(incarnation))

@@ -19,14 +19,15 @@ import pytest
 import torch
 
 from baton.errors import BatonError, WireError
+from baton.kvtransfer import shm_door
 from baton.kvtransfer.group_door import GroupDoor, Knock, Welcome, ask_for_meeting
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landings
-from baton.kvtransfer.page_memory import PageMemory, SharedFile
+from baton.kvtransfer.page_memory import PageMemory, SharedFile, SharedPool
 from baton.kvtransfer.pair import GroupSettings
 from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.shm import ShmTransport
-from baton.kvtransfer.shm_door import PoolOffer
+from baton.kvtransfer.shm_door import PoolOffer, ShmDoor
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 from baton.wire import Connection, DroppedPeers, Role
@@ -132,6 +133,57 @@ def test_twenty_thousand_damaged_knocks_take_no_memory(house: House) -> None:
     knock_often(house, 3, 20_000)
     gc.collect()
     assert process.memory_info().rss - before < 32 << 20
+
+
+class PoolHouse:
+    """A pool in shared memory, and its door."""
+
+    def __init__(self) -> None:
+        self.pool = SharedPool()
+        self.pool.zeros((NUM_PAGES, PAGE_BYTES), torch.uint8)
+        self.dropped = DroppedPeers()
+        landings = Landings(NUM_PAGES)
+        self.door = ShmDoor(self.pool, landings, KEY, lambda _: None, dropped=self.dropped)
+
+    def knock(self, incarnation: bytes) -> bool:
+        """Whether the pool was given."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(self.door.address)
+            connection = Connection(sock, KEY, Role.CONNECTING)
+            try:
+                connection.handshake()
+                connection.send(incarnation)
+                connection.recv(5.0)
+            except BatonError:
+                return False
+            finally:
+                connection.close()
+        return True
+
+
+@pytest.fixture
+def pool_house() -> Iterator[PoolHouse]:
+    made = PoolHouse()
+    yield made
+    made.door.close()
+    made.pool.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 17, 4096])
+def test_who_names_no_incarnation_is_given_no_pool(pool_house: PoolHouse, length: int) -> None:
+    assert not pool_house.knock(b"i" * length)
+    wait_for(lambda: pool_house.dropped.counts() == {"length": 1})
+    assert pool_house.knock(b"i" * 16)
+
+
+def test_a_process_that_is_new_each_time_does_not_take_all_files(
+    pool_house: PoolHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_door, "MAX_WRITERS", 3)
+    given = [pool_house.knock(bytes([number]) * 16) for number in range(5)]
+    assert given == [True, True, True, False, False]
+    wait_for(lambda: pool_house.dropped.counts() == {"crowd": 2})
+    assert pool_house.knock(bytes(16)), "one that is known may come again"
 
 
 @pytest.fixture
