@@ -1,9 +1,8 @@
 """The client, the loads and the hammer against the bare servers that the bench has as its limits."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from typing import Any
 
 import pytest
 
@@ -15,23 +14,35 @@ from baton.bench.serve_overhead import limit
 from baton.bench.serve_workload import Job, poisson, random_jobs
 from baton.errors import ConfigError, PeerGone
 
-Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+class Scripted(asyncio.Protocol):
+    """Gives these answers, byte for byte, one to each request without a body; then closes."""
+
+    def __init__(self, answers: tuple[bytes, ...]) -> None:
+        self._answers = list(answers)
+        self._unread = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        *requests, self._unread = (self._unread + data).split(b"\r\n\r\n")
+        for _ in requests:
+            self._transport.write(self._answers.pop(0))
+            if not self._answers:
+                self._transport.close()
+                return
 
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[str]:
-    """The URL of a server that gives these answers, byte for byte, one to each request of a connection."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for answer in answers:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    """The URL of a server like that."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Scripted(answers), "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.sleep(0)  # what was closed is closed
 
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
