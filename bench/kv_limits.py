@@ -2,6 +2,7 @@
 
     memcpy             page by page into scattered pages, one thread, no other process
     raw socket         sendall of one buffer over loopback, as many streams as the tcp transport has
+    ..., unpaced       the same with the congestion control that the tcp transport asks for within a host
     isend/irecv        torch.distributed's gloo, one contiguous buffer
     isend/irecv pages  the same, a message a page, all in flight: what moving pages costs without a transport
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from baton.kernels.huge_pages import huge_zeros
+from baton.kvtransfer.page_socket import unpace
 from baton.kvtransfer.pair import PairGroup, join_gloo
 
 TIMEOUT_S: Final = 60.0
@@ -98,7 +100,8 @@ class RawSocket:
     """`num_streams` threads, each with a socket and its share of the buffer."""
 
     def __init__(self, moves: PageMoves, num_streams: int, suffix: str = "") -> None:
-        self.name = f"raw socket x{num_streams}" if num_streams > 1 else f"raw socket{suffix}"
+        """suffix: of the name; the system's own congestion control is kept without one."""
+        self.name = f"raw socket x{num_streams}{suffix}" if num_streams > 1 else f"raw socket{suffix}"
         self.num_bytes = moves.num_bytes
         buffer = huge_zeros((moves.num_bytes,), torch.uint8).fill_(1)
         share = moves.num_bytes // num_streams
@@ -109,6 +112,8 @@ class RawSocket:
             self._sockets = [server.accept()[0] for _ in range(num_streams)]
         for sock in self._sockets:
             sock.settimeout(TIMEOUT_S)
+            if suffix:
+                unpace(sock)
 
     def run(self) -> float:
         started_s = perf_counter()

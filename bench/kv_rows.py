@@ -7,7 +7,7 @@ from baton.bench.kv_faults import Fault
 from baton.bench.kv_relayout import Relaid
 from baton.bench.kv_rivals import RivalRates
 from baton.bench.kv_stream import Streamed
-from baton.bench.kv_sweep import SMALL, SMALL_TOKENS, TRANSPORTS, Limits, Point
+from baton.bench.kv_sweep import SMALL, SMALL_TOKENS, TRANSPORTS, UNPACED, Limits, Point
 from baton.bench.kv_trace import Replayed
 from baton.bench.report import Row, at_least, at_most
 
@@ -45,12 +45,15 @@ def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
     """A transport's largest transfer against the limits, its 512-token one against the largest."""
     largest = max(points, key=lambda point: point.num_bytes)
     transport, (limit, bar) = largest.transport, BARS[largest.transport]
-    many = [name for name in limits.gbps if name.startswith(limit) and not name.endswith(SMALL)]
+    many = [name for name in limits.gbps if name.startswith(limit) and not name.endswith((SMALL, UNPACED))]
     same_streams = max(many, key=len)
     rows = []
     if largest.num_bytes >= MEBIBYTE:
         ratio = largest.gbps / limits.gbps[same_streams]
         rows.append(at_least(f"{transport} / {same_streams}", ratio, "x", bar))
+        unpaced = limits.gbps.get(same_streams + UNPACED)
+        if unpaced is not None:
+            rows.append(Row(f"{transport} / {same_streams}{UNPACED}", largest.gbps / unpaced, "x"))
         rows.append(
             at_least(
                 f"{transport} / gloo, same pages",

@@ -19,6 +19,7 @@ from baton.layout import PageLayout
 
 SMALL_TOKENS: Final = 512
 SMALL: Final = f", {SMALL_TOKENS} tokens"  # a limit's name ends so when it moves no more than these have
+UNPACED: Final = ", unpaced"
 LIMIT_BYTES: Final = 2**26  # of a limit's round: rates do not change beyond
 TRANSPORTS: Final = ("shm", "tcp")
 Progress = Callable[[str], None]
@@ -155,6 +156,7 @@ def limit_subjects(layout: PageLayout) -> list[Subject]:
     return [
         Memcpy(moves),
         *(RawSocket(moves, num_streams) for num_streams in streams),
+        RawSocket(moves, streams[-1], UNPACED),
         Gloo.contiguous(moves),
         Gloo.pages(moves),
         Memcpy(few, SMALL),

@@ -29,6 +29,7 @@ LIMITS = Limits(
         "memcpy": 10.0,
         "raw socket": 4.0,
         "raw socket x2": 5.0,
+        "raw socket x2, unpaced": 8.0,
         "isend/irecv pages": 2.0,
         "memcpy, 512 tokens": 8.0,
         "raw socket, 512 tokens": 2.0,
@@ -66,6 +67,12 @@ def test_a_short_prompt_is_set_against_as_few_bytes_without_a_transport() -> Non
     rows = {row.name: row for row in sweep_rows(points, LIMITS)}
     assert rows["shm: 512 tokens / largest"].note == "memcpy of as few bytes: 0.80"
     assert rows["shm: 512 tokens / memcpy of as few"].value == 0.5
+
+
+def test_tcp_is_set_against_sockets_that_do_not_pace_too() -> None:
+    rows = {row.name: row for row in sweep_rows([point("shm", 8192, 10.0), point("tcp", 8192, 4.0)], LIMITS)}
+    unpaced = rows["tcp / raw socket x2, unpaced"]
+    assert (unpaced.value, unpaced.met) == (0.5, None)
 
 
 def test_a_rival_is_set_against_the_largest_transfer_of_its_transport() -> None:
