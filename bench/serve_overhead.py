@@ -190,8 +190,13 @@ def _rate(hammered: Sequence[Hammered]) -> float:
 
 
 def _beside(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
-    latency_ms = [1e3 * sample.e2el_s for each in results[BATON, point] for sample in each.samples]
-    notes = [f"p50 {format_number(quantile(latency_ms, 50))} ms"] if latency_ms else []
+    samples = [sample for each in results[BATON, point] for sample in each.samples]
+    notes = []
+    if samples:
+        notes.append(f"p50 {format_number(1e3 * quantile([sample.e2el_s for sample in samples], 50))} ms")
+    if point.stream and samples:
+        num_events = sum(len(sample.gaps_s) + 1 for sample in samples)
+        notes.append(f"{sum(sample.num_tokens for sample in samples) / num_events:.2f} tokens an event")
     for name in servers:
         if name != BATON:
             other = _rate(results[name, point])
