@@ -1,7 +1,6 @@
 """Choose the next token of every sequence from its logits.
 
 The life of a row:
-0. A logit that is not a number: the row yields NOT_A_TOKEN, and nothing else of the batch is touched.
 1. temperature 0: the largest logit, the lowest id among equals. Nothing below applies.
 2. The kept set, from thresholds, so that ties are kept or dropped together on every backend:
    top_k keeps each logit >= the k-th largest; top_p keeps each logit >= t, the largest logit t such that
@@ -10,8 +9,7 @@ The life of a row:
 3. Gumbel-max over the kept set: argmax(logit / temperature - log(-log(u))) is a draw from the softmax.
    u comes from Philox at (seed, choice, position, token id), so a replay of a request draws the same.
 
-Thresholds are found without sorting, by bisection over the floats as order-preserving integers.
-Shapes: B sequences, V vocabulary.
+Thresholds are found by bisection over the floats as order-preserving integers. B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from baton.kernels import native
 from baton.kernels.philox import philox
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
-NOT_A_TOKEN: Final = -1
+NOT_A_TOKEN: Final = -1  # of a row with a logit that is not a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +41,7 @@ class SamplingTensors:
 
 
 def sample(logits_BV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Token ids or NOT_A_TOKEN, int64 [B]; never waits for a GPU.
-
-    logits_BV: float32, rows may be strided, not modified.
-    """
+    """Token ids, int64 [B]. logits_BV: float32, rows may be strided, not modified. Never waits for a GPU."""
     if logits_BV.is_cuda:
         return sample_triton(logits_BV, sampling)
     if native.handles(logits_BV.dtype):

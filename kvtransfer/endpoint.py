@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
-import msgspec
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
@@ -156,10 +155,7 @@ class KvEndpoint:
             raise ValueError(f"transfer {transfer.hex()} was started before")
         num_parts = self._traffic.num_parts(link, num_layer_groups, is_source=True)
         request = reservation(num_units, num_parts, deadline_s, transfer=transfer, position=position)
-        request = msgspec.structs.replace(request, num_layer_groups=num_layer_groups)
-        complaint = self._traffic.complaint(link, request)
-        if complaint is not None:
-            raise ValueError(complaint)
+        request = self._traffic.checked(link, request, num_layer_groups)
         outgoing = self._traffic.depart(link, request)
         if self._traffic.can_begin(outgoing):
             outgoing.start()

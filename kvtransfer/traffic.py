@@ -4,6 +4,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import TypeAlias
 
+import msgspec
+
 from baton.clock import Clock
 from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.kvtransfer.ended import Ended
@@ -58,6 +60,14 @@ class Traffic:
         if isinstance(request, Reserve) and request.position % self.page_tokens(link):
             return f"a transfer from token {request.position} on, which starts no page"
         return None
+
+    def checked(self, link: Link, request: Reserve, num_layer_groups: int) -> Reserve:
+        """Our own request, of pages that leave in so many groups of layers. ValueError: the peer refuses it."""
+        request = msgspec.structs.replace(request, num_layer_groups=num_layer_groups)
+        complaint = self.complaint(link, request)
+        if complaint is not None:
+            raise ValueError(complaint)
+        return request
 
     def depart(self, link: Link, request: Reserve | Pull) -> Outgoing:
         handoff = SourceHandoff(request, self.terms(link, is_source=True))
