@@ -136,7 +136,7 @@ class DestinationHandoff:
         state = self._parts[part]
         if state.is_stopped:
             return []
-        actions = [] if state.is_committed else self._fail("the writer died")
+        actions = [] if state.is_committed else self.fail("the writer died")
         state.is_stopped = True
         self._ledger.release(self.pages, state.writer)
         if self.state not in _ENDED:
@@ -153,14 +153,24 @@ class DestinationHandoff:
         return self._conclude()
 
     def abort(self, reason: str) -> list[Action]:
-        return self._fail(reason, Outcome.CANCELLED)
+        return self.fail(reason, Outcome.CANCELLED)
 
-    def fail(self, reason: str) -> list[Action]:
-        """Our own side can't go on."""
-        return self._fail(reason)
+    def fail(
+        self, reason: str, outcome: Outcome = Outcome.RECOMPUTE, *, tells_peer: bool = True
+    ) -> list[Action]:
+        """End it from any state; once it has ended nothing changes."""
+        if self.state in _ENDED:
+            return []
+        self.outcome = outcome
+        release_lease(self._ledger, self.pages, self._lease_owner)
+        actions: list[Action] = [self._abort_message(reason)] if tells_peer else []
+        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
+        self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
+        actions.append(Finished(outcome, reason))
+        return actions + [CloseLanding(number, is_confirmed=False) for number in writing]
 
     def peer_lost(self) -> list[Action]:
-        return self._fail("peer lost", tells_peer=False)
+        return self.fail("peer lost", tells_peer=False)
 
     def tick(self) -> list[Action]:
         """To be called at least once a heartbeat."""
@@ -169,7 +179,7 @@ class DestinationHandoff:
         if self.state is DestinationState.CLOSED:
             return []
         if self._timer.is_over or not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         if self._timer.takes_heartbeat():
             return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
         return []
@@ -183,7 +193,7 @@ class DestinationHandoff:
     def receive(self, message: AnyMessage) -> list[Action]:
         """message: one that names this transfer."""
         if isinstance(message, Abort) and message.epoch == 0:
-            return self._fail(f"aborted: {message.reason}", tells_peer=False) + self._confirm_all()
+            return self.fail(f"aborted: {message.reason}", tells_peer=False) + self._confirm_all()
         if isinstance(message, Wrote | Commit | Extend | Released | PullRefused | Abort):
             if message.epoch != self.epoch:
                 self.num_stale += 1
@@ -192,14 +202,14 @@ class DestinationHandoff:
                 return self._confirmed(message)
         match message:
             case Abort():
-                return self._fail(f"aborted: {message.reason}", tells_peer=False)
+                return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case PullRefused() if self.state is DestinationState.ASKING:
-                return self._fail(f"refused: {message.reason}", tells_peer=False) + self._confirm_all()
+                return self.fail(f"refused: {message.reason}", tells_peer=False) + self._confirm_all()
             case Released() if message.part < len(self._parts):
-                return self._fail("the source has let go") + self._confirmed(message)
+                return self.fail("the source has let go") + self._confirmed(message)
             case Extend() | Wrote() | Commit() if self._is_legal(message):
                 if not self._holds_lease():
-                    return self._fail("expired") + self._confirmed(message)
+                    return self.fail("expired") + self._confirmed(message)
                 return self._go_on(message)
         raise ProtocolError(f"{type(message).__name__} came to a destination that is {self.state.value}")
 
@@ -248,12 +258,12 @@ class DestinationHandoff:
         if any(part.corrupt is None for part in self._parts):
             return []
         if not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         damaged = [(number, part) for number, part in enumerate(self._parts) if part.corrupt]
         if not damaged:
             return self._adopt()
         if any(part.was_corrupt for _, part in damaged):
-            return self._fail("corrupt twice")
+            return self.fail("corrupt twice")
         self.state = DestinationState.RECEIVING
         return [action for number, part in damaged for action in self._ask_again(number, part)]
 
@@ -271,19 +281,6 @@ class DestinationHandoff:
 
     def _holds_lease(self) -> bool:
         return holds_lease(self._ledger, self.pages, self._lease_owner)
-
-    def _fail(
-        self, reason: str, outcome: Outcome = Outcome.RECOMPUTE, *, tells_peer: bool = True
-    ) -> list[Action]:
-        if self.state in _ENDED:
-            return []
-        self.outcome = outcome
-        release_lease(self._ledger, self.pages, self._lease_owner)
-        actions: list[Action] = [self._abort_message(reason)] if tells_peer else []
-        writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]
-        self.state = DestinationState.CLOSING if writing else DestinationState.CLOSED
-        actions.append(Finished(outcome, reason))
-        return actions + [CloseLanding(number, is_confirmed=False) for number in writing]
 
     def _abort_message(self, reason: str) -> Send:
         return Send(Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256]))

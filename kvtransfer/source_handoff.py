@@ -127,7 +127,7 @@ class SourceHandoff:
                 f"{num_units} units{of_group} offered after {before}, in {len(pages)} more pages"
             )
         if not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         if pages:
             self._ledger.lease(pages, self._lease_owner, self._timer.deadline_s)
             self.pages += pages
@@ -147,7 +147,7 @@ class SourceHandoff:
     def push_failed(self, part: int, first: int, stop: int, reason: str) -> list[Action]:
         """A push has failed for good, on every transport there is."""
         self._end_push(part, first, stop)
-        return self._fail(f"transport: {reason}")
+        return self.fail(f"transport: {reason}")
 
     def pushes_stopped(self) -> list[Action]:
         """The answer to StopPushes: no byte is read or written any more, whatever became of each push."""
@@ -160,21 +160,33 @@ class SourceHandoff:
         return self.released() if self.epoch else []
 
     def abort(self, reason: str) -> list[Action]:
-        return self._fail(reason, Outcome.CANCELLED)
+        return self.fail(reason, Outcome.CANCELLED)
 
-    def fail(self, reason: str) -> list[Action]:
-        """Our own side can't go on."""
-        return self._fail(reason)
+    def fail(
+        self, reason: str, outcome: Outcome = Outcome.FAILED, *, tells_peer: bool = True
+    ) -> list[Action]:
+        """End it from any state; once it has ended nothing changes."""
+        if self.state in _ENDED:
+            return []
+        self.outcome = outcome
+        release_lease(self._ledger, self.pages, self._lease_owner)
+        abort = Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
+        actions: list[Action] = [Send(abort)] if tells_peer else []
+        actions.append(Finished(outcome, reason))
+        self.state = SourceState.STOPPING
+        if any(part.in_flight for part in self._parts):
+            return [*actions, StopPushes()]
+        return [*actions, *self.pushes_stopped()]
 
     def peer_lost(self) -> list[Action]:
-        return self._fail("peer lost", tells_peer=False)
+        return self.fail("peer lost", tells_peer=False)
 
     def tick(self) -> list[Action]:
         """To be called at least once a heartbeat."""
         if self.state in _ENDED:
             return []
         if self._timer.is_over or not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         if self.epoch and self._timer.takes_heartbeat():
             return [Send(Extend(transfer=self.transfer, epoch=self.epoch))]
         return []
@@ -190,9 +202,9 @@ class SourceHandoff:
             case Grant(), SourceState.RESERVING:
                 return self._granted(message)
             case Refuse(), SourceState.RESERVING:
-                return self._fail(f"refused: {message.reason}", tells_peer=False)
+                return self.fail(f"refused: {message.reason}", tells_peer=False)
             case Abort(), _ if message.epoch == self.epoch:
-                return self._fail(f"aborted: {message.reason}", tells_peer=False)
+                return self.fail(f"aborted: {message.reason}", tells_peer=False)
             case ((Verified() | Corrupt() | Extend() | Abort()), _) if message.epoch != self.epoch:
                 self.num_stale += 1
                 return []
@@ -201,7 +213,7 @@ class SourceHandoff:
             case Corrupt(), SourceState.COMMITTING | SourceState.STREAMING:
                 return self._write_again(message)
             case Extend(), SourceState.STREAMING | SourceState.COMMITTING:
-                return self._extend() if self._holds_lease() else self._fail("expired")
+                return self._extend() if self._holds_lease() else self.fail("expired")
         raise ProtocolError(f"{type(message).__name__} came to a source that is {self.state.value}")
 
     # The rest is how.
@@ -212,7 +224,7 @@ class SourceHandoff:
             raise ProtocolError(f"{len(grant.pages)} pages are granted, {num_pages} are needed")
         self.epoch = grant.epoch
         if not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend()
         return [Granted(grant), *self._push_offered()]
@@ -252,7 +264,7 @@ class SourceHandoff:
         if part is None or not part.can_be_corrupt(corrupt.units):
             raise ProtocolError(f"part {corrupt.part} is called corrupt out of turn")
         if not self._holds_lease():
-            return self._fail("expired")
+            return self.fail("expired")
         self.state = SourceState.STREAMING
         self._extend()
         return [self._push(corrupt.part, first, stop) for first, stop in part.open_again(corrupt.units)]
@@ -277,18 +289,3 @@ class SourceHandoff:
 
     def _holds_lease(self) -> bool:
         return holds_lease(self._ledger, self.pages, self._lease_owner)
-
-    def _fail(
-        self, reason: str, outcome: Outcome = Outcome.FAILED, *, tells_peer: bool = True
-    ) -> list[Action]:
-        if self.state in _ENDED:
-            return []
-        self.outcome = outcome
-        release_lease(self._ledger, self.pages, self._lease_owner)
-        abort = Abort(transfer=self.transfer, epoch=self.epoch, reason=reason[:256])
-        actions: list[Action] = [Send(abort)] if tells_peer else []
-        actions.append(Finished(outcome, reason))
-        self.state = SourceState.STOPPING
-        if any(part.in_flight for part in self._parts):
-            return [*actions, StopPushes()]
-        return [*actions, *self.pushes_stopped()]
