@@ -8,6 +8,7 @@
    on afterwards.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -25,6 +26,8 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, TokenLogprobs
 
 NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
+
+logger = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -205,16 +208,26 @@ class Choice:
         return self._text.stop_reason
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """See Sink."""
+        """See Sink. Whatever goes wrong is this request's own end: who calls has others' tokens as well."""
         if not self.is_running:
             return
+        try:
+            self._accept(events)
+        except Exception as error:
+            logger.exception("the tokens of request %s could not be shown", self.request_id)
+            self._answer.fail(IntegrityError(f"request {self.request_id}: {error}"))
+
+    def failed(self, error: BatonError) -> None:
+        """See Sink."""
+        if self.is_running:
+            self._answer.failed(self, error)
+
+    def _accept(self, events: Sequence[TokenEvent]) -> None:
         texts, token_ids, logprobs = [], [], []
         by_worker = False
         for event in events:
             if event.finish_reason not in _GOOD_ENDS:
-                error = IntegrityError(f"request {self.request_id} was ended as {event.finish_reason}")
-                self._answer.failed(self, error)
-                return
+                raise IntegrityError(f"it was ended as {event.finish_reason}")
             if event.token_id is not None:
                 token_ids.append(event.token_id)
             if event.logprobs is not None:
@@ -229,11 +242,6 @@ class Choice:
         self.num_tokens += len(token_ids)
         delta = Delta("".join(texts), token_ids, logprobs)
         self._answer.advanced(self, delta, by_worker=by_worker)
-
-    def failed(self, error: BatonError) -> None:
-        """See Sink."""
-        if self.is_running:
-            self._answer.failed(self, error)
 
 
 _GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

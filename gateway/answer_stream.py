@@ -9,6 +9,7 @@ So a slow client costs a bounded amount of memory, and nobody else's time.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from typing import Final
@@ -27,6 +28,8 @@ MAX_SENTENCE_CHARS: Final = 400  # more is written without an end
 CALM_SENTENCES: Final = 4
 DONE: Final = b"[DONE]"
 
+logger = logging.getLogger(__name__)
+
 
 class Framing:
     """What stands around a chunk."""
@@ -38,7 +41,6 @@ class Framing:
 
 
 SERVER_SENT_EVENTS: Final = Framing(b"data: ", b"\n\n", b": ping\n\n")
-PLAIN: Final = Framing(b"", b"", b"")  # WebSocket messages have their own ends, and their own pings
 
 
 class AnswerStream:
@@ -141,7 +143,14 @@ class AnswerStream:
     def _write_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            self._turn.add(self._write_all)
+            self._turn.add(self._write_due)
+
+    def _write_due(self) -> None:
+        try:
+            self._write_all()
+        except Exception:  # others' streams are written in the same turn
+            logger.exception("a stream could not be written")
+            self.gone()
 
     def _hold(self, delta: Delta) -> None:
         self._num_calm = 0

@@ -293,3 +293,18 @@ def test_what_outlasts_draining_is_told_so() -> None:
         whole.close()
         draining.result(timeout=30)
     assert len(served.service.cancelled) == 2
+
+
+def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def break_down(service: ScriptedService, request: Request) -> None:
+        raise ZeroDivisionError("secret")
+
+    with ServedGateway(lambda: ScriptedService(break_down)) as served:
+        for streams in (False, True):
+            body = {"prompt": "a", "stream": streams}
+            answer = httpx2.post(f"{served.url}/v1/completions", json=body)
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+            assert "secret" not in answer.text and answer.headers["x-should-retry"] == "false"
+        served.on_loop(lambda: setattr(served.service, "workers", None))
+        assert httpx2.get(f"{served.url}/v1/models").json()["error"]["code"] == "internal_error"
+    assert "secret" in caplog.text

@@ -155,3 +155,19 @@ def test_deltas_join_as_if_they_had_come_together() -> None:
     assert Delta.joined([one]) is one
     assert Delta.joined([one, two]) == Delta("ab", [1, 2, 3], [entry])
     assert Delta.joined([]) == Delta()
+
+
+def test_tokens_that_cannot_be_shown_fail_their_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    """They come in a message with others': nothing may be raised there."""
+    service = ScriptedService()
+    answer, heard = started(service)
+    (request,) = service.requests
+
+    def break_down(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    heard.advanced = break_down  # type: ignore[method-assign]
+    service.emit(request.request_id, events(request, calls.ids("1"), end=None))
+    assert isinstance(heard.error, IntegrityError) and answer.is_over
+    assert service.cancelled == [request.request_id]
+    assert "a bug" in caplog.text

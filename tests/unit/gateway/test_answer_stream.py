@@ -57,11 +57,13 @@ class Client:
 class Streaming:
     """One stream with its service and its client. Made on a loop."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, turn: Turn | None = None, **fields: Any) -> None:
         self.service = ScriptedService()
         self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
         form = answer_format(self.answer, calls.TOKENIZER, 0)
-        self.stream = AnswerStream(self.answer, form, SERVER_SENT_EVENTS, Turn(), lambda choice, delta: None)
+        self.stream = AnswerStream(
+            self.answer, form, SERVER_SENT_EVENTS, turn or Turn(), lambda choice, delta: None
+        )
         self.client = Client()
         self.answer.start(self.stream)
         self._nums = [0] * len(self.answer.choices)
@@ -274,3 +276,25 @@ def test_choices_share_a_write() -> None:
         assert [chunk["choices"][0]["index"] for chunk in streaming.client.chunks()] == [0, 0, 1]
 
     run(scenario)
+
+
+def test_a_stream_that_cannot_be_written_leaves_the_others_of_its_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        turn = Turn()
+        broken, good = Streaming(turn), Streaming(turn)
+
+        def break_down(data: bytes) -> None:
+            raise ZeroDivisionError("a bug")
+
+        broken.client.write = break_down  # type: ignore[method-assign]
+        for streaming in (broken, good):
+            streaming.stream.begin(streaming.client)
+            streaming.emit_now("1")
+        await asyncio.sleep(0)
+        assert broken.stream.is_over and broken.service.cancelled
+        assert good.client.texts() == ["1"] and not good.stream.is_over
+
+    run(scenario)
+    assert "a bug" in caplog.text
