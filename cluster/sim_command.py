@@ -5,12 +5,16 @@ import logging
 from traceback import format_exception
 
 from baton.cluster import standard_output
+from baton.cluster.sim.faults import Trouble
 from baton.cluster.sim.world import Violation, World
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the cluster, its load and its faults")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run so many, from --seed on")
+    parser.add_argument(
+        "--trouble", type=Trouble, choices=list(Trouble), default=Trouble.ANY, help="what goes wrong"
+    )
     parser.add_argument("--quiet", action="store_true", help="only say how requests ended")
 
 
@@ -18,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """1 at the first seed with which something did not hold, else 0."""
     logging.getLogger("baton").setLevel(logging.CRITICAL)  # the trace says it, with the time
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        world = World(seed, None if arguments.quiet else _write)
+        world = World(seed, None if arguments.quiet else _write, arguments.trouble)
         try:
             fates = world.run()
         except Exception as error:

@@ -18,7 +18,9 @@ from baton.request import FinishReason, Request, SamplingParams
 START_S: Final = 0.8  # by then a cluster stands; some come before
 LOADS_S: Final = (0.5, 1.5, 4.0)  # in one of which all requests come
 MAX_CHOICES: Final = 3
-ILL_CHANCE: Final = 0.006  # of each kind of request that no worker can answer
+ILL_CHANCE: Final = 0.006
+CANCEL_CHANCES: Final = (0.05, 0.05, 0.5)
+MOST_VISITS: Final = (4, 16, 16, 40)
 
 
 class Client:
@@ -124,13 +126,17 @@ class Visit:
 
 
 class Load:
-    def __init__(self, events: Events, random: Random) -> None:
+    def __init__(self, events: Events, random: Random, ill_chance: float = ILL_CHANCE) -> None:
+        """ill_chance: of each kind of request that no worker can answer."""
         self._events = events
+        self._ill_chance = ill_chance
+        self._cancel_chance = random.choice(CANCEL_CHANCES)
         self._random = random
         self.ends_s = START_S + random.choice(LOADS_S)
         self._documents = [[random.randrange(NUM_WORDS) for _ in range(48)] for _ in range(2)]
 
-    def visits(self, num_visits: int, num_gateways: int) -> list[Visit]:
+    def visits(self, num_gateways: int) -> list[Visit]:
+        num_visits = self._random.randint(1, self._random.choice(MOST_VISITS))
         return [self._visit(num_gateways) for _ in range(num_visits)]
 
     def _visit(self, num_gateways: int) -> Visit:
@@ -144,9 +150,9 @@ class Load:
         clients = [Client(request, self._events) for request in requests]
         clients[0].following = clients[1:]
         for client in clients:
-            if random.random() < 0.1:
+            if random.random() < self._cancel_chance:
                 client.cancel_after_tokens = random.randint(1, 8)
-        cancel_s = random.uniform(0.0, 1.0) if random.random() < 0.1 else None
+        cancel_s = random.uniform(0.0, 1.0) if random.random() < self._cancel_chance else None
         return Visit(
             random.uniform(random.choice((0.0, START_S, START_S)), self.ends_s),
             random.randrange(num_gateways),
@@ -157,7 +163,7 @@ class Load:
     def _request(self) -> Request:
         random = self._random
         is_greedy = random.random() < 0.3
-        max_tokens = random.choice((1, 2, 5, 12, 24, None))
+        max_tokens = random.choice((1, 2, 5, 12, 24, 40, None))
         sampling = SamplingParams(
             max_tokens=max_tokens,
             min_tokens=random.randint(0, min(4, max_tokens or 4)),
@@ -179,8 +185,8 @@ class Load:
         own = [random.randrange(NUM_WORDS) for _ in range(random.randint(1, 24))]
         prompt = known + own
         for token_id in (POISON, UNSAMPLEABLE):
-            if random.random() < ILL_CHANCE:
+            if random.random() < self._ill_chance:
                 prompt[random.randrange(len(prompt))] = token_id
-        if random.random() < ILL_CHANCE:
+        if random.random() < self._ill_chance:
             prompt = (prompt * MAX_MODEL_LEN)[:MAX_MODEL_LEN]
         return prompt

@@ -36,7 +36,7 @@ from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.layout import PageLayout
 
 TICK_S: Final = 0.25
-TIMING: Final = Timing(lease_s=4.0, heartbeat_s=1.0)
+TIMING: Final = Timing(lease_s=2.0, heartbeat_s=0.5)
 DEATH_IS_KNOWN_S: Final = (0.0, 0.5)  # after a process has died, to those that it could write to
 
 
@@ -118,8 +118,17 @@ class SimEndpoint:
         counters = self.landings.counters
         return {"pieces": counters.num_pieces, "stale_pieces": counters.num_stale}
 
-    def start(self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None) -> bytes:
+    def start(
+        self,
+        link: Link,
+        num_units: int,
+        *,
+        deadline_s: float,
+        transfer: bytes | None = None,
+        num_layer_groups: int = 1,
+    ) -> bytes:
         assert isinstance(link, SimLink) and transfer is not None and transfer not in self._outgoing
+        assert num_layer_groups == 1, "the model has one layer"
         request = Reserve(transfer=transfer, num_units=num_units, deadline_ms=round(deadline_s * 1000))
         handoff = SourceHandoff(request, self._terms(self.plan(link, is_source=True)))
         outgoing = SimOutgoing(handoff, self, link)
@@ -127,7 +136,9 @@ class SimEndpoint:
         outgoing.perform(handoff.peer_lost() if link.is_lost else handoff.start())
         return transfer
 
-    def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None:
+    def offer(
+        self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
+    ) -> None:
         outgoing = self._outgoing.get(transfer)
         if outgoing is not None:
             outgoing.perform(outgoing.handoff.offer(pages, num_units))

@@ -10,6 +10,7 @@ from baton.cluster.sim.model import POISON, UNSAMPLEABLE, VOCAB_SIZE, KvMemory, 
 from baton.cluster.sim.process import Crash
 from baton.config import SchedulerConfig
 from baton.engine.host_tier import HostTier
+from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.pages import PagePool
 from baton.engine.plan import Advance, Batch, ScheduledChunk
@@ -87,7 +88,8 @@ class SimEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
-    def step(self) -> list[StepOutput]:
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
+        assert watch is None, "the model has one layer: nothing leaves in groups"
         self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
         self._spend(self._duration_s(batch))

@@ -1,18 +1,32 @@
 """What goes wrong in a simulation: faults at random times, each of which ends by itself."""
 
 from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
 from random import Random
 from typing import Final
 
 from baton.cluster.sim.clients import START_S
 from baton.cluster.sim.deployment import Deployment, Slot
+from baton.cluster.sim.events import Call
 from baton.cluster.sim.lives import WorkerLife
 
 MAX_NUM_FAULTS: Final = 8
 PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
+ROLLING_S: Final = 2.0  # between two workers of a rolling restart
+WAIT_S: Final = 2.0
+LOOK_S: Final = 0.003
 STALL_S: Final = (0.01, 3.0)
 
 Fault = Callable[[], str]  # does it, and says what it was
+
+
+class Trouble(StrEnum):
+    """What a simulation is about."""
+
+    ANY = "any"  # clients that can't be answered, and all faults there are
+    ROLLING_RESTART = "rolling-restart"
+    NONE = "none"
 
 
 class Faults:
@@ -20,6 +34,7 @@ class Faults:
 
     def __init__(self, deployment: Deployment, random: Random, say: Callable[[str], None]) -> None:
         self.num_faults = 0
+        self.last_s = 0.0  # when the last one begins
         self._deployment = deployment
         self._events = deployment.site.events
         self._random = random
@@ -38,14 +53,32 @@ class Faults:
             self._break,
             self._slow_down,
             self._drain,
+            self._lie_in_wait,
+            self._lie_in_wait,
         ]
 
-    def schedule(self, end_s: float) -> None:
-        """To begin by then."""
-        self.num_faults = self._random.choice((0, 1, 2, 4, MAX_NUM_FAULTS))
-        for _ in range(self.num_faults):
-            fault = self._random.choice(self._kinds)
-            self._events.at(self._random.uniform(START_S, end_s), lambda fault=fault: self._say(fault()))  # type: ignore[misc]
+    def schedule(self, trouble: Trouble, end_s: float) -> None:
+        """Faults that begin by then; a rolling restart takes as long as it takes."""
+        if trouble is Trouble.ANY:
+            self._schedule_any(end_s)
+        elif trouble is Trouble.ROLLING_RESTART:
+            self._schedule_rolling_restart()
+
+    def _schedule_any(self, end_s: float) -> None:
+        for _ in range(self._random.choice((0, 1, 2, 4, MAX_NUM_FAULTS))):
+            self._schedule(self._random.uniform(START_S, end_s), self._random.choice(self._kinds))
+
+    def _schedule_rolling_restart(self) -> None:
+        """Each worker is asked to end, one after the other."""
+        for number, slot in enumerate(self._deployment.workers):
+            self._schedule(START_S + number * ROLLING_S, partial(self._drain_slot, slot))
+
+    # Faults.
+
+    def _schedule(self, time_s: float, fault: Fault) -> None:
+        self.num_faults += 1
+        self.last_s = max(self.last_s, time_s)
+        self._events.at(time_s, lambda: self._say(fault()))
 
     def _any(self, slots: list[Slot]) -> Slot:
         return self._random.choice(slots)
@@ -108,9 +141,28 @@ class Faults:
         return f"pages that leave {slot.name}: {name} is {value:g} for {seconds:.2f} s"
 
     def _drain(self) -> str:
-        slot, life = self._worker()
-        life.drain()
+        return self._drain_slot(self._worker()[0])
+
+    def _drain_slot(self, slot: Slot) -> str:
+        assert isinstance(slot.life, WorkerLife)
+        slot.life.drain()
         return f"SIGTERM {slot.name}"
+
+    def _lie_in_wait(self) -> str:
+        """A worker is hit in the middle of a transfer, if one comes."""
+        slot, _ = self._worker()
+        act = self._random.choice((slot.kill, partial(slot.pause, 2.0), partial(slot.pause, 8.0)))
+        self._strike(slot, act, self._events.now_s + WAIT_S)
+        return f"somebody lies in wait for pages of {slot.name}"
+
+    def _strike(self, slot: Slot, act: Call, until_s: float) -> None:
+        life, events = slot.life, self._events
+        assert isinstance(life, WorkerLife)
+        if (life.endpoint.pieces.num_going or life.endpoint.landings.num_open()) and not life.process.is_dead:
+            self._say(f"{slot.name} is hit, its pages are under way")
+            act()
+        elif events.now_s < until_s:
+            events.after(LOOK_S, lambda: self._strike(slot, act, until_s))
 
 
 def _names(one: str, other: str) -> str:

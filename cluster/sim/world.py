@@ -11,19 +11,19 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-from baton.cluster.sim.checks import client_complaints, is_whole, rest_complaints
-from baton.cluster.sim.clients import Client, Load, Visit
+from baton.cluster.sim.checks import client_complaints, is_whole, quiet_complaints, rest_complaints
+from baton.cluster.sim.clients import ILL_CHANCE, Client, Load, Visit
 from baton.cluster.sim.deployment import Deployment
 from baton.cluster.sim.events import Events
-from baton.cluster.sim.faults import Faults
+from baton.cluster.sim.faults import Faults, Trouble
 from baton.cluster.sim.lives import GatewayLife, Site
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.trace import Recorder
 from baton.gateway.replay import Limits
 
-MAX_VISITS: Final = 16
 LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=30.0)
-REST_S: Final = 9.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
+QUIET_REST_S: Final = 1.0  # where nothing went wrong, that is time enough
+REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
 MAX_LIFE_S: Final = 90.0
 
 
@@ -32,7 +32,12 @@ class Violation(AssertionError):
 
 
 class World:
-    def __init__(self, seed: int, write: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        write: Callable[[str], None] | None = None,
+        trouble: Trouble = Trouble.ANY,
+    ) -> None:
         """write: takes the trace, line by line."""
         self.seed = seed
         self.events = Events()
@@ -43,11 +48,11 @@ class World:
         self.recorder.names = self.site.names
         self.deployment = Deployment(self.site, draw["cluster"])
         self.faults = Faults(self.deployment, draw["faults"], self.recorder.say)
-        num_visits = draw["load"].randint(1, MAX_VISITS)
-        load = Load(self.events, draw["load"])
-        self.visits = load.visits(num_visits, len(self.deployment.gateways))
-        self._trouble_ends_s = load.ends_s + 1.0
-        self.faults.schedule(self._trouble_ends_s)
+        self._trouble = trouble
+        load = Load(self.events, draw["load"], ILL_CHANCE if trouble is Trouble.ANY else 0.0)
+        self.visits = load.visits(len(self.deployment.gateways))
+        self.faults.schedule(trouble, load.ends_s + 1.0)
+        self._busy_until_s = max(self.faults.last_s, load.ends_s)
 
     @property
     def clients(self) -> list[Client]:
@@ -58,7 +63,7 @@ class World:
         try:
             return self._run()
         except Exception as error:
-            error.add_note(f"replay: {replay_command(self.seed)}")
+            error.add_note(f"replay: {replay_command(self.seed, self._trouble)}")
             raise
 
     @property
@@ -72,11 +77,15 @@ class World:
     def _run(self) -> Counter[str]:
         for visit in self.visits:
             self.events.at(visit.at_s, lambda visit=visit: self._come(visit))  # type: ignore[misc]
-        self.events.run_until(self._trouble_ends_s)
+        self.events.run_until(self._busy_until_s)
         self._run_until_all_have_ended()
-        self.events.run_until(self.events.now_s + REST_S)
+        self.events.run_until(self.events.now_s + (REST_S if self.was_troubled else QUIET_REST_S))
         self._check()
         return Counter(_fate(client) for client in self.clients)
+
+    @property
+    def was_troubled(self) -> bool:
+        return bool(self.faults.num_faults or self.site.killers)
 
     def _come(self, visit: Visit) -> None:
         slot = self.deployment.gateways[visit.gateway]
@@ -104,12 +113,15 @@ class World:
         for client in self.clients:
             complaints += client_complaints(client, self.deployment)
         complaints += rest_complaints(self.deployment)
+        if not self.was_troubled:
+            complaints += quiet_complaints(self.deployment)
         if complaints:
             raise Violation("\n".join(complaints))
 
 
-def replay_command(seed: int) -> str:
-    return f"python -m baton.cluster.cli sim --seed {seed}"
+def replay_command(seed: int, trouble: Trouble) -> str:
+    which = "" if trouble is Trouble.ANY else f" --trouble {trouble}"
+    return f"python -m baton.cluster.cli sim --seed {seed}{which}"
 
 
 def _has_ended(client: Client) -> bool:
