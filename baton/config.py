@@ -128,10 +128,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """This process's environment for one that it starts. The operator's own OMP_NUM_THREADS goes first;
-    num_threads 0 leaves it to torch.
-    """
-    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    """This process's environment for one that it starts. The operator's own OMP_NUM_THREADS goes first."""
+    threads = {"OMP_NUM_THREADS": str(num_threads)}
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return threads | dict(os.environ) | seen
 

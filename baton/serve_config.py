@@ -22,6 +22,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
     page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens
+    cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # of CPUs; None: an even share of all
     ray_resources: dict[str, float] = {}  # that each worker takes, beside its cores or GPUs
 
     def engine(self, settings: EngineSettings) -> EngineSettings:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment
+from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import environment_of_child, visible_gpus
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
@@ -70,7 +70,7 @@ class LocalRuntime:
         self._command = command
         self._alive: set[LocalProcess] = set()
         self._watches: set[asyncio.Task[None]] = set()
-        self._num_threads = 0  # of each rank; 0: as many as torch likes
+        self._num_cores: dict[str, int] = {}  # by the name of a process that computes
         self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
 
     async def open(self) -> None:
@@ -78,10 +78,8 @@ class LocalRuntime:
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Cores are shared out among ranks: those that fight over one stand still. So are GPUs, in turn."""
-        num_ranks = sum(spec.num_ranks for spec in specs)
-        num_cores = len(os.sched_getaffinity(0))
-        self._num_threads = max(1, num_cores // num_ranks) if num_ranks else 0
+        """Ranks share the cores out, and the GPUs in turn."""
+        self._num_cores = share_out(specs, len(os.sched_getaffinity(0)))
         first = 0
         for spec in specs:
             if spec.gpus_per_rank and spec.num_ranks > self.num_gpus:
@@ -102,7 +100,7 @@ class LocalRuntime:
             limit=MAX_REPORT_BYTES,
             process_group=0,  # Ctrl-C in the terminal is for this process, which then lets them drain
             env=environment_of_child(
-                num_threads=self._num_threads if spec.num_ranks else 1, gpus=self._gpus_of.get(spec.name)
+                num_threads=self._num_cores.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
             ),
         )
         assert process.stdin is not None

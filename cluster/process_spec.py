@@ -1,5 +1,6 @@
 """What a runtime is asked to start, and what a process says of its start: one JSON line each."""
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -18,7 +19,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: ProcessKind
     name: Name  # unique in the cluster, and the same after a restart
     config: msgspec.Struct
-    num_ranks: int = 0  # of a model; each needs a core, or a GPU. 0: it computes nothing, and needs no place
+    num_ranks: int = 0  # of a model; 0: it computes nothing, and needs no place
+    cores_per_rank: int | None = None  # None: an even share of the machine's
     gpus_per_rank: float = 0.0  # 0: the ranks compute on the CPU
     resources: dict[str, float] = {}  # of Ray, beside those
 
@@ -51,3 +53,13 @@ Report: TypeAlias = Started | Failed
 def assignment(spec: ProcessSpec, key: bytes) -> bytes:
     config = msgspec.Raw(msgspec.json.encode(spec.config))
     return msgspec.json.encode(Assignment(kind=spec.kind, name=spec.name, key=key, config=config))
+
+
+def share_out(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str, int]:
+    """Cores for each process that computes, by its name: those that fight over one stand still."""
+    num_ranks = sum(spec.num_ranks for spec in specs)
+    return {
+        spec.name: spec.num_ranks * (spec.cores_per_rank or max(1, num_cores // num_ranks))
+        for spec in specs
+        if spec.num_ranks
+    }

@@ -10,13 +10,16 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
+import socket
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment
+from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import prepare_ray
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
@@ -24,6 +27,8 @@ from baton.errors import ConfigError, WorkerLost
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
 PLACE_TIMEOUT_S: Final = 60.0
+CONNECT_TIMEOUT_S: Final = 5.0
+AUTO: Final = "auto"
 _REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
 MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
 
@@ -38,6 +43,7 @@ class RayRuntime:
         self._actor_class: Any = None
         self._group: Any = None
         self._bundles: dict[str, int] = {}
+        self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
         self._alive: set[RayActor] = set()
         self.num_gpus = 0
         self.host = LOOPBACK
@@ -56,8 +62,11 @@ class RayRuntime:
 
     async def place(self, specs: list[ProcessSpec]) -> None:
         workers = [spec for spec in specs if spec.num_ranks]
+        num_cores = cores_for(sum(spec.num_ranks for spec in workers), self._cores_of_nodes())
+        for (name, cores), spec in zip(share_out(workers, num_cores).items(), workers, strict=True):
+            self._needs[name] = _needs(spec, cores)
         self._bundles = {spec.name: index for index, spec in enumerate(workers)}
-        bundles = [_needs(spec) for spec in workers]
+        bundles = [self._needs[spec.name] for spec in workers]
         self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
         try:
             async with asyncio.timeout(PLACE_TIMEOUT_S):
@@ -65,7 +74,8 @@ class RayRuntime:
         except TimeoutError:
             raise ConfigError(
                 f"Ray has no room for the workers: they need {_sum(bundles)}, the cluster has "
-                f"{self._ray.cluster_resources()}, of which {self._ray.available_resources()} are free"
+                f"{self._ray.cluster_resources()}, of which {self._ray.available_resources()} are free: "
+                "set cores_per_rank of prefill and decode lower, or start fewer workers"
             ) from None
 
     async def spawn(self, spec: ProcessSpec) -> "RayActor":
@@ -95,9 +105,10 @@ class RayRuntime:
                     _node_ip_address=LOOPBACK,
                 )
             else:
+                _check_reachable(self._address)
                 ray.init(address=self._address, configure_logging=False)
                 self.host = ray.util.get_node_ip_address()
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
         from baton.cluster.ray_process import NUM_THREADS, RayProcess
@@ -106,6 +117,9 @@ class RayRuntime:
             RayProcess
         )
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def _cores_of_nodes(self) -> list[int]:
+        return [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
 
     def _close(self) -> None:
         if self._ray.is_initialized():
@@ -117,7 +131,7 @@ class RayRuntime:
         from ray.util import scheduling_strategies
 
         if spec.num_ranks:
-            needs = _needs(spec)
+            needs = dict(self._needs[spec.name])
             return {
                 "num_cpus": needs.pop("CPU", 0),
                 "num_gpus": needs.pop("GPU", 0),
@@ -168,6 +182,16 @@ class RayActor:
             self._ray.kill(self._actor, no_restart=True)
 
 
+def _check_reachable(address: str) -> None:
+    """OSError where nobody listens: Ray itself would try for minutes. ValueError for what is no address."""
+    if address == AUTO:
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        raise ValueError("expected HOST:PORT of a cluster that this machine belongs to, or auto")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+
+
 def _take_signals_back() -> None:
     """Ray has put a handler of its own before ours, which dumps its stack when the cluster is to drain."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -188,12 +212,23 @@ def _import_ray() -> Any:
     return ray
 
 
-def _needs(spec: ProcessSpec) -> dict[str, float]:
-    """What Ray must have for a worker: a core or a GPU for each of its ranks, on one node."""
+def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
+    """Cores that so many ranks may take together when they are spread evenly over the nodes.
+
+    Ray lets a process have as many threads as it takes cores.
+    """
+    usable = [cores for cores in cores_of_nodes if cores]
+    if not usable or not num_ranks:
+        return num_ranks
+    ranks_per_node = math.ceil(num_ranks / len(usable))
+    return num_ranks * max(1, min(usable) // ranks_per_node)
+
+
+def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:
+    """What Ray must have for a worker, on one node: its ranks share that."""
     if spec.gpus_per_rank:
-        gpus = spec.num_ranks * spec.gpus_per_rank
-        return {"GPU": gpus, "CPU": 1.0, **spec.resources}
-    return {"CPU": float(spec.num_ranks), **spec.resources}
+        return {"GPU": spec.num_ranks * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
+    return {"CPU": float(num_cores), **spec.resources}
 
 
 def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:

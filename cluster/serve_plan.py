@@ -57,6 +57,7 @@ def _worker(
         kind="worker",
         name=name,
         num_ranks=settings.tensor_parallel_size,
+        cores_per_rank=of_role.cores_per_rank,
         gpus_per_rank=gpus_per_rank,
         resources=of_role.ray_resources,
         config=WorkerConfig(

@@ -77,6 +77,7 @@ OF_EACH_ROLE: dict[str, Any] = {
     "num_workers": 1,
     "tensor_parallel_size": None,
     "page_size": None,
+    "cores_per_rank": None,
     "ray_resources": {},
 }
 SERVE_KNOBS: dict[str, Any] = {

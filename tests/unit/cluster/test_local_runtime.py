@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from baton.cluster.local_runtime import LocalRuntime
+from baton.cluster.process_spec import share_out
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
 from tests.peer_processes import PEER, spec
@@ -71,23 +72,30 @@ def test_closing_leaves_nothing_behind() -> None:
 
 
 def test_ranks_share_the_cores_out() -> None:
-    shown = [sys.executable, "-c", PRINT_THREADS]
-
-    async def threads(num_ranks: int) -> int:
-        runtime = LocalRuntime(KEY, command=shown)
-        workers = [spec(f"worker-{index}", num_ranks=1) for index in range(num_ranks)]
+    async def threads(*ranks: int) -> list[int]:
+        runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_THREADS))
+        workers = [spec(f"worker-{index}", num_ranks=number) for index, number in enumerate(ranks)]
         await runtime.open()
         await runtime.place(workers)
         try:
-            return (await (await runtime.spawn(workers[0])).ready()).port
+            return [(await (await runtime.spawn(worker)).ready()).port for worker in workers]
         finally:
             await runtime.close()
 
     os.environ.pop("OMP_NUM_THREADS", None)
     num_cores = len(os.sched_getaffinity(0))
-    assert asyncio.run(threads(1)) == num_cores
-    assert asyncio.run(threads(num_cores)) == 1
-    assert asyncio.run(threads(4 * num_cores)) == 1
+    assert asyncio.run(threads(1)) == [num_cores]
+    assert asyncio.run(threads(*[1] * num_cores)) == [1] * num_cores
+    assert asyncio.run(threads(1, 2 * num_cores)) == [1, 2 * num_cores]  # one for each rank at the least
+
+
+def test_shares_are_even_unless_somebody_says_how_many() -> None:
+    asked = msgspec.structs.replace(spec("c", num_ranks=2), cores_per_rank=3)
+    assert share_out([spec("a", num_ranks=1), spec("b", num_ranks=2), spec("router"), asked], 20) == {
+        "a": 4,
+        "b": 8,
+        "c": 6,
+    }
 
 
 PRINT_THREADS: Final = """

@@ -12,7 +12,7 @@ from baton.serve_config import ServeConfig
 
 # Set in a file or by a variable: an option for each would hide those that are used.
 WITHOUT_OPTION = {
-    *("prefill.ray_resources", "decode.ray_resources"),
+    *("prefill.ray_resources", "decode.ray_resources", "prefill.cores_per_rank", "decode.cores_per_rank"),
     *(f"gateway.{name}" for name in GatewaySettings.__struct_fields__),
     *("router.host", "router.port", "router.max_attempts", "router.seed"),
 }

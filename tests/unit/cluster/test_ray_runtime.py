@@ -1,0 +1,39 @@
+import asyncio
+
+import pytest
+
+from baton.errors import ConfigError
+
+ray_runtime = pytest.importorskip("baton.cluster.ray_runtime")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "nodes", "cores"),
+    [
+        (2, [2], 2),
+        (2, [16], 16),
+        (3, [16], 15),  # five each
+        (4, [0, 8, 8], 16),  # nothing computes on a head without cores
+        (3, [0, 8, 4], 6),  # two on the smaller, so two cores each
+        (8, [2], 8),  # one each, though they must wait for each other
+        (1, [], 1),
+        (0, [4], 0),
+    ],
+)
+def test_ranks_take_what_each_node_has_for_its_part(num_ranks: int, nodes: list[int], cores: int) -> None:
+    assert ray_runtime.cores_for(num_ranks, nodes) == cores
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:1", "Ray at 127.0.0.1:1 cannot be joined: .*[Rr]efused"),
+        ("ray://127.0.0.1:10001", "expected HOST:PORT of a cluster that this machine belongs to, or auto"),
+        ("nonsense", "expected HOST:PORT"),
+    ],
+)
+def test_a_ray_that_is_nowhere_is_told(address: str, message: str) -> None:
+    pytest.importorskip("ray")
+    runtime = ray_runtime.RayRuntime(b"k" * 16, address=address)
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(runtime.open())
