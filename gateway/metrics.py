@@ -6,7 +6,7 @@ that shows. Labels have few values, which no client chooses.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,6 +24,7 @@ ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
     | {"/health", "/ping", "/metrics", "/version", "/v1/stream"}
 )
+GATEWAY: Final = ("gateway",)
 
 Reading: TypeAlias = tuple[str, str, Callable[[Load], int]]  # name, documentation, of a worker's own count
 WORKER_GAUGES: Final[tuple[Reading, ...]] = (
@@ -51,18 +52,23 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def family(self, name: str, documentation: str) -> HistogramMetricFamily:
+    def family(self, name: str, documentation: str, gateway: str) -> HistogramMetricFamily:
         buckets, total = [], 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((bound, float(total)))
-        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self._sum)
+        family = HistogramMetricFamily(name, documentation, labels=GATEWAY)
+        family.add_metric((gateway,), buckets, self._sum)
+        return family
 
 
 class Metrics:
-    """Of one gateway process."""
+    """Of one gateway process. Several may answer behind one port, whoever is scraped: so each says its name,
+    in a label, and no series ever goes back.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: str = "") -> None:
+        self.gateway = gateway
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
         self.refused: Counter[str] = Counter()  # connections, by the server, before any route
         self.num_open = 0
@@ -80,17 +86,9 @@ class Metrics:
         self.requests[path if path in ROUTES else "other", status] += 1
 
     def families(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("baton_requests", "Requests answered.", labels=("route", "status"))
-        for (route, status), count in self.requests.items():
-            requests.add_metric((route, str(status)), count)
-        yield requests
-        refused = CounterMetricFamily(
-            "baton_connections_refused", "What the server refused.", labels=("reason",)
-        )
-        for reason, count in self.refused.items():
-            refused.add_metric((reason,), count)
-        yield refused
-        yield GaugeMetricFamily("baton_open_requests", "Calls being answered.", value=self.num_open)
+        yield self._counter("requests", "Requests answered.", ("route", "status"), self.requests)
+        refused = {(reason,): count for reason, count in self.refused.items()}
+        yield self._counter("connections_refused", "What the server refused.", ("reason",), refused)
         for name, documentation, value in (
             ("prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
             ("cached_prompt_tokens", "Of these, found in a prefix cache.", self.cached_tokens),
@@ -99,12 +97,28 @@ class Metrics:
             ("clients_given_up", "Clients that read too slowly.", self.clients_given_up),
             ("unknown_body_keys", "Keys of bodies that are not known.", self.unknown_keys),
         ):
-            yield CounterMetricFamily(f"baton_{name}", documentation, value=value)
-        yield self.ttft.family("baton_time_to_first_token_seconds", "From the call to its first token.")
-        yield self.itl.family(
-            "baton_inter_token_latency_seconds", "Between two batches of a choice's tokens."
-        )
-        yield self.duration.family("baton_request_seconds", "From the call to its end.")
+            yield self._counter(name, documentation, (), {(): value})
+        num_open = GaugeMetricFamily("baton_open_requests", "Calls being answered.", labels=GATEWAY)
+        num_open.add_metric((self.gateway,), self.num_open)
+        yield num_open
+        for name, documentation, histogram in (
+            ("time_to_first_token", "From the call to its first token.", self.ttft),
+            ("inter_token_latency", "Between two batches of a choice's tokens.", self.itl),
+            ("request", "From the call to its end.", self.duration),
+        ):
+            yield histogram.family(f"baton_{name}_seconds", documentation, self.gateway)
+
+    def _counter(
+        self,
+        name: str,
+        documentation: str,
+        labels: tuple[str, ...],
+        counts: Mapping[tuple[str, int], int] | Mapping[tuple[str], int] | Mapping[tuple[()], int],
+    ) -> Metric:
+        family = CounterMetricFamily(f"baton_{name}", documentation, labels=GATEWAY + labels)
+        for values, count in counts.items():
+            family.add_metric((self.gateway, *map(str, values)), count)
+        return family
 
 
 class Exporter(Collector):
@@ -131,9 +145,10 @@ class Exporter(Collector):
                 yield from _vllm_families(status.workers, self._model)
 
     def _service_counters(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("baton_frontend", "Replays, drops, retries.", labels=("event",))
+        labels = (*GATEWAY, "event")
+        family = CounterMetricFamily("baton_frontend", "Replays, drops, retries.", labels=labels)
         for event, count in self._service.counters.items():
-            family.add_metric((event,), count)
+            family.add_metric((self._metrics.gateway, event), count)
         yield family
 
     def describe(self) -> Iterable[Metric]:

@@ -40,12 +40,17 @@ logger = logging.getLogger(__name__)
 class Gateway:
     """The HTTP side, over whatever serves its requests: `start` it, then `drain` it."""
 
-    def __init__(self, config: GatewayConfig, key: bytes, service: Service, clock: Clock) -> None:
-        """key: the cluster's. Raises ModelError and ConfigError, which say what to change."""
+    def __init__(
+        self, config: GatewayConfig, key: bytes, service: Service, clock: Clock, *, name: str = ""
+    ) -> None:
+        """key: the cluster's. name: among the gateways of a cluster, for metrics.
+
+        Raises ModelError and ConfigError, which say what to change.
+        """
         self.is_draining = False
         directory = Path(config.model)
         self._text = TextWork(Tokenizer.find(directory), ChatTemplate.from_directory(directory))
-        self.metrics = Metrics()
+        self.metrics = Metrics(name)
         model = ServedModel(
             name=config.served_model_name or directory.name,
             text=self._text,
@@ -82,8 +87,9 @@ async def serve_gateway(
     """
     clock, hub = SystemClock(), Hub(key)
     limits = replay.Limits(max_streams=config.max_open_requests, max_wait_s=config.max_wait_s)
-    frontend = Frontend(secrets.token_hex(16), config.router, hub.dial, clock, limits)
-    gateway = Gateway(config, key, frontend, clock)
+    identity = secrets.token_hex(16)
+    frontend = Frontend(identity, config.router, hub.dial, clock, limits)
+    gateway = Gateway(config, key, frontend, clock, name=identity[:8])
     try:
         hub.serve(frontend)
         address = await gateway.start()

@@ -166,7 +166,7 @@ def test_tokens_that_cannot_be_shown_fail_their_own_request_only(caplog: pytest.
     def break_down(*arguments: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    heard.advanced = break_down  # type: ignore[method-assign]
+    heard.advanced = break_down  # type: ignore[assignment]
     service.emit(request.request_id, events(request, calls.ids("1"), end=None))
     assert isinstance(heard.error, IntegrityError) and answer.is_over
     assert service.cancelled == [request.request_id]

@@ -32,26 +32,29 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     histogram = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 7.0):
         histogram.observe(value)
-    found = {sample.labels.get("le"): sample.value for sample in histogram.family("x", "y").samples}
+    found = {sample.labels.get("le"): sample.value for sample in histogram.family("x", "y", "g").samples}
     assert (found["0.1"], found["1.0"], found["+Inf"]) == (2.0, 3.0, 4.0)
 
 
 def test_requests_are_counted_by_known_routes_only() -> None:
-    metrics = Metrics()
+    metrics = Metrics("g0")
     for path in ("/v1/completions", "/v1/completions", "/etc/passwd", "/a%00"):
         metrics.answered(path, 200)
     found = samples(exporter(metrics, ScriptedService()))
-    assert found["baton_requests_total", (("route", "/v1/completions"), ("status", "200"))] == 2
-    assert found["baton_requests_total", (("route", "other"), ("status", "200"))] == 2
+    assert (
+        found["baton_requests_total", (("gateway", "g0"), ("route", "/v1/completions"), ("status", "200"))]
+        == 2
+    )
+    assert found["baton_requests_total", (("gateway", "g0"), ("route", "other"), ("status", "200"))] == 2
 
 
 def test_workers_are_shown_by_the_routers_word() -> None:
-    found = samples(exporter(Metrics(), service_with_workers()))
+    found = samples(exporter(Metrics("g0"), service_with_workers()))
     decode = (("role", "decode"), ("worker", "decode-0"))
     assert found["baton_worker_running_sequences", decode] == 3
     assert found["baton_worker_generated_tokens_total", decode] == 9
     assert found["baton_kv_pages", (("role", "decode"), ("state", "cached"), ("worker", "decode-0"))] == 16
-    assert found["baton_frontend_total", (("event", "replayed"),)] == 4
+    assert found["baton_frontend_total", (("event", "replayed"), ("gateway", "g0"))] == 4
     assert not any(name.startswith("vllm") for name, _ in found)
 
 
