@@ -1,0 +1,210 @@
+"""One rank's share of transfers: parts that lie side by side in the same pages."""
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from baton.clock import SystemClock
+from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.message_stream import Call
+from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.rank_messages import (
+    ClosePart,
+    DropLink,
+    ForgetPart,
+    GrantPart,
+    OpenPart,
+    PartEvent,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartVerified,
+    PartWritten,
+    PeerRank,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    VerifyPart,
+    WriterDied,
+    WriterStopped,
+)
+from baton.kvtransfer.rank_plane import RankPlane
+from baton.layout import PageLayout
+from baton.wire import DroppedPeers
+
+WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+NUM_PAGES, NUM_UNITS = 6, 3
+ALL_LAYERS = (0, 2)
+TRANSFER = b"t" * 16
+PAGES = (4, 1, 3)
+GENERATIONS = (7, 8, 9)
+
+
+class Plane:
+    """A rank with a pool, whose thread is the test's."""
+
+    def __init__(self, layout: PageLayout, rank: int = 0) -> None:
+        self.shared = SharedPool()
+        shape = (NUM_PAGES, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
+        self.pool = self.shared.zeros(shape, torch.float32)
+        self.layout, self.rank = layout, rank
+        self.events: list[PartEvent] = []
+        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        settings = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=layout)
+        self.plane = RankPlane(
+            settings.for_rank(rank),
+            self.pool,
+            self.shared,
+            bytes([rank + 1]) * 16,
+            self._inbox.put,
+            self.events.append,
+            clock=SystemClock(),
+            dropped=DroppedPeers(),
+        )
+
+    def peer(self) -> PeerRank:
+        return PeerRank(host="127.0.0.1", layout=self.layout, rank=self.rank, doors=self.plane.doors)
+
+    def hear(self, wanted: type[PartEvent]) -> PartEvent:
+        """The next event of this kind, after those before it."""
+        while not any(isinstance(event, wanted) for event in self.events):
+            self._inbox.get(timeout=5.0)()
+        index = next(index for index, event in enumerate(self.events) if isinstance(event, wanted))
+        return self.events.pop(index)
+
+    def granted(self) -> list[int]:
+        """Which pages writers of other processes may write now."""
+        words = self.shared.generations._words
+        return [page for page in range(NUM_PAGES) if words[page]]
+
+    def close(self) -> None:
+        self.plane.close()
+        self.shared.close()
+
+
+@pytest.fixture
+def destination() -> Iterator[Plane]:
+    made = Plane(WHOLE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sources() -> Iterator[list[Plane]]:
+    made = [Plane(HALVES, rank) for rank in range(2)]
+    yield made
+    for plane in made:
+        plane.close()
+
+
+def open_part(destination: Plane, source: Plane, part: int) -> None:
+    order = OpenPart(
+        transfer=TRANSFER,
+        part=part,
+        epoch=1,
+        num_units=NUM_UNITS,
+        pages=PAGES,
+        generations=GENERATIONS,
+        source=source.peer(),
+        layers=ALL_LAYERS,
+    )
+    destination.plane.perform(order)
+    assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
+
+
+def reach(source: Plane, destination: Plane, part: int) -> None:
+    order = ReachPeer(transfer=TRANSFER, part=part, link=1, destination=destination.peer(), layers=ALL_LAYERS)
+    source.plane.perform(order)
+    assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
+    grant = GrantPart(transfer=TRANSFER, part=part, epoch=1, pages=PAGES, generations=GENERATIONS)
+    source.plane.perform(grant)
+
+
+def push(source: Plane, part: int) -> PartWritten:
+    source.plane.perform(
+        PushPart(transfer=TRANSFER, part=part, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
+    )
+    written = source.hear(PartWritten)
+    assert isinstance(written, PartWritten)
+    return written
+
+
+def test_pages_of_two_parts_are_granted_until_the_last_of_them_closes(
+    destination: Plane, sources: list[Plane]
+) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+    assert destination.granted() == sorted(PAGES)
+    for part, left in ((0, sorted(PAGES)), (1, [])):
+        destination.plane.perform(ClosePart(transfer=TRANSFER, part=part, is_confirmed=True))
+        assert destination.hear(WriterStopped) == WriterStopped(transfer=TRANSFER, part=part)
+        assert destination.granted() == left
+
+
+def test_a_part_goes_on_when_the_other_has_ended(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        source.pool.fill_(part + 1)
+        open_part(destination, source, part)
+        reach(source, destination, part)
+    assert push(sources[0], 0).is_done
+    destination.plane.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    destination.hear(WriterStopped)
+    assert push(sources[1], 1).is_done
+    for head in range(2):
+        assert (destination.pool[list(PAGES), :, :, head] == head + 1).all()
+    assert not destination.pool[[0, 2, 5]].any()
+
+
+def test_what_was_not_written_is_found(destination: Plane, sources: list[Plane]) -> None:
+    open_part(destination, sources[0], 0)
+    destination.plane.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    destination.hear(WriterStopped)
+    destination.plane.perform(VerifyPart(transfer=TRANSFER, part=0, digests=bytes(range(8)) * NUM_UNITS))
+    verified = destination.hear(PartVerified)
+    assert verified == PartVerified(transfer=TRANSFER, part=0, corrupt_units=tuple(range(NUM_UNITS)))
+
+
+def test_a_part_that_is_stopped_writes_no_more(destination: Plane, sources: list[Plane]) -> None:
+    source = sources[1]
+    open_part(destination, source, 1)
+    reach(source, destination, 1)
+    source.plane.perform(StopPart(transfer=TRANSFER, part=1))
+    assert source.hear(PartStopped) == PartStopped(transfer=TRANSFER, part=1)
+    source.plane.stop()
+    assert source.plane.wait_until_stopped(0.0)
+    assert not push(source, 1).is_done
+    assert not destination.pool.any()
+
+
+def test_a_link_that_ended_takes_its_transports_along(destination: Plane, sources: list[Plane]) -> None:
+    source, threads = sources[0], set(threading.enumerate())
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
+    source.plane.perform(DropLink(link=1))
+    assert not any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
+
+
+def test_whoever_has_a_part_open_hears_of_its_writers_death(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+    destination.plane.pool_doors.landings.writer_came(sources[1].plane.doors.incarnation)
+    destination.plane._bury(
+        destination.plane.pool_doors.landings.writer_died(sources[1].plane.doors.incarnation)
+    )
+    assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, part=1)
+    assert not any(isinstance(event, WriterDied) for event in destination.events)
+
+
+def test_what_is_forgotten_leaves_nothing(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+        reach(source, destination, part)
+        source.plane.perform(ForgetPart(transfer=TRANSFER, part=part))
+        destination.plane.perform(ForgetPart(transfer=TRANSFER, part=part))
+        assert not source.plane._departing
+    assert not destination.plane._arriving
