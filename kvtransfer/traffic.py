@@ -62,7 +62,7 @@ class Traffic:
         return None
 
     def checked(self, link: Link, request: Reserve, num_layer_groups: int) -> Reserve:
-        """Our own request, of pages that leave in so many groups of layers. ValueError: the peer refuses it."""
+        """Our own request, of pages that leave by groups of layers. ValueError: the peer would refuse it."""
         request = msgspec.structs.replace(request, num_layer_groups=num_layer_groups)
         complaint = self.complaint(link, request)
         if complaint is not None:

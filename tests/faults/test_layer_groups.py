@@ -13,9 +13,11 @@ BACK_S = 1.0
 POINTS = ("after Grant", "half", "all", "before Verified")
 
 
-@pytest.fixture(scope="module", params=["auto", "tcp", "gloo"])
+@pytest.fixture(scope="module", params=["auto", "tcp", "gloo", "two-ranks"])
 def source(request: pytest.FixtureRequest) -> Iterator[Host]:
-    host = Host(transport=request.param, num_layer_groups=2)
+    is_split = request.param == "two-ranks"
+    transport = "auto" if is_split else request.param
+    host = Host(transport=transport, num_ranks=1 + is_split, num_layer_groups=2)
     host.fill(1)
     yield host
     host.close()

@@ -62,12 +62,24 @@ def _token_bytes(directory: Path) -> int:
 
 
 def run(
-    made: Engine, token_lists: list[list[int]], sampling: SamplingParams, before_step: Hook | None = None
+    made: Engine,
+    token_lists: list[list[int]],
+    sampling: SamplingParams,
+    before_step: Hook | None = None,
+    begun: list[list[int]] | None = None,
 ) -> list[list[StepOutput]]:
-    """All outputs of each prompt, in order; `before_step` may interfere."""
+    """All outputs of each prompt, in order; `before_step` may interfere. begun: tokens of the answers that
+    are there already.
+    """
     outputs: dict[str, list[StepOutput]] = {str(index): [] for index in range(len(token_lists))}
     for index, token_ids in enumerate(token_lists):
-        made.add(Request(request_id=str(index), token_ids=tuple(token_ids), sampling=sampling))
+        request = Request(
+            request_id=str(index),
+            token_ids=tuple(token_ids),
+            sampling=sampling,
+            generated_token_ids=tuple(begun[index]) if begun else (),
+        )
+        made.add(request)
     while made.has_work():
         if before_step is not None:
             before_step(made)

@@ -78,6 +78,27 @@ def test_preemption_changes_no_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_is_cut_anywhere_goes_on_to_the_bit(
+    name: str, dtype: torch.dtype, model_directory: Directory
+) -> None:
+    directory = model_directory(name, dtype)
+    cuts = (1, 16, 33, 62, 63)  # one a prompt
+    with engine(directory, scheduler={"max_num_batched_tokens": 64}) as made:
+        for sampling, token_lists, answers in zip(
+            (GREEDY, SEEDED), (prompts(), prompts(1)), plain(directory), strict=True
+        ):
+            begun = [
+                [token for token in answer[:cut] if token is not None]
+                for answer, cut in zip(tokens(answers), cuts, strict=True)
+            ]
+            rest = run(made, token_lists, sampling, begun=begun)
+            expected = [answer[cut:] for answer, cut in zip(answers, cuts, strict=True)]
+            assert essence(rest) == essence(expected)
+            assert [of_one[0].index for of_one in rest] == list(cuts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
 def test_prefix_hits_change_no_bit(name: str, dtype: torch.dtype, model_directory: Directory) -> None:
     directory = model_directory(name, dtype)
     greedy, _ = plain(directory)

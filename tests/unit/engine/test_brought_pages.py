@@ -1,0 +1,190 @@
+"""Sequences that start with pages which somebody else has filled."""
+
+import pytest
+
+from baton.config import SchedulerConfig
+from baton.engine.pages import PageState
+from baton.engine.sequence import FilledPages, SequenceStatus
+from baton.errors import IntegrityError
+from baton.request import Request, SamplingParams
+from tests.outside import Delivery, OpenHarness
+from tests.scheduling import PROMPT, Settings
+
+
+def make(num_pages: int = 16, *, seats: int = 8, budget: int = 64, caching: bool = True) -> OpenHarness:
+    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
+    return OpenHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=caching, scheduler=config))
+
+
+def begin(harness: OpenHarness, name: str, prompt: list[int], num_new: int = 4) -> Delivery:
+    """A decode: its whole prompt comes, one token has been given, `num_new` are to follow."""
+    delivery = harness.begin(harness.begun(name, prompt, 1, 1 + num_new), len(prompt))
+    assert delivery is not None
+    return delivery
+
+
+def test_a_sequence_goes_on_from_the_pages_it_brings() -> None:
+    harness = make()
+    delivery = begin(harness, "a", PROMPT)
+    harness.arrive(delivery)
+    plan, batch, advances = harness.step()
+    assert [(chunk.start, chunk.num_tokens) for chunk in batch.chunks] == [(len(PROMPT), 1)]
+    assert plan.num_decodes == 1 and advances[0].index == 1
+    assert delivery.sequence.num_cached_tokens == len(PROMPT)
+    harness.run()
+    assert harness.model.num_computed_tokens == 4
+
+
+def test_full_pages_that_came_are_known_to_the_next_sequence_before_any_step() -> None:
+    harness = make()
+    harness.arrive(begin(harness, "a", PROMPT))
+    (second,) = harness.add("b", [*PROMPT[:9], 7])
+    harness.step()
+    assert second.num_cached_tokens == 8
+    assert second.page_table[:2] == harness.live["a", 0].page_table[:2]
+    harness.run()
+
+
+def test_pages_that_are_known_already_replace_those_that_came() -> None:
+    harness = make()
+    delivery = begin(harness, "a", PROMPT)
+    (here,) = harness.add("b", PROMPT, SamplingParams(max_tokens=9))
+    harness.step()
+    harness.arrive(delivery)
+    assert delivery.sequence.page_table[:2] == here.page_table[:2]
+    assert harness.pool.count(PageState.ACTIVE) == 4
+    harness.run()
+
+
+def test_without_prefix_caching_pages_that_came_are_used_and_not_shared() -> None:
+    harness = make(caching=False)
+    harness.arrive(begin(harness, "a", PROMPT))
+    harness.run()
+    assert harness.model.num_computed_tokens == 4 and harness.pool.num_free == 16
+
+
+def test_a_preempted_sequence_computes_again_what_it_brought() -> None:
+    harness = make(num_pages=4)
+    first, second = (begin(harness, name, [ord(name)] * 8, num_new=7) for name in "ab")
+    harness.arrive(first)
+    harness.step()
+    harness.arrive(second)
+    harness.run()
+    assert harness.scheduler.num_preemptions == 1
+
+
+def test_sequences_that_wait_with_all_the_pages_do_not_block_each_other() -> None:
+    harness = make(num_pages=4)
+    deliveries = [begin(harness, name, [ord(name)] * 8) for name in "ab"]
+    for delivery in deliveries:
+        harness.arrive(delivery)
+    assert harness.pool.num_available == 0
+    plan, _, _ = harness.step()
+    assert list(plan.preempted) == [("b", 0)] and not plan.scheduled
+    plan, _, _ = harness.step()
+    assert plan.admitted == (("a", 0),)
+    harness.run()
+
+
+def test_running_sequence_is_not_held_up_by_one_that_waits_with_pages() -> None:
+    harness = make(num_pages=5, seats=1)
+    runs = begin(harness, "a", [1] * 8, num_new=9)
+    waits = begin(harness, "b", [2] * 8)
+    waits.sequence.priority = -1
+    harness.arrive(runs)
+    harness.step()
+    harness.arrive(waits)
+    while runs.sequence.status is not SequenceStatus.FINISHED:
+        plan, _, _ = harness.step()
+        assert plan.scheduled
+    assert waits.sequence.num_preemptions == 1
+    harness.run()
+
+
+def test_no_pages_are_taken_from_the_waiting_when_they_would_not_do() -> None:
+    harness = make(num_pages=8)
+    first, second, third = (begin(harness, name, [ord(name)] * 8) for name in "abc")
+    harness.pool.reserve(2, "somebody else", 1e9)
+    harness.leased["somebody else"] = set(range(8)) - {p for d in (first, second, third) for p in d.pages}
+    harness.arrive(first)
+    harness.arrive(second)
+    long = harness.begun("long", [9] * 25, 0, 2)
+    sequence = harness.sequence_of(long)
+    sequence.priority = -1
+    harness.scheduler.add(sequence)
+    harness.live[sequence.key] = sequence
+    plan, _, _ = harness.step()
+    assert not plan.preempted and not plan.scheduled
+    harness.cancel(third)
+    harness.pool.release(sorted(harness.leased.pop("somebody else")), "somebody else")
+    harness.run()
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_tokens", "message"),
+    [
+        (3, 0, "KV of 1 to 10 of them can be brought, got 0"),
+        (3, 11, "KV of 1 to 10 of them can be brought, got 11"),
+        (2, 10, "10 tokens are in 3 different pages, got 2 in a table of 2"),
+        (4, 10, "10 tokens are in 3 different pages, got 4 in a table of 4"),
+    ],
+)
+def test_pages_that_cannot_be_a_beginning_stay_the_callers(
+    num_pages: int, num_tokens: int, message: str
+) -> None:
+    harness = make()
+    pages = tuple(harness.pool.allocate(num_pages, "caller"))
+    sequence = harness.sequence_of(harness.begun("a", PROMPT, 1, 4))
+    with pytest.raises(ValueError, match=message):
+        harness.scheduler.add(sequence, FilledPages(pages, num_tokens, "caller"))
+    assert not harness.scheduler.has_work() and not sequence.page_table
+    harness.scheduler.outside.release(pages, "caller")
+    assert harness.pool.num_free == 16
+
+
+def test_a_table_with_a_page_twice_or_of_nowhere_is_refused() -> None:
+    harness = make()
+    page, other = harness.pool.allocate(2, "caller")
+    sequence = harness.sequence_of(harness.begun("a", PROMPT[:8], 1, 4))
+    with pytest.raises(ValueError, match="got 1 in a table of 2"):
+        harness.scheduler.add(sequence, FilledPages((page, page), 8, "caller"))
+    with pytest.raises(ValueError, match="the pool has 16 pages"):
+        harness.scheduler.add(sequence, FilledPages((page, -1), 8, "caller"))
+    assert harness.pool.owners(page) == harness.pool.owners(other) == {"caller"}
+
+
+def test_prompt_logprobs_and_brought_pages_exclude_each_other() -> None:
+    harness = make()
+    pages = tuple(harness.pool.allocate(2, "caller"))
+    request = Request(
+        request_id="a", token_ids=tuple(PROMPT), sampling=SamplingParams(prompt_logprobs=0, max_tokens=4)
+    )
+    with pytest.raises(ValueError, match="prompt_logprobs need the whole prompt"):
+        harness.scheduler.add(harness.sequence_of(request), FilledPages(pages, 8, "caller"))
+
+
+@pytest.mark.parametrize("trouble", ["another's", "only leased", "still written", "shared"])
+def test_pages_that_are_not_the_owners_alone_are_refused_whole(trouble: str) -> None:
+    harness = make()
+    pool = harness.pool
+    pages = tuple(pool.allocate(2, "caller"))
+    (last,) = pool.reserve(1, "lease", 5.0) if trouble == "only leased" else pool.allocate(1, "third")
+    if trouble in ("still written", "shared"):
+        pool.share([last], "caller")
+    if trouble == "still written":
+        pool.quarantine([last], "writer")
+    before = [pool.owners(page) for page in (*pages, last)]
+    sequence = harness.sequence_of(harness.begun("a", PROMPT, 1, 4))
+    with pytest.raises(IntegrityError, match=f"page {last}"):
+        harness.scheduler.add(sequence, FilledPages((*pages, last), 10, "caller"))
+    assert [pool.owners(page) for page in (*pages, last)] == before
+    assert not harness.scheduler.has_work()
+
+
+def test_a_refused_release_releases_nothing() -> None:
+    harness = make()
+    pages = tuple(harness.pool.allocate(2, "caller"))
+    (foreign,) = harness.pool.allocate(1, "third")
+    with pytest.raises(IntegrityError, match=f"page {foreign}"):
+        harness.scheduler.outside.release((*pages, foreign), "caller")
+    assert harness.pool.count(PageState.ACTIVE) == 3
