@@ -43,7 +43,7 @@ class Piece:
         return b"".join(map(digest, self.contents))
 
 
-def digest(content: bytes) -> bytes:
+def digest(content: bytes | bytearray) -> bytes:
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 

@@ -12,7 +12,6 @@ from baton.cluster.sim.kv_link import SimLink
 from baton.cluster.sim.pieces import Piece, digest
 from baton.errors import ProtocolError
 from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
-from baton.kvtransfer.digests import differing_units
 from baton.kvtransfer.handoff import (
     Action,
     CloseLanding,
@@ -25,7 +24,7 @@ from baton.kvtransfer.handoff import (
     Verify,
 )
 from baton.kvtransfer.landing import Landing
-from baton.kvtransfer.messages import AnyMessage, Grant
+from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Grant
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 
 if TYPE_CHECKING:
@@ -163,11 +162,12 @@ class SimIncoming:
         memory, pages = self._endpoint.memory, self.handoff.pages
         unit_tokens = self._plan.unit_tokens
         units_per_page = memory.page_size // unit_tokens
-        found = b""
+        corrupt_units = []
         for unit in range(self._num_units):
             place = memory.unit(
                 pages[unit // units_per_page], unit % units_per_page * unit_tokens, unit_tokens
             )
-            found += digest(bytes(memory.bytes[place]))
-        corrupt_units = differing_units(expected, found)
-        self._endpoint.process.post(lambda: self.perform(self.handoff.verified(0, corrupt_units)))
+            if digest(memory.bytes[place]) != expected[unit * DIGEST_BYTES : (unit + 1) * DIGEST_BYTES]:
+                corrupt_units.append(unit)
+        verified = self.handoff.verified
+        self._endpoint.process.post(lambda: self.perform(verified(0, tuple(corrupt_units))))
