@@ -33,11 +33,14 @@ MAY_IMPORT: Final = {
 # library -> the folders that may import it; the tests may import any
 ONLY_IN: Final = {
     "fastapi": {"gateway"},
+    "httptools": {"bench", "gateway"},
     "matplotlib": {"bench"},
     "minijinja": {"gateway"},
+    "prometheus_client": {"gateway"},
     "ray": {"cluster"},
     "redis": {"router"},
     "safetensors": {"engine", "bench"},
+    "starlette": {"gateway"},
     "tokenizers": {"gateway", "bench"},
     "torch": {"kernels", "engine", "kvtransfer", "prefill_worker", "decode_worker", "bench"},
     "tqdm": {"cluster", "bench"},
