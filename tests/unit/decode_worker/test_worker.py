@@ -360,6 +360,7 @@ def test_load_counts_what_is_here(make_pair: MakePair) -> None:
     assert pair.decode_worker.attempts == ((request.request_id, 0),)
     pair.decode.endpoint.release()
     pair.turns_until(lambda: pair.is_answered(request))
+    pair.quiet_down()
     assert pair.decode_worker.load().num_tokens == 7  # the first one was the prefill worker's
     assert pair.prefill.node.load().num_tokens == 1
     assert pair.prefill.node.load().kv_bytes >= 41 * 512
