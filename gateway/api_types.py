@@ -1,7 +1,8 @@
 """The bodies that clients send, as they may be written: every optional field may be null.
 
 Unknown keys are ignored and counted: clients send new ones monthly, and what is meant for the inside of a
-cluster (`kv_transfer_params`, `cache_salt` ...) must come to nothing.
+cluster (`kv_transfer_params`, `cache_salt` ...) must come to nothing. Keys that are known to change an answer
+in a way that is not served are refused.
 """
 
 from typing import Annotated, Final, TypeAlias, TypeVar
@@ -9,7 +10,7 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from baton.gateway.api_errors import ApiError, invalid
+from baton.gateway.api_errors import ApiError, invalid, unsupported
 
 MISSING: Final = "missing required field `"  # as msgspec says it
 MAX_MESSAGES: Final = 2048
@@ -32,6 +33,15 @@ WITHOUT_MEANING: Final = frozenset(
         "spaces_between_special_tokens",
     }
 )
+
+# vLLM's and OpenAI's, which would change what is answered: to ignore them would be to answer something else.
+UNSUPPORTED: Final = frozenset(
+    {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "function_call"}
+    | {"chat_template", "continue_final_message", "documents", "truncate_prompt_tokens", "prompt_logprobs"}
+    | {"include_stop_str_in_output", "bad_words", "use_beam_search", "logits_processors", "audio"}
+    | {"allowed_token_ids", "prompt_embeds"}
+)
+NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -117,7 +127,7 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     known = _KNOWN[kind]
     try:
         body = _DECODERS[kind].decode(data)
-        unknown = [key for key in _KEYS.decode(data) if key not in known]
+        unknown = {key: value for key, value in _KEYS.decode(data).items() if key not in known}
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         missing = message.partition(MISSING)[2].rstrip("`")
@@ -126,7 +136,10 @@ def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
     assert isinstance(body, kind)
-    return body, unknown
+    for key in UNSUPPORTED.intersection(unknown):
+        if bytes(unknown[key]) not in NOTHING:
+            raise unsupported(key, param=key)
+    return body, list(unknown)
 
 
 _KNOWN: Final = {kind: WITHOUT_MEANING | set(kind.__struct_fields__) for kind in _DECODERS}

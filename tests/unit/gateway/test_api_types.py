@@ -80,3 +80,15 @@ def test_unknown_keys_are_told_and_ignored() -> None:
     body, unknown = decode_body(data, CompletionBody)
     assert unknown == ["kv_transfer_params", "x"] and body.n == 2
     assert "user" in WITHOUT_MEANING
+
+
+@pytest.mark.parametrize("value", [True, 3, {"type": "object"}, ["a"], "x"])
+def test_what_would_change_the_answer_is_not_ignored(value: object) -> None:
+    with pytest.raises(ApiError, match="not supported") as refused:
+        decode(CompletionBody, prompt="a", guided_json=value)
+    assert (refused.value.code, refused.value.param) == ("unsupported", "guided_json")
+
+
+@pytest.mark.parametrize("value", [None, False, 0, {}, [], ""])
+def test_what_asks_for_none_of_it_is(value: object) -> None:
+    assert decode(CompletionBody, prompt="a", guided_json=value, prompt_logprobs=None).prompt == "a"
