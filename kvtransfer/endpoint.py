@@ -90,7 +90,7 @@ class KvEndpoint:
             own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped
         )
         self._doors = self._here.pool_doors
-        self._ranks = Ranks(settings, self._here, agents)
+        self._ranks = Ranks(settings, self._here, agents, clock)
         self._traffic = Traffic(settings, ledger, self._clock, self._ranks)
         self._outgoing, self._incoming = self._traffic.outgoing, self._traffic.incoming
         try:

@@ -68,6 +68,8 @@ class RankAgents:
     def meet(self, settings: EndpointSettings, timeout_s: float = COME_S) -> list[RemoteRank]:
         """Every other rank, in order, its doors open; WorkerLost when one does not come."""
         others = range(1, self.num_ranks)
+        if not others:
+            self.close()
         with self._came:
             if not self._came.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]

@@ -1,8 +1,8 @@
 """The ranks of one replica, each with its pool, as rank 0 has them at hand."""
 
-import time
 from typing import Final, NamedTuple
 
+from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.link import Link
@@ -26,11 +26,14 @@ class Route(NamedTuple):
 
 
 class Ranks:
-    def __init__(self, settings: EndpointSettings, here: RankPlane, agents: RankAgents | None) -> None:
+    def __init__(
+        self, settings: EndpointSettings, here: RankPlane, agents: RankAgents | None, clock: Clock
+    ) -> None:
         """here: rank 0, which is closed when the others do not come (WorkerLost), or are not as many as the
         layout says (ConfigError).
         """
         self._settings = settings
+        self._clock = clock
         self._agents = agents
         self._others: list[RemoteRank] = []
         num_ranks = 1 if agents is None else agents.num_ranks
@@ -82,9 +85,8 @@ class Ranks:
         """No page leaves any rank, now and later. Whether that is certain: a rank that hangs can't say so."""
         for plane in self._planes:
             plane.stop()
-        deadline_s = time.monotonic() + STOP_S
-        waits = [plane.wait_until_stopped(deadline_s - time.monotonic()) for plane in self._planes]
-        return all(waits)
+        deadline_s = self._clock.now_s() + STOP_S
+        return all([plane.wait_until_stopped(deadline_s - self._clock.now_s()) for plane in self._planes])
 
     def close(self) -> None:
         if self._agents is not None:

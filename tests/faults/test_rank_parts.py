@@ -74,6 +74,41 @@ def test_pages_arrive_exactly_whatever_the_number_of_ranks(
     assert all_back_s(source, destination) < BACK_S
 
 
+def test_the_spans_of_a_transfer_of_many_parts_add_up(replicas: Replicas) -> None:
+    source, destination = replicas("source", 2), replicas("destination", 4)
+    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+    source.go_on(transfer)
+    assert source.outcome(transfer) == "handed_over"
+    times = source._ended[bytes.fromhex(transfer)].times
+    assert times is not None
+    spans = (
+        times.handshake_s,
+        times.reserve_s,
+        times.gather_s,
+        times.wire_s,
+        times.waiting_s,
+        times.verify_s,
+    )
+    assert sum(spans) == pytest.approx(times.total_s)
+    assert min(spans) >= 0.0 and times.wire_s > 0.0
+    page_bytes = 2 * source.endpoint.settings.layout.page_bytes  # of both ranks
+    assert times.num_bytes == NUM_UNITS * page_bytes
+
+
+@pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1)])
+def test_gloo_has_a_pair_for_every_part(num_sources: int, num_destinations: int) -> None:
+    source, destination = (new_replica(number, 16, "gloo") for number in (num_sources, num_destinations))
+    try:
+        source.fill(1)
+        for _ in range(2):
+            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+            assert destination.ended()[-1] == ("adopted", "", source.sent)
+        assert source.endpoint.transport_of == {0: "gloo", 1: "gloo"}
+    finally:
+        source.close()
+        destination.close()
+
+
 @pytest.mark.parametrize(("page_size", "other_page_size"), [(16, 64), (64, 16)])
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1), (4, 2)])
 def test_other_page_sizes_get_the_same_tokens(

@@ -108,6 +108,13 @@ def test_nothing_is_left_when_all_have_gone() -> None:
     wait_for(lambda: Counter(open_files()) <= files)
 
 
+def test_a_replica_of_one_rank_meets_nobody() -> None:
+    threads = set(threading.enumerate())
+    agents = RankAgents(1)
+    assert agents.meet(SETTINGS) == []
+    assert set(threading.enumerate()) <= threads
+
+
 def test_a_rank_that_does_not_come_is_named(agents: RankAgents) -> None:
     agent = come(agents, 2)
     with pytest.raises(WorkerLost, match=r"no agent of rank \[1\] came within 0.1 s"):
