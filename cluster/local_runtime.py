@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment, share_out
+from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import environment_of_child, visible_gpus
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
@@ -18,13 +18,14 @@ from baton.errors import ConfigError, WorkerLost
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
 LOOPBACK: Final = "127.0.0.1"
 MAX_REPORT_BYTES: Final = 1 << 16
-_REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
+_LINES: Final[msgspec.json.Decoder[Report | Loading]] = msgspec.json.Decoder(Report | Loading)
 
 
 class LocalProcess:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
         self._process = process
+        self._loading: Loading | None = None
         self._report: asyncio.Future[Report] = asyncio.ensure_future(self._read_report())
 
     @property
@@ -37,6 +38,9 @@ class LocalProcess:
                 return address
             case Failed(reason, is_users_error):
                 raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def loading(self) -> Loading | None:
+        return self._loading
 
     async def watch(self) -> str:
         status = await self._process.wait()
@@ -54,9 +58,11 @@ class LocalProcess:
 
     async def _read_report(self) -> Report:
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if line:
-            return _REPORTS.decode(line)
+        async for line in self._process.stdout:
+            said = _LINES.decode(line)
+            if not isinstance(said, Loading):
+                return said
+            self._loading = said
         return Failed(f"it {await self.watch() or 'ended'} before it served", is_users_error=False)
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
 
@@ -21,7 +22,7 @@ import msgspec
 import uvloop
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Report, Started
+from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Loading, Progress, Report, Started
 from baton.config import log_level
 from baton.errors import BatonError
 from baton.worker_config import Ready, WorkerConfig
@@ -30,20 +31,21 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
+LOADING_EVERY_S: Final = 0.5
 ORPHANED: Final = 3  # exit status
 STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
 LOG_FORMAT: Final = "%(levelname)s %(name)s %(message)s"
 
 
-def run(given: Assignment, ready: Ready, stop: threading.Event) -> None:
-    """Serve until `stop` is set; on any thread. Raises BatonError when it cannot."""
+def run(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None = None) -> None:
+    """Serve until `stop` is set; on any thread. `progress` hears of a worker's weights. Raises BatonError."""
     match given.kind:
         case "router":
             _run_router(given, ready, stop)
         case "gateway":
             _run_gateway(given, ready, stop)
         case "worker":
-            _run_worker(given, ready, stop)
+            _run_worker(given, ready, stop, progress)
 
 
 def _run_router(given: Assignment, ready: Ready, stop: threading.Event) -> None:
@@ -63,10 +65,10 @@ def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None
     _run_loop(lambda stopping: serve_gateway(config, given.key, ready, stopping), stop)
 
 
-def _run_worker(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+def _run_worker(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None) -> None:
     from baton.cluster.worker_process import run_worker
 
-    run_worker(_config(given, WorkerConfig), given.key, ready, stop)
+    run_worker(_config(given, WorkerConfig), given.key, ready, stop, progress)
 
 
 def _config(given: Assignment, kind: type[StructT]) -> StructT:
@@ -101,7 +103,8 @@ def main() -> int:
     _drain_on_sigterm(stop)
     threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
     try:
-        run(given, lambda address: _report(reports, Started(address)), stop)
+        progress = _Throttled(lambda loading: _report(reports, loading))
+        run(given, lambda address: _report(reports, Started(address)), stop, progress)
     except BatonError as error:
         _report(reports, Failed(str(error), is_users_error=isinstance(error, ValueError)))
         logging.getLogger(__name__).error("%s", error)
@@ -112,6 +115,20 @@ def main() -> int:
     return 0
 
 
+class _Throttled:
+    """Says how far loading is, once a while."""
+
+    def __init__(self, say: Callable[[Loading], None]) -> None:
+        self._say = say
+        self._next_s = 0.0
+
+    def __call__(self, num_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + LOADING_EVERY_S
+            self._say(Loading(num_bytes, total_bytes))
+
+
 def _take_stdout() -> BinaryIO:
     """The reports' own way out: whatever else is printed goes to stderr from here on."""
     reports = os.fdopen(os.dup(1), "wb")
@@ -119,7 +136,7 @@ def _take_stdout() -> BinaryIO:
     return reports
 
 
-def _report(reports: BinaryIO, report: Report) -> None:
+def _report(reports: BinaryIO, report: Report | Loading) -> None:
     reports.write(msgspec.json.encode(report) + b"\n")
     reports.flush()
 

@@ -1,6 +1,6 @@
 """What a runtime is asked to start, and what a process says of its start: one JSON line each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
@@ -34,6 +34,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     config: msgspec.Raw
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How much of the weights has been read; any number of times, before the report."""
+
+    num_bytes: int
+    total_bytes: int
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
     """The process serves at this address."""
 
@@ -48,6 +55,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report: TypeAlias = Started | Failed
+Progress: TypeAlias = Callable[[int, int], None]  # bytes read so far, and in all
 
 
 def assignment(spec: ProcessSpec, key: bytes) -> bytes:

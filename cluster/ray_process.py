@@ -11,11 +11,11 @@ import msgspec
 import ray
 
 from baton.cluster.process import LOG_FORMAT, run
-from baton.cluster.process_spec import Assignment, Failed, Report, Started
+from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
 from baton.config import log_level
 from baton.errors import BatonError
 
-# `serve` waits for the end in one thread, `report` for the start in another, and `stop` is heard meanwhile.
+# `serve` waits for the end in one thread, `report` for the start in another; the rest is heard meanwhile.
 NUM_THREADS = 4
 
 
@@ -29,12 +29,13 @@ class RayProcess:
         self._stop = threading.Event()
         self._has_reported = threading.Event()
         self._report: Report | None = None
+        self._loading: Loading | None = None
         logging.basicConfig(level=log_level(), format=f"{given.name} | {LOG_FORMAT}", force=True)
 
     def serve(self) -> None:
         """Returns when it was asked to stop, and has. Raises nothing but for our bugs."""
         try:
-            run(self._given, lambda address: self._tell(Started(address)), self._stop)
+            run(self._given, lambda address: self._tell(Started(address)), self._stop, self._keep_loading)
         except BatonError as error:
             if self._report is not None:
                 raise
@@ -48,8 +49,15 @@ class RayProcess:
         self._has_reported.wait()
         return msgspec.json.encode(self._report)
 
+    def loading(self) -> bytes:
+        """What has been read so far: Loading | None."""
+        return msgspec.json.encode(self._loading)
+
     def stop(self) -> None:
         self._stop.set()
+
+    def _keep_loading(self, num_bytes: int, total_bytes: int) -> None:
+        self._loading = Loading(num_bytes, total_bytes)
 
     def _tell(self, report: Report) -> None:
         if self._report is None:

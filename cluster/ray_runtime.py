@@ -1,6 +1,7 @@
 """Processes as Ray actors: on this machine, where Ray is started for them, or on a cluster that is joined.
 
-1. `open` joins the Ray at an address, or starts one for this machine alone, whose ports are on loopback.
+1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only who
+   has its token.
 2. `place` takes room for all workers in one placement group, a bundle each, spread over the nodes. A worker's
    ranks are in one bundle, so they share a node.
 3. `spawn` puts a worker into its bundle; a router or a gateway runs on this node, where clients expect it.
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from baton.cluster.process_spec import Failed, ProcessSpec, Report, Started, assignment, share_out
+from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import prepare_ray
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
@@ -164,6 +165,12 @@ class RayActor:
                 return address
             case Failed(reason, is_users_error):
                 raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def loading(self) -> Loading | None:
+        try:
+            return msgspec.json.decode(await self._actor.loading.remote(), type=Loading | None)
+        except self._ray.exceptions.RayError:
+            return None
 
     async def watch(self) -> str:
         try:

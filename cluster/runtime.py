@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from baton.cluster.process_spec import ProcessSpec
+from baton.cluster.process_spec import Loading, ProcessSpec
 from baton.control import Address
 
 
@@ -11,6 +11,9 @@ class Process(Protocol):
 
     async def ready(self) -> Address:
         """Where it serves. ConfigError or WorkerLost: it ended before it did; the message says why."""
+
+    async def loading(self) -> Loading | None:
+        """How far it has come before it serves; None where it has not said."""
 
     async def watch(self) -> str:
         """Waits until it is gone, and says how it ended; "" when it was asked to and did."""

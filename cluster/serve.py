@@ -60,9 +60,8 @@ class Cluster:
                 operator = await self._resources.enter_async_context(connected(site.router, self._key))
                 await self._until_all_have_met(operator)
         except TimeoutError:
-            raise WorkerLost(
-                f"after {self._config.start_timeout_s:.0f} s the cluster still waits for {self._missing()}"
-            ) from None
+            late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
+            raise WorkerLost(f"{late} {await self._missing()}") from None
         self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
         return Serving(host=self._config.host, port=site.port, router=site.router)
 
@@ -116,10 +115,11 @@ class Cluster:
     async def _say_what_is_missing(self) -> None:
         while True:
             await asyncio.sleep(SAY_EVERY_S)
-            self._say(f"waiting for {self._missing()}")
+            self._say(f"waiting for {await self._missing()}")
 
-    def _missing(self) -> str:
-        names = [process.name for process in self._processes if not process.is_ready]
+    async def _missing(self) -> str:
+        late = [process for process in self._processes if not process.is_ready]
+        names = await asyncio.gather(*(process.describe() for process in late))
         return ", ".join(names) or "the processes to find each other"
 
 

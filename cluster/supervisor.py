@@ -46,6 +46,14 @@ class Supervised:
         self.is_ready = True
         return address
 
+    async def describe(self) -> str:
+        """Its name, and how far it is with loading its weights."""
+        loading = await self._process.loading() if self._process else None
+        if loading is None or not loading.total_bytes:
+            return self.name
+        share = loading.num_bytes / loading.total_bytes
+        return f"{self.name} ({share:.0%} of {loading.total_bytes / 1e9:.1f} GB of weights)"
+
     async def keep(self) -> None:
         """Ends when the process was asked to end, and has."""
         assert self._process is not None, "start comes first"

@@ -22,6 +22,7 @@ import msgspec
 from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.process_spec import Progress
 from baton.colleagues import Colleagues
 from baton.control import Address, Hello, Kind, Worker, WorkerRole
 from baton.decode_worker.worker import DecodeWorker
@@ -44,9 +45,15 @@ IDLE_S: Final = 0.25  # at most this long until the next look at what time alone
 logger = logging.getLogger(__name__)
 
 
-def run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.Event) -> None:
+def run_worker(
+    config: WorkerConfig,
+    key: bytes,
+    ready: Ready,
+    stop: threading.Event,
+    progress: Progress | None = None,
+) -> None:
     """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
-    with contextlib.closing(HostedWorker(config, key)) as worker:
+    with contextlib.closing(HostedWorker(config, key, progress)) as worker:
         ready(worker.address)
         worker.serve(stop)
 
@@ -54,14 +61,14 @@ def run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.E
 class HostedWorker:
     """A worker with all that it needs; one thread makes it, serves and closes it."""
 
-    def __init__(self, config: WorkerConfig, key: bytes) -> None:
+    def __init__(self, config: WorkerConfig, key: bytes, progress: Progress | None = None) -> None:
         self._config = config
         with contextlib.ExitStack() as ends:
             shared = SharedPool()
             ends.callback(shared.close)
             agents = RankAgents(config.engine.tensor_parallel_size)
             ends.callback(agents.close)
-            self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents)))
+            self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
             admission = _Admission()
             self.endpoint = self._open_endpoint(key, shared, agents, admission)
             ends.callback(self.endpoint.close)
@@ -150,10 +157,12 @@ def _refuse(reserve: Reserve, num_pages: int) -> str | None:
     return None
 
 
-def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents) -> Engine:
+def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress: Progress | None) -> Engine:
     directory = resolve_model(config.engine.model)
     engine_config = msgspec.structs.replace(config.engine, model=str(directory))
-    return load_engine(engine_config, zeros_on_cpu=shared.zeros, companion=agents.companion)
+    return load_engine(
+        engine_config, progress=progress, zeros_on_cpu=shared.zeros, companion=agents.companion
+    )
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:

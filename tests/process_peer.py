@@ -1,6 +1,7 @@
 """What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
 
-serves: reports and waits for SIGTERM. fails, fails-us: reports why not. crashes: ends without a word.
+serves: says so and waits for SIGTERM. fails, fails-us: says why not. loads: says how far, then serves.
+crashes: ends without a word.
 falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
 """
 
@@ -11,11 +12,11 @@ import threading
 
 import msgspec
 
-from baton.cluster.process_spec import Assignment, Failed, Report, Started
+from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
 from baton.control import Address
 
 
-def report(what: Report) -> None:
+def say(what: Report | Loading) -> None:
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 
@@ -27,22 +28,25 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     match given.name:
         case "fails":
-            report(Failed("the model is nowhere", is_users_error=True))
+            say(Failed("the model is nowhere", is_users_error=True))
             sys.exit(2)
         case "fails-us":
-            report(Failed("a bug", is_users_error=False))
+            say(Failed("a bug", is_users_error=False))
             sys.exit(1)
         case "crashes":
             os.kill(os.getpid(), signal.SIGKILL)
         case "falls":
             with open(config["log"], "a") as log:
                 log.write("x")
-            report(Started(Address("127.0.0.1", 1)))
+            say(Started(Address("127.0.0.1", 1)))
             if os.path.getsize(config["log"]) < config["num_falls"]:
                 os.kill(os.getpid(), signal.SIGKILL)
+        case "loads":
+            for num_bytes in (1, 3):
+                say(Loading(num_bytes, 4))
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    report(Started(Address("127.0.0.1", len(given.key))))
+    say(Started(Address("127.0.0.1", len(given.key))))
     stop.wait()
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.cluster.local_runtime import LocalRuntime
-from baton.cluster.process_spec import share_out
+from baton.cluster.process_spec import Loading, share_out
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
 from tests.peer_processes import PEER, spec
@@ -52,6 +52,15 @@ def test_one_that_does_not_start_says_why(name: str, kind: type[Exception], mess
         with pytest.raises(kind, match=message):
             await process.ready()
         assert await process.watch() != ""
+
+    with_runtime(test)
+
+
+def test_how_far_loading_is_can_be_asked() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("loads"))
+        assert await process.ready() == Address("127.0.0.1", len(KEY))
+        assert await process.loading() == Loading(3, 4)  # the last that was said
 
     with_runtime(test)
 

@@ -79,6 +79,15 @@ def test_stopping_ends_one_that_does_not_listen(monkeypatch: pytest.MonkeyPatch)
     supervised(spec("deaf"), test)
 
 
+def test_what_loads_says_how_far_it_is() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        assert await process.describe() == "loads"
+        await process.start()
+        assert await process.describe() == "loads (75% of 0.0 GB of weights)"
+
+    supervised(spec("loads"), test)
+
+
 def test_a_first_start_that_fails_is_told_to_the_caller() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         with pytest.raises(ConfigError, match="the model is nowhere"):
