@@ -1,0 +1,321 @@
+"""Who holds how much of a prompt: a replica, in this process, of what all workers say that they hold.
+
+1. A worker joins and is asked for all its pages (PagesWanted). Until it has told them it is not `known`.
+2. Its PageEvents are applied in order; after a gap it is asked again.
+3. `match` says how many of a prompt's first pages each worker holds, `locate` where a chosen one keeps them.
+4. What a prompt is sent to, is expected to hold it (`expect`), so that its siblings find it at once.
+5. A worker that is gone is forgotten: none of its entries counts from then on.
+
+All entries are hints: a worker verifies page and generation before it reads. Hence keys are cut to their
+first 64 bits: that two of ten million are alike has odds of one in 400,000, and would cost a refused hint.
+
+Why it is fast: one array has, for each key, the number of the set of workers that hold the page
+(index_sets.py), so that a prompt's whole chain of keys is looked up by some twenty numpy calls
+(index_table.py), whatever the number of workers; most of what they take is misses of the caches.
+From one page to the next the set hardly ever changes, as what a worker holds is prefix-closed: what is left
+in Python is a step for each change. Where a page is, each holder keeps for itself (index_holder.py), and only
+the chosen one is asked.
+
+Bounds: `max_pages` in all, an equal share of them for each worker, and never more than a worker has.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.clock import Clock
+from baton.control import PageEvents, Tier, Worker
+from baton.page_keys import KEY_BYTES
+from baton.router.index_holder import Change, Holder, Located, values_of
+from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets
+from baton.router.index_table import Keys, KeyTable, keys_of
+
+Lengths: TypeAlias = NDArray[np.int32]
+
+MAX_PAGES: Final = 2**22
+MAX_SETS: Final = 2**17
+MAX_EXPECTATIONS: Final = 2**16
+NUM_SPARE_PAGES: Final = 1024  # of a worker's share: what is expected of it comes on top of what it has
+PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
+_FEW: Final = 8
+_NOWHERE: Final = Places(0, 0)
+
+
+class Match(NamedTuple):
+    """How many of a prompt's first pages each worker holds, by its slot (see `PrefixIndex.slot`).
+
+    `num_pages` counts the device's and then the host tier's, so it is never less.
+    """
+
+    num_device_pages: Lengths
+    num_pages: Lengths
+
+
+class Expectation(NamedTuple):
+    until_s: float
+    holder: Holder
+    keys: Keys
+    number: int
+
+
+class PrefixIndex:
+    """`counters`: gaps, stale (told before), unknown (by who has not joined), malformed, ..."""
+
+    def __init__(self, clock: Clock, max_pages: int = MAX_PAGES, *, seed: int = 0) -> None:
+        self.counters: Counter[str] = Counter()
+        self._clock = clock
+        self._max_pages = max_pages
+        self._seed = seed
+        self._table = KeyTable(max_pages, np.int32, seed=seed)
+        self._sets = PlaceSets(MAX_SETS)
+        self._holders: dict[str, Holder] = {}
+        self._free_slots = list(reversed(range(MAX_SLOTS)))
+        self._present = 0  # a bit for each slot that is a worker's; others' entries are being purged
+        self._num_slots = 0  # that were ever used
+        self._purges: deque[tuple[int, list[Change]]] = deque()  # slot, what is left of its entries
+        self._expectations: deque[Expectation] = deque()
+        self._num_expectations = 0
+        self._stamp = 0
+
+    @property
+    def num_pages(self) -> int:
+        """That some worker holds."""
+        return len(self._table)
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._sets)
+
+    def join(self, worker: Worker) -> None:
+        """Once for each life of a worker."""
+        if worker.id in self._holders:
+            return
+        while not self._free_slots:
+            self._purge(PURGED_AT_ONCE)
+        slot = self._free_slots.pop()
+        num_pages = worker.num_pages + worker.num_host_pages + NUM_SPARE_PAGES
+        self._holders[worker.id] = Holder(slot, num_pages, self._seed)
+        self._present |= 1 << slot
+        self._num_slots = max(self._num_slots, slot + 1)
+        self._share_out()
+
+    def forget(self, worker_id: str) -> None:
+        """At once for `match`; its entries are taken out little by little, in `tick`."""
+        holder = self._holders.pop(worker_id, None)
+        if holder is None:
+            return
+        self._present &= ~(1 << holder.slot)
+        self._purges.append((holder.slot, holder.clear()))
+        self._share_out()
+
+    def slot(self, worker_id: str) -> int | None:
+        """Where in a Match this worker is; the same until it is forgotten."""
+        holder = self._holders.get(worker_id)
+        return None if holder is None else holder.slot
+
+    def is_known(self, worker_id: str) -> bool:
+        """Whether it has told what it holds, with no gap since. A decision without is a blind one."""
+        holder = self._holders.get(worker_id)
+        return holder is not None and holder.next_number is not None
+
+    def num_held(self, worker_id: str) -> int:
+        holder = self._holders.get(worker_id)
+        return 0 if holder is None else len(holder)
+
+    def apply(self, worker_id: str, events: PageEvents) -> bool:
+        """False: some were lost before these, the worker should be asked for all its pages (PagesWanted)."""
+        holder = self._holders.get(worker_id)
+        num_changes = len(events.pages)
+        if holder is None:
+            self.counters["unknown"] += num_changes
+            return True
+        if len(events.keys) != KEY_BYTES * num_changes or len(events.generations) != num_changes:
+            self.counters["malformed"] += 1
+            return True
+        self._stamp += 1
+        is_in_order = True
+        num_stale = 0
+        if events.is_afresh:
+            self._change(holder.slot, holder.clear())
+        elif holder.next_number is not None:
+            num_stale = min(max(0, holder.next_number - events.first), num_changes)
+            is_in_order = events.first <= holder.next_number
+        else:
+            is_in_order = events.first == 0
+        self.counters["stale"] += num_stale
+        self.counters["gaps"] += not is_in_order
+        self._follow(holder, events, num_stale)
+        if not is_in_order:
+            holder.next_number = None
+        elif num_stale < num_changes or events.is_afresh or holder.next_number is None:
+            holder.next_number = events.first + num_changes
+        return is_in_order
+
+    def match(self, keys: bytes) -> Match:
+        """keys: 16 bytes for each full page of the prompt, in order."""
+        lengths = np.zeros((2, self._num_slots), np.int32)
+        match = Match(lengths[0], lengths[1])
+        if not keys:
+            return match
+        runs = self._runs(keys_of(keys))
+        _measure([(start, places.anywhere) for start, places in runs], self._present, match.num_pages)
+        if all(places.devices == places.anywhere for _, places in runs):
+            match.num_device_pages[:] = match.num_pages
+        else:
+            _measure(
+                [(start, places.devices) for start, places in runs], self._present, match.num_device_pages
+            )
+        return match
+
+    def locate(self, worker_id: str, keys: bytes) -> Located:
+        """Where on its device the worker has the first of these pages, as many as it has told of."""
+        holder = self._holders.get(worker_id)
+        return Located((), ()) if holder is None else holder.locate(keys_of(keys))
+
+    def expect(self, worker_id: str, keys: bytes, ttl_s: float) -> None:
+        """The worker was sent a prompt with these pages. What it holds of them already is now young again.
+
+        To be called for everything that is dispatched, or a worker's share is given up in the wrong order.
+        """
+        holder = self._holders.get(worker_id)
+        if holder is None or not keys:
+            return
+        self._stamp += 1
+        self._num_expectations = (self._num_expectations + 1) % 2**32
+        distinct = np.unique(keys_of(keys))
+        self._change(holder.slot, holder.expect(distinct, self._num_expectations, self._stamp))
+        self._expectations.append(
+            Expectation(self._clock.now_s() + ttl_s, holder, distinct, self._num_expectations)
+        )
+        if len(self._expectations) > MAX_EXPECTATIONS:
+            self._disappoint(self._expectations.popleft())
+
+    def tick(self) -> None:
+        """End the expectations whose time is over, and take out some entries of those who left."""
+        now_s = self._clock.now_s()
+        while self._expectations and self._expectations[0].until_s <= now_s:
+            self._disappoint(self._expectations.popleft())
+        self._purge(PURGED_AT_ONCE)
+
+    def export(self, worker_id: str) -> Iterator[tuple[Keys, NDArray[np.uint64]]]:
+        """What the worker has told and nothing since has undone; see index_holder for the values."""
+        holder = self._holders.get(worker_id)
+        if holder is not None:
+            yield holder.entries()
+
+    def check_integrity(self) -> None:
+        """AssertionError when the table does not say what the holders say, except for want of room."""
+        for holder in self._holders.values():
+            for tier, keys in enumerate(holder.keys()):
+                cells = self._table.find(keys)
+                places = [
+                    self._sets.places(set_id) for set_id in self._table.values[cells[cells >= 0]].tolist()
+                ]
+                bit = 1 << holder.slot
+                assert all((place.anywhere if tier else place.devices) & bit for place in places)
+        assert not (self._table.values[self._table.taken()] == EMPTY).any()
+
+    def _runs(self, keys: Keys) -> list[tuple[int, Places]]:
+        """Where each run of pages with the same holders begins, and the end."""
+        cells = self._table.find(keys)
+        sets = np.where(cells >= 0, self._table.values[cells], EMPTY)
+        starts = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist()]
+        held_by = map(self._sets.places, sets[starts].tolist())
+        return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
+
+    def _follow(self, holder: Holder, events: PageEvents, num_stale: int) -> None:
+        keys = keys_of(events.keys)[num_stale:]
+        pages = np.array(events.pages, np.int64)[num_stale:]
+        generations = np.array(events.generations, np.int64)[num_stale:]
+        if not keys.size:
+            return
+        # Of several changes of one page in a message, only the last is left to see.
+        _, from_the_end = np.unique(keys[::-1], return_index=True)
+        if from_the_end.size < keys.size:
+            last = keys.size - 1 - from_the_end
+            keys, pages, generations = keys[last], pages[last], generations[last]
+        tier = int(events.tier is Tier.HOST)
+        removed = pages < 0
+        self._change(holder.slot, holder.remove(keys[removed], tier) if removed.any() else [])
+        stored = ~removed
+        if stored.any():
+            values = values_of(pages[stored], generations[stored], tier)
+            self._change(holder.slot, holder.store(keys[stored], values, tier, self._stamp))
+
+    def _change(self, slot: int, changes: list[Change]) -> None:
+        for change in changes:
+            place = slot + change.tier * MAX_SLOTS
+            if change.joined.size:
+                self._enter(change.joined, place)
+            if change.left.size:
+                self._take_out(change.left, place)
+
+    def _enter(self, keys: Keys, place: int) -> None:
+        cells = self._table.find(keys)
+        new = cells < 0
+        sets = self._sets.joined(np.where(new, EMPTY, self._table.values[cells]).astype(np.int32), place)
+        new &= sets != EMPTY
+        if new.any():
+            cells[new] = self._table.insert(keys[new])
+            homeless = new & (cells < 0)
+            if homeless.any():
+                self.counters["no_room"] += int(homeless.sum())
+                self._sets.dropped(sets[homeless])
+        self._table.values[cells[cells >= 0]] = sets[cells >= 0]
+
+    def _take_out(self, keys: Keys, place: int) -> None:
+        cells = self._table.find(keys)
+        cells = cells[cells >= 0]
+        sets = self._sets.left(self._table.values[cells], place)
+        self._table.values[cells] = sets
+        self._table.remove(cells[sets == EMPTY])
+
+    def _disappoint(self, expectation: Expectation) -> None:
+        holder = expectation.holder  # if it has been forgotten since, it has nothing any more
+        self._change(holder.slot, holder.disappoint(expectation.keys, expectation.number))
+
+    def _purge(self, num_entries: int) -> None:
+        while self._purges and num_entries > 0:
+            slot, changes = self._purges.popleft()
+            change = changes.pop()
+            part = change.left[:num_entries]
+            self._change(slot, [change._replace(left=part)])
+            num_entries -= max(1, part.size)
+            if part.size < change.left.size:
+                changes.append(change._replace(left=change.left[part.size :]))
+            if changes:
+                self._purges.appendleft((slot, changes))
+            else:
+                self._free_slots.append(slot)
+
+    def _share_out(self) -> None:
+        share = self._max_pages // max(1, len(self._holders))
+        for holder in self._holders.values():
+            holder.limit = min(holder.num_own_pages, share)
+
+
+def _measure(runs: list[tuple[int, int]], present: int, lengths: Lengths) -> None:
+    """runs: where each begins, and the slots that hold its pages; the last is empty. Who holds all pages up
+    to some run, and not that one, has as many as there are before it."""
+    holding = present & runs[0][1]
+    for start, slots in runs[1:]:
+        lost = holding & ~slots
+        if lost:
+            lengths[_slots(lost)] = start
+            holding ^= lost
+        if not holding:
+            break
+
+
+def _slots(mask: int) -> list[int] | NDArray[np.int64]:
+    if mask.bit_count() > _FEW:
+        packed = np.frombuffer(mask.to_bytes(MAX_SLOTS // 8, "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+    slots = []
+    while mask:
+        slots.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return slots
