@@ -1,9 +1,11 @@
 """Hand-offs between replicas of several ranks each, whose other ranks are processes of their own."""
 
 import itertools
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -158,6 +160,29 @@ def test_a_flipped_bit_of_one_part_is_written_again(replicas: Replicas) -> None:
     assert source.send(destination.address(), NUM_UNITS) == "failed"
     assert destination.ended()[-1][:2] == ("recompute", "corrupt twice")
     assert all_back_s(source, destination) < BACK_S
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_transfers_both_ways_at_once_keep_apart(replicas: Replicas, transport: str) -> None:
+    """Some are aborted; each of the others brings what it was begun with."""
+    one, other = replicas("source", 2, transport=transport), replicas("destination", 4, transport=transport)
+    moments = random.Random(transport)
+    for _ in range(6):
+        begun = []
+        for source, destination in ((one, other), (other, one)) * 2:
+            transfer = source.begin(destination.address(), 12, 6)
+            pages = source._prompts[bytes.fromhex(transfer)][0]
+            sent = source._call(partial(source._digest, pages))
+            begun.append((source, destination, transfer, sent))
+        for source, _, transfer, _ in begun:
+            source.go_on(transfer)
+            if not moments.randrange(3):
+                source._call(partial(source.endpoint.abort, bytes.fromhex(transfer), "the test aborts"))
+        for source, destination, transfer, sent in begun:
+            if source.outcome(transfer) == "handed_over":
+                assert destination.outcome(transfer) == "adopted"
+                assert destination._digests[bytes.fromhex(transfer)] == sent
+    assert all_back_s(one, other) < BACK_S
 
 
 # Ranks that die.
