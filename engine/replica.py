@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Ordered
 from typing import Protocol
 
+from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.pages import PagePool
 from baton.engine.sequence import FilledPages, Progress
@@ -30,7 +31,7 @@ class Replica(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> list[StepOutput]: ...
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]: ...
 
     def claim_prefix(
         self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1

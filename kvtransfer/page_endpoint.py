@@ -15,10 +15,18 @@ class PageEndpoint(Protocol):
         """What went wrong or well since the start, by name."""
 
     def start(
-        self, link: Link, num_units: int, *, deadline_s: float, transfer: bytes | None = None
+        self,
+        link: Link,
+        num_units: int,
+        *,
+        deadline_s: float,
+        transfer: bytes | None = None,
+        num_layer_groups: int = 1,
     ) -> bytes: ...
 
-    def offer(self, transfer: bytes, pages: Sequence[int], num_units: int) -> None: ...
+    def offer(
+        self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
+    ) -> None: ...
 
     def abort(self, transfer: bytes, reason: str) -> None: ...
 

@@ -84,15 +84,15 @@ class Departure:
         is_last = most == num_answered or len(self.request.token_ids) + num_answered >= max_model_len
         return FinishReason.LENGTH if is_last else None
 
-    def take_offer(self) -> Offer | None:
-        """What can leave now and was not taken before.
+    def take_offer(self, *, is_last: bool = False) -> Offer | None:
+        """What can leave now and was not taken before; is_last: all, as the step that runs computes the rest.
 
         Only whole pages leave before the end: a sequence that is preempted and computed again fills other
         pages, and one of which a part has left would never get its rest.
         """
         assert self.progress is not None, "nothing is computed yet"
         num_held, num_computed = self.prefill.num_held_tokens, self.progress.num_computed_tokens
-        if num_computed < self.num_tokens:
+        if num_computed < self.num_tokens and not is_last:
             num_pages = (num_computed - num_held) // self.page_size
             num_units = num_pages * (self.page_size // self.unit_tokens)
         else:

@@ -41,6 +41,7 @@ from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
 from baton.prefill_worker.departure import Departure, Stage
 from baton.prefill_worker.kv_links import KvLinks
+from baton.prefill_worker.last_chunks import LastChunks
 from baton.request import FinishReason, StepOutput
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
@@ -56,7 +57,10 @@ class PrefillWorker:
         colleagues: Colleagues,
         beats: Beats,
         links: KvLinks,
+        *,
+        num_layer_groups: int = 1,
     ) -> None:
+        """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
         self.is_draining = False
         self._engine = engine
         self._endpoint = endpoint
@@ -65,6 +69,10 @@ class PrefillWorker:
         self._links = links
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
+        self._num_layer_groups = num_layer_groups
+        self._last_chunks: LastChunks | None = None
+        if num_layer_groups > 1:
+            self._last_chunks = LastChunks(endpoint, num_layer_groups, self._by_engine_id.get)
         self._num_tokens = self._kv_bytes = 0
 
     @property
@@ -104,7 +112,7 @@ class PrefillWorker:
         for transfer in self._endpoint.take_granted():
             self._compute(transfer)
         if self._engine.has_work():
-            for output in self._engine.step():
+            for output in self._engine.step(self._last_chunks):
                 self._hand_off(output)
             self._offer_what_is_computed()
         self._colleagues.flush()
@@ -145,8 +153,9 @@ class PrefillWorker:
 
     def _lost_decode_workers(self, ids: list[str]) -> None:
         for departure in list(self._departures.values()):
-            if departure.decode in ids:
+            if departure.decode in ids:  # it may hear us yet: gone is what the router says it is
                 self._give_up(departure, "its decode worker is gone")
+                self._refuse(departure.decode, departure.prefill, Failure.BUSY, "you were taken for dead")
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         for departure in list(self._departures.values()):
@@ -175,7 +184,11 @@ class PrefillWorker:
             return
         self._departures[prefill.transfer] = departure
         self._endpoint.start(
-            link, departure.num_units, deadline_s=TRANSFER_TIMEOUT_S, transfer=prefill.transfer
+            link,
+            departure.num_units,
+            deadline_s=TRANSFER_TIMEOUT_S,
+            transfer=prefill.transfer,
+            num_layer_groups=self._num_layer_groups,
         )
 
     def _compute(self, transfer: bytes) -> None:

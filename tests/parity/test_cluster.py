@@ -17,6 +17,7 @@ from baton.config import EngineConfig, engine_config
 from baton.control import WorkerRole
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
+from baton.prefill_worker import last_chunks
 from baton.request import Request, SamplingParams
 from baton.worker_config import TransportChoice
 from tests.cluster_threads import Answer, Cluster
@@ -176,4 +177,24 @@ def test_a_cluster_gives_the_tokens_of_one_engine(
 def test_every_topology_gives_the_tokens_of_one_engine(
     topology: Topology, oracle: Engine, model_directory: Callable[..., Path]
 ) -> None:
+    check(topology, oracle, model_directory(MODEL))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology("1P+1D"),
+        Topology("tcp, pages 16 to 64", decode_page_size=64, transport="tcp"),
+        pytest.param(Topology("tp 2 to 1", prefill_tp=2), marks=pytest.mark.slow),
+        pytest.param(Topology("tp 1 to 2, gloo", decode_tp=2, transport="gloo"), marks=pytest.mark.slow),
+    ],
+    ids=lambda topology: topology.name,
+)
+def test_pages_that_leave_layer_by_layer_give_the_tokens_of_one_engine(
+    topology: Topology,
+    oracle: Engine,
+    model_directory: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(last_chunks, "MIN_RUN_BYTES", 1)  # the model's pages are too short for it otherwise
     check(topology, oracle, model_directory(MODEL))

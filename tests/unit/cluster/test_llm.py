@@ -9,6 +9,7 @@ import pytest
 from baton.cluster.completion import Completion, TextDelta
 from baton.cluster.llm import LLM
 from baton.cluster.prompts import Prompt
+from baton.engine.layer_watch import LayerWatch
 from baton.errors import InvalidRequest
 from baton.request import FinishReason, SamplingParams, StepOutput
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
@@ -261,7 +262,7 @@ def test_another_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
 
     inner_step = llm.engine.step
 
-    def step_beside_another() -> list[StepOutput]:
+    def step_beside_another(watch: LayerWatch | None = None) -> list[StepOutput]:
         llm.engine.step = inner_step  # type: ignore[method-assign]
         other = threading.Thread(target=intrude)
         other.start()
@@ -287,7 +288,7 @@ def test_a_stream_dropped_beside_a_working_thread_is_ended_by_that_thread(llm: L
     next(streams[0])
     inner_step = llm.engine.step
 
-    def step_while_dropped() -> list[StepOutput]:
+    def step_while_dropped(watch: LayerWatch | None = None) -> list[StepOutput]:
         llm.engine.step = inner_step  # type: ignore[method-assign]
         other = threading.Thread(target=streams.clear)  # the last reference goes there
         other.start()
