@@ -9,8 +9,9 @@
 The watermark: what outsiders do not hold is always enough for the longest live sequence, whatever it may
 grow to, alone. Preemption frees all but what outsiders hold, so live sequences can end one after another,
 however long a transfer takes. Nor may a reservation take what a newcomer could not: pages that running
-prefills still need, and the headroom of running sequences. A sequence that comes after a reservation was
-granted may have to wait for it; reservations end by their deadlines.
+prefills still need, the headroom of running sequences, and what the first of those that wait is waiting for,
+so that small reservations do not starve it. A sequence that comes after a reservation was granted may have to
+wait for it; reservations end by their deadlines.
 """
 
 from collections.abc import Sequence as Ordered
@@ -102,7 +103,7 @@ class OutsidePages:
         """Pages that are free, or will be after eviction, and that a reservation may have now."""
         pool, queues = self._pool, self._queues
         num_pages = pool.num_available - queues.num_running * pool.pages_for(HEADROOM_TOKENS)
-        for sequence in queues.prefilling.values():
+        for sequence in (*queues.prefilling.values(), *queues.waiting[:1]):
             num_pages -= max(0, pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
         longest = max((s.max_num_tokens for s in queues.by_key.values()), default=0)
         num_spare = pool.num_available - pool.pages_for(longest)

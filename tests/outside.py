@@ -90,11 +90,18 @@ class OpenHarness(Harness):
             if sequence.status is SequenceStatus.RUNNING:
                 needed += self.pool.pages_for(16)
                 if sequence.num_uncomputed_tokens > 1:
-                    needed += self.pool.pages_for(sequence.num_tokens) - len(sequence.page_table)
+                    needed += self.missing(sequence)
+        waiting = [each for each in self.live.values() if each.status is not SequenceStatus.RUNNING]
+        if waiting:
+            needed += max(0, self.missing(min(waiting, key=lambda each: each.rank)))
         longest = max((self.pool.pages_for(s.max_num_tokens) for s in self.live.values()), default=0)
         now = self.pool.num_pages - is_held - needed
         at_the_end = self.pool.num_pages - is_outside - longest
         return max(0, min(now, at_the_end))
+
+    def missing(self, sequence: Sequence) -> int:
+        """Pages that it needs to compute all its tokens."""
+        return self.pool.pages_for(sequence.num_tokens) - len(sequence.page_table)
 
     def check_kept(self, sequence: Sequence) -> None:
         """The pages that it keeps hold all that it has computed."""

@@ -133,6 +133,20 @@ def test_pages_that_a_running_prefill_still_needs_are_not_reserved() -> None:
     assert harness.scheduler.outside.num_reservable() == 16 - 8 - 4
 
 
+def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
+    harness = make(num_pages=12)
+    harness.add("runs", [5] * 24, SamplingParams(max_tokens=8))
+    harness.step()
+    harness.add("waits", [6] * 20, SamplingParams(max_tokens=1))
+    plan, _, _ = harness.step()
+    assert not plan.admitted and harness.pool.num_available == 5
+    while harness.scheduler.num_running:
+        assert harness.scheduler.outside.num_reservable() == 0
+        harness.step()
+    assert harness.scheduler.outside.num_reservable() == 12 - 6  # it may still grow by a page
+    harness.run()
+
+
 def test_pages_that_others_hold_are_no_room() -> None:
     harness = make(num_pages=12)
     (kept,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
