@@ -44,7 +44,7 @@ from tests.fakes import Letter, Post, PostedPeer
 from tests.tiny_models import tiny_config
 
 KEY: Final = b"the key of the tests' cluster"
-TIMEOUT_S: Final = 10.0
+TIMEOUT_S: Final = 15.0
 ROUTER: Final = Hello(process=Kind.ROUTER, id="1" * 32)
 GATEWAY: Final = Hello(process=Kind.GATEWAY, id="2" * 32)
 PREFILL: Final = "3" * 32

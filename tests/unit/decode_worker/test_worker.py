@@ -119,8 +119,7 @@ class TestPagesThatDoNotCome:
         """Its process is not known to be dead: control connections end by themselves."""
         pair, request = make_pair(**SMALL_STEPS), a_request()
         bring_to(pair, request, "token-only")
-        pair.lose_prefill_worker(is_heard=False)
-        pair.decode.endpoint.release()
+        pair.lose_prefill_worker(is_heard=False)  # its Commit has come, and is never heard
         self._is_recomputed(pair, request, alone)
 
     def test_a_lost_link_for_pages_before_that_waits_for_what_became_of_the_worker(
