@@ -60,6 +60,8 @@ class StreamSocket:
                 stream.begin(outlet)
                 with suppress(ClientGone):  # or another message has come: the loop above reads it
                     await self._inference.follow(stream)
+                if stream.is_given_up:
+                    raise ClientGone
         except BatonError as error:
             outlet.write(as_api_error(error).body() + b"\n" + DONE + b"\n")
 
