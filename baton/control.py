@@ -42,6 +42,7 @@ Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
 PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=2**40)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 
 
@@ -75,6 +76,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     id: Id
     name: Name  # the operator's, as "decode-0": the same after a restart
+    started_s: UnixSeconds = 0.0  # by its own clock; of two processes of one name the later one is the worker
     role: WorkerRole
     model: Name  # as the API names it
     fingerprint: Name  # of the weights; requests move only between equal ones

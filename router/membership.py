@@ -2,8 +2,9 @@
 
 The life of a member:
 
-1. It joins with its Hello. A worker of the same name that was there is fenced: dropped, and its id never
-   let in again; a name has one owner, the process that started last.
+1. It joins with its Hello. A name has one owner, the process that started last: a worker of the same name
+   that was there before is fenced, dropped and its id never let in again; one that started before the one
+   that is there, such as one that stood still for long, is not let in.
 2. It beats every second, and says whom it reaches.
 3. It is dead when its connection ends, and when no beat has come for BEAT_TIMEOUT_S: then the router ends
    the connection. A process that was only held up may join again: whoever else was connected to it has
@@ -87,6 +88,9 @@ class Membership:
         if known is not None and known.worker.name != worker.name:
             raise ProtocolError(f"{worker.name} has the id of {known.worker.name}, {worker.id}")
         former = self._members.get(self._names.get(worker.name, ""))
+        if former is not None and former.worker.started_s > worker.started_s:
+            message = f"{worker.name} {former.id}, which is here, has started after {worker.id}"
+            raise WireError(message, reason="fenced")
         if former is None and len(self._members) >= MAX_WORKERS:
             raise WireError(f"there are {MAX_WORKERS} workers already", reason="full")
         if former is not None:

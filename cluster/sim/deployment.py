@@ -12,6 +12,7 @@ from baton.router_config import RouterSettings
 
 MAX_MODEL_LEN: Final = 96
 SEEMS_DEAD_S: Final = 2.0  # without a sign of life; some of it may have passed before
+ZOMBIE_S: Final = 2.0
 REQUEST_ID_LENGTH: Final = 32  # what follows in an engine's name is the attempt
 RESTART_S: Final = (0.05, 1.5)
 
@@ -42,12 +43,26 @@ class Slot:
         if seconds >= SEEMS_DEAD_S:
             self.absences.append((events.now_s, events.now_s + seconds))
 
-    def _watch(self) -> None:
-        self.life.process.on_death.append(self._died)
+    def replace(self, seconds: float) -> None:
+        """Start another in its place, as one does whose host does not answer. It wakes up again, and dies."""
+        process, events = self.life.process, self._site.events
+        if process.is_paused:
+            return
+        process.pause()
+        self.absences.append((events.now_s, events.now_s + MAX_DEATH_DELAY_S))
+        self._restart()
+        events.after(seconds, process.resume)
+        events.after(seconds + ZOMBIE_S, process.die)
 
-    def _died(self) -> None:
+    def _watch(self) -> None:
+        life = self.life
+        life.process.on_death.append(lambda: self._died(life))
+
+    def _died(self, life: Life) -> None:
         self._site.trace.died(self.name)
-        self._site.killers[self.life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
+        self._site.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
+        if life is not self.life:
+            return
         now_s, restart_s = self._site.events.now_s, self._site.random.uniform(*RESTART_S)
         self.absences.append((now_s, now_s + MAX_DEATH_DELAY_S))
         self._site.events.after(restart_s, self._restart)

@@ -16,6 +16,7 @@ PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
 ROLLING_S: Final = 2.0  # between two workers of a rolling restart
 WAIT_S: Final = 2.0
 LOOK_S: Final = 0.003
+PARTED_S: Final = (0.2, 1.0, 4.0)
 STALL_S: Final = (0.01, 3.0)
 
 Fault = Callable[[], str]  # does it, and says what it was
@@ -55,6 +56,8 @@ class Faults:
             self._drain,
             self._lie_in_wait,
             self._lie_in_wait,
+            self._part,
+            self._replace,
         ]
 
     def schedule(self, trouble: Trouble, end_s: float) -> None:
@@ -147,6 +150,17 @@ class Faults:
         assert isinstance(slot.life, WorkerLife)
         slot.life.drain()
         return f"SIGTERM {slot.name}"
+
+    def _part(self) -> str:
+        one, other = self._random.sample(self._deployment.slots, 2)
+        seconds = self._random.choice(PARTED_S)
+        self._deployment.site.network.part(one.name, other.name, seconds)
+        return f"{one.name} and {other.name} are parted for {seconds:g} s"
+
+    def _replace(self) -> str:
+        slot, _ = self._worker()
+        slot.replace(self._random.choice(PAUSES_S))
+        return f"{slot.name} stands still and is replaced; the old one wakes up later"
 
     def _lie_in_wait(self) -> str:
         """A worker is hit in the middle of a transfer, if one comes."""

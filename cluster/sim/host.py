@@ -54,7 +54,7 @@ class Host:
 
     def _connect(self, address: Address) -> None:
         callee = self._directory.find(address)
-        if callee is None or callee.process.is_dead:
+        if callee is None or callee.process.is_dead or self._network.is_parted(self.process, callee.process):
             self._dialing.discard(address)
             return
         ours, theirs = self._network.connect(self.process, callee.process)

@@ -123,6 +123,7 @@ class WorkerLife:
         worker = Worker(
             id=self._site.new_id(plan.name),
             name=plan.name,
+            started_s=self._site.events.now_s,
             role=plan.role,
             model="numbers",
             fingerprint=FINGERPRINT,
@@ -148,15 +149,16 @@ class WorkerLife:
     def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
         """See kv_links.Connect."""
         process, other = self.process, self._site.endpoints[address]
-        is_direct = self._site.random.random() < 0.5
+        network, is_direct = self._site.network, self._site.random.random() < 0.5
 
         def dial() -> None:
             link = None
-            if not other.process.is_dead and not other.process.is_paused:
+            is_there = not other.process.is_dead and not other.process.is_paused
+            if is_there and not network.is_parted(process, other.process):
                 link = self.endpoint.connect(other, is_direct=is_direct)
             process.post(lambda: answer(link))
 
-        process.later(SLOW_DIAL_S if other.process.is_paused else self._site.network.delay_s(), dial)
+        process.later(SLOW_DIAL_S if other.process.is_paused else network.delay_s(), dial)
 
 
 Life: TypeAlias = RouterLife | GatewayLife | WorkerLife

@@ -5,7 +5,7 @@
 3. An end that is closed: what was sent before arrives. A wire that is cut, by a fault or by a death: some of
    what is under way may arrive, in order, the rest is lost.
 4. Each end is told by `on_end`, once, in its own time; nothing comes after it.
-5. A stall holds up what is sent, both ways, for a while.
+5. A stall holds up what is sent, both ways, for a while. Two processes that are parted can't connect.
 """
 
 from collections.abc import Callable
@@ -100,6 +100,7 @@ class Network:
     def __init__(self, events: Events, random: Random) -> None:
         self.wires: dict[Wire, None] = {}  # that are whole, oldest first
         self.num_bodies = 0
+        self._parted_until_s: dict[frozenset[str], float] = {}
         self._events = events
         self._random = random
         self._max_delay_s = random.choice(MAX_DELAYS_S)
@@ -111,6 +112,16 @@ class Network:
         caller.on_death.append(wire.cut)
         callee.on_death.append(wire.cut)
         return ends
+
+    def part(self, one: str, other: str, seconds: float) -> None:
+        """Processes of these names hear nothing of each other for so long; their wires are cut."""
+        self._parted_until_s[frozenset((one, other))] = self._events.now_s + seconds
+        for wire in [wire for wire in self.wires if {end.owner.name for end in wire.ends} == {one, other}]:
+            wire.cut()
+
+    def is_parted(self, caller: Process, callee: Process) -> bool:
+        until_s = self._parted_until_s.get(frozenset((caller.name, callee.name)), 0.0)
+        return self._events.now_s < until_s
 
     def close_all(self, process: Process) -> None:
         """As a process does that ends in order."""

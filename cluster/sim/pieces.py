@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OnEnd: TypeAlias = Callable[[bytes | None, str], None]  # digests of the piece's units, or why it failed
 
+NAPS_S: Final = (0.0, 0.0, 0.0, 0.0, 0.3)
 FLIPPED: Final = 0x40
 
 
@@ -100,6 +101,10 @@ class Pieces:
     def _later(self, call: Callable[[], None]) -> None:
         self._process.later(self._network.delay_s() + self.faults.delay_s, call)
 
+    def _nap_s(self) -> float:
+        """Between looking and writing: a thread may be held up there."""
+        return self._random.choice(NAPS_S) + self._network.delay_s()
+
     # By hand.
 
     def _look(self, source: SimEndpoint, target: SimEndpoint, piece: Piece) -> None:
@@ -111,7 +116,7 @@ class Pieces:
                 self._fail(piece, "the page is not ours any more")
                 return
         self._take_contents(source, piece)
-        self._later(lambda: self._write_by_hand(target, piece))
+        self._process.later(self._nap_s(), lambda: self._write_by_hand(target, piece))
 
     def _write_by_hand(self, target: SimEndpoint, piece: Piece) -> None:
         if not piece.is_stopped:
@@ -132,8 +137,7 @@ class Pieces:
         if writing is None:
             self._later(lambda: self._fail(piece, "refused"))
         else:
-            delay_s = self._network.delay_s()
-            target.process.later(delay_s, lambda: self._land(target, piece, writing))
+            target.process.later(self._nap_s(), lambda: self._land(target, piece, writing))
 
     def _land(self, target: SimEndpoint, piece: Piece, writing: Writing) -> None:
         is_whole = not writing.must_stop

@@ -1,0 +1,42 @@
+"""Two processes of one name: the one that started last is the worker, in whatever order they come."""
+
+import msgspec
+import pytest
+
+from baton.errors import WireError
+from tests.node_peers import TestPeer, a_worker, id_of
+from tests.unit.router.router_cluster import Cluster, cluster
+
+
+def join(c: Cluster, which: str, started_s: float) -> TestPeer:
+    worker = msgspec.structs.replace(a_worker(which), name="d", started_s=started_s)
+    return TestPeer.worker(c.router, worker)
+
+
+def test_later_one_takes_the_place_of_the_earlier() -> None:
+    c = cluster()
+    earlier = join(c, "earlier", 1.0)
+    join(c, "later", 2.0)
+    assert not earlier.is_open
+    assert c.router.members.find("d") is c.router.members.get(id_of("later"))
+
+
+def test_earlier_one_that_comes_later_is_not_let_in() -> None:
+    """As after a restart of the router, when one that stood still wakes up."""
+    c = cluster()
+    later = join(c, "later", 2.0)
+    with pytest.raises(WireError, match="has started after") as refused:
+        join(c, "earlier", 1.0)
+    assert refused.value.reason == "fenced"
+    assert later.is_open
+    assert c.router.members.get(id_of("later")) is not None
+
+
+def test_earlier_one_is_let_in_while_the_later_is_away() -> None:
+    c = cluster()
+    join(c, "later", 2.0).leave()
+    earlier = join(c, "earlier", 1.0)
+    assert c.router.members.get(id_of("earlier")) is not None
+    join(c, "later", 2.0)
+    assert not earlier.is_open
+    assert c.router.members.get(id_of("later")) is not None
