@@ -26,7 +26,6 @@ def test_pages_of_a_limit_are_scattered_within_its_pool(num_pages: int) -> None:
     assert moves.num_bytes == num_pages * 2**15
 
 
-@pytest.mark.timeout(240)  # nine processes, each of which loads torch
 def test_a_sweep_has_every_transport_limit_and_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sweep, "LIMIT_BYTES", LITTLE)
     told = "import sys; print('{\"write\": ' + sys.argv[1] + '}')"
