@@ -41,7 +41,7 @@ class Library(Protocol):
 
 
 class Nixl:
-    operations = ("WRITE", "READ")
+    operations: tuple[str, ...] = ("WRITE", "READ")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
         api: Any = importlib.import_module("nixl._api")
@@ -74,7 +74,7 @@ class Nixl:
 
 
 class Mooncake:
-    operations = ("write", "read")
+    operations: tuple[str, ...] = ("write", "read")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
         self._engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
