@@ -53,10 +53,11 @@ def test_who_does_not_read_lags_and_is_told_of_when_it_has() -> None:
             assert not outlet.lags
             outlet.write(b"x\n")
             await turns()
-        assert outlet.lags and not told
+        assert [outlet.lags, told] == [True, []]
         reader.may_read.set()
         await turns()
-        assert not outlet.lags and told == ["writable"] and len(reader.read) == MAX_UNSENT + 2
+        assert [outlet.lags, told] == [False, ["writable"]]
+        assert len(reader.read) == MAX_UNSENT + 2
         await outlet.close()
 
     asyncio.run(scenario())
