@@ -72,13 +72,15 @@ class Holder:
 
     def store(self, keys: Keys, values: Values, tier: int, stamp: int) -> list[Change]:
         """Keys are distinct. What was in the other tier has moved."""
-        cells, is_new = self._cells_for(keys)
-        stored = cells >= 0
-        moved = stored & ~is_new & (self._on_host(cells) != bool(tier))
-        self._table.values[cells[stored]] = values[stored]
-        self._table.stamps[cells[stored]] = stamp
-        changes = [Change(tier, keys[(stored & is_new) | moved], keys[:0])]
-        if moved.any():
+        cells, new = self._cells_for(keys)
+        moved = np.zeros(0, np.int64)
+        if new.size < keys.size:
+            elsewhere = self._on_host(cells) != bool(tier)
+            elsewhere[new] = False
+            moved = np.flatnonzero(elsewhere)
+        self._write(cells, values, stamp)
+        changes = [Change(tier, keys[np.concatenate((new[cells[new] >= 0], moved))], keys[:0])]
+        if moved.size:
             changes.append(_left(1 - tier, keys[moved]))
         return changes + self._shrink()
 
@@ -91,12 +93,13 @@ class Holder:
 
     def expect(self, keys: Keys, number: int, stamp: int) -> list[Change]:
         """What it holds is only made young by it. Keys are distinct."""
-        cells, is_new = self._cells_for(keys)
-        stored = cells >= 0
-        self._table.stamps[cells[stored]] = stamp
-        is_open = stored & (is_new | _is_expected(self._table.values[cells]))
-        self._table.values[cells[is_open]] = EXPECTED | np.uint64(number)
-        return [Change(0, keys[stored & is_new], keys[:0]), *self._shrink()]
+        cells, new = self._cells_for(keys)
+        values = self._table.values[cells]
+        is_open = _is_expected(values)
+        is_open[new] = True
+        values[is_open] = EXPECTED | np.uint64(number)
+        self._write(cells, values, stamp)
+        return [Change(0, keys[new[cells[new] >= 0]], keys[:0]), *self._shrink()]
 
     def disappoint(self, keys: Keys, number: int) -> list[Change]:
         """Give up the pages of this expectation that have not come."""
@@ -117,22 +120,22 @@ class Holder:
     def _on_host(self, cells: Cells) -> NDArray[np.bool_]:
         return np.asarray(self._table.values[cells] >= HOST_BIT)
 
-    def _cells_for(self, keys: Keys) -> tuple[Cells, NDArray[np.bool_]]:
-        """Their cells, made where there were none, and which these are; -1 for the rare one without room."""
-        cells = self._table.find(keys)
-        is_new = cells < 0
-        num_new = int(np.count_nonzero(is_new))
-        if num_new:
-            if len(self._table) + num_new > self._table.num_keys:
-                self._grow(len(self._table) + num_new)
-                cells = self._table.find(keys)
-            cells[is_new] = self._table.insert(keys[is_new])
-        return cells, is_new
+    def _cells_for(self, keys: Keys) -> tuple[Cells, Cells]:
+        """Their cells, made where there were none; which rows are new; -1 for the rare one without room."""
+        if len(self._table) + keys.size > self._table.num_keys:
+            self._grow(len(self._table) + keys.size)
+        return self._table.place(keys)
+
+    def _write(self, cells: Cells, values: Values, stamp: int) -> None:
+        if cells.size and cells.min() < 0:
+            values, cells = values[cells >= 0], cells[cells >= 0]
+        self._table.values[cells] = values
+        self._table.stamps[cells] = stamp
 
     def _grow(self, num_keys: int) -> None:
         old, cells = self._table, self._table.taken()
-        self._table = self._new_table(max(num_keys, 2 * old.num_keys))
-        new_cells = self._table.insert(old.keys[cells])
+        self._table = self._new_table(max(num_keys, min(2 * old.num_keys, self.limit)))
+        new_cells, _ = self._table.place(old.keys[cells])
         cells, new_cells = cells[new_cells >= 0], new_cells[new_cells >= 0]
         self._table.values[new_cells] = old.values[cells]
         self._table.stamps[new_cells] = old.stamps[cells]

@@ -54,34 +54,17 @@ class KeyTable:
         return self.count
 
     def find(self, keys: Keys) -> Cells:
-        cells = np.full(keys.size, -1, np.int64)
-        if not self.count:
-            return cells
         first, second = self._groups(keys)
-        self._find_in(first, keys, cells, None)
-        missing = np.flatnonzero(cells < 0)
-        if missing.size:
-            self._find_in(second[missing], keys[missing], cells, missing)
+        cells, _ = self._look_up(keys, first, second)
         return cells
 
-    def insert(self, keys: Keys) -> Cells:
-        """Keys are distinct and none is in the table. The cells they have got; -1 where there was no room."""
-        cells = np.full(keys.size, -1, np.int64)
+    def place(self, keys: Keys) -> tuple[Cells, Cells]:
+        """Distinct keys' cells, and the rows of those that were not there; -1 for one that found no room."""
         first, second = self._groups(keys)
-        left = np.arange(keys.size)
-        while left.size:
-            groups = self._roomier(first[left], second[left])
-            free = self._lines[groups] == 0
-            columns = free.argmax(axis=1)
-            wanted = groups * WIDTH + columns
-            has_room = free[np.arange(left.size), columns]
-            left, wanted = left[has_room], wanted[has_room]
-            self.keys[wanted] = keys[left]  # of several that want one cell, the last has it
-            got = self.keys[wanted] == keys[left]
-            cells[left[got]] = wanted[got]
-            left = left[~got]
-        self.count += int((cells >= 0).sum())
-        return cells
+        cells, missing = self._look_up(keys, first, second)
+        if missing.size:
+            self._settle(keys[missing], first[missing], second[missing], cells, missing)
+        return cells, missing
 
     def remove(self, cells: Cells) -> None:
         """Of keys that are in the table, each once."""
@@ -98,12 +81,53 @@ class KeyTable:
         second = ((mixed & _LOW_HALF) * num_groups) >> _HALF
         return first.view(np.int64), second.view(np.int64)
 
-    def _find_in(self, groups: Cells, keys: Keys, cells: Cells, rows: Cells | None) -> None:
-        hits = np.flatnonzero(self._lines.take(groups, axis=0) == keys[:, None])
-        found = hits >> 3
-        cells[found if rows is None else rows[found]] = groups[found] * WIDTH + (hits & 7)
+    def _look_up(self, keys: Keys, first: Cells, second: Cells) -> tuple[Cells, Cells]:
+        """The cells, and the rows that have none."""
+        hits = (self._lines.take(first, axis=0) == keys[:, None]).ravel().nonzero()[0]
+        cells = np.full(keys.size, -1, np.int64)
+        rows = hits >> 3
+        cells[rows] = (first[rows] << 3) + (hits & 7)
+        if hits.size == keys.size:
+            return cells, hits[:0]
+        missing = (cells < 0).nonzero()[0]
+        groups = second[missing]
+        hits = (self._lines.take(groups, axis=0) == keys[missing][:, None]).ravel().nonzero()[0]
+        if not hits.size:
+            return cells, missing
+        rows = hits >> 3
+        cells[missing[rows]] = (groups[rows] << 3) + (hits & 7)
+        return cells, (cells < 0).nonzero()[0]
 
-    def _roomier(self, first: Cells, second: Cells) -> Cells:
-        num_first = np.count_nonzero(self._lines.take(first, axis=0), axis=1)
-        num_second = np.count_nonzero(self._lines.take(second, axis=0), axis=1)
-        return np.where((num_first < _CROWDED) | (num_first <= num_second), first, second)
+    def _settle(self, keys: Keys, first: Cells, second: Cells, cells: Cells, rows: Cells) -> None:
+        """Give cells to keys that have none; of several that want the same one, the last gets it at once."""
+        while rows.size:
+            wanted = self._vacancies(first, second)
+            has_room = wanted >= 0
+            if not has_room.all():
+                keys, first, second = keys[has_room], first[has_room], second[has_room]
+                rows, wanted = rows[has_room], wanted[has_room]
+            self.keys[wanted] = keys
+            lost = self.keys[wanted] != keys
+            cells[rows] = wanted
+            self.count += rows.size
+            if not lost.any():
+                return
+            keys, first, second, rows = keys[lost], first[lost], second[lost], rows[lost]
+            cells[rows] = -1
+            self.count -= rows.size
+
+    def _vacancies(self, first: Cells, second: Cells) -> Cells:
+        """A free cell for each, in its first group unless that is crowded and the second is less so."""
+        free = self._lines.take(first, axis=0) == 0
+        num_free = np.bitwise_count(free.view(np.uint64)).ravel()
+        vacancies = (first << 3) + free.argmax(axis=1)
+        crowded = (num_free <= WIDTH - _CROWDED).nonzero()[0]
+        if crowded.size:
+            others = second[crowded]
+            free = self._lines.take(others, axis=0) == 0
+            num_free_there = np.bitwise_count(free.view(np.uint64)).ravel()
+            vacancies_there = (others << 3) + free.argmax(axis=1)
+            is_roomier = num_free_there > num_free[crowded]
+            vacancies[crowded] = np.where(is_roomier, vacancies_there, vacancies[crowded])
+            vacancies[crowded[np.maximum(num_free_there, num_free[crowded]) == 0]] = -1
+        return vacancies

@@ -21,6 +21,7 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -56,9 +57,9 @@ class Match(NamedTuple):
 
 class Expectation(NamedTuple):
     until_s: float
+    number: int  # no two have the same
     holder: Holder
     keys: Keys
-    number: int
 
 
 class PrefixIndex:
@@ -76,7 +77,7 @@ class PrefixIndex:
         self._present = 0  # a bit for each slot that is a worker's; others' entries are being purged
         self._num_slots = 0  # that were ever used
         self._purges: deque[tuple[int, list[Change]]] = deque()  # slot, what is left of its entries
-        self._expectations: deque[Expectation] = deque()
+        self._expectations: list[Expectation] = []  # a heap: the first ends first
         self._num_expectations = 0
         self._stamp = 0
 
@@ -186,18 +187,17 @@ class PrefixIndex:
         self._stamp += 1
         self._num_expectations = (self._num_expectations + 1) % 2**32
         distinct = np.unique(keys_of(keys))
-        self._change(holder.slot, holder.expect(distinct, self._num_expectations, self._stamp))
-        self._expectations.append(
-            Expectation(self._clock.now_s() + ttl_s, holder, distinct, self._num_expectations)
-        )
+        number = self._num_expectations
+        self._change(holder.slot, holder.expect(distinct, number, self._stamp))
+        heappush(self._expectations, Expectation(self._clock.now_s() + ttl_s, number, holder, distinct))
         if len(self._expectations) > MAX_EXPECTATIONS:
-            self._disappoint(self._expectations.popleft())
+            self._disappoint(heappop(self._expectations))
 
     def tick(self) -> None:
         """End the expectations whose time is over, and take out some entries of those who left."""
         now_s = self._clock.now_s()
         while self._expectations and self._expectations[0].until_s <= now_s:
-            self._disappoint(self._expectations.popleft())
+            self._disappoint(heappop(self._expectations))
         self._purge(PURGED_AT_ONCE)
 
     def export(self, worker_id: str) -> Iterator[tuple[Keys, NDArray[np.uint64]]]:
@@ -232,18 +232,20 @@ class PrefixIndex:
         generations = np.array(events.generations, np.int64)[num_stale:]
         if not keys.size:
             return
-        # Of several changes of one page in a message, only the last is left to see.
-        _, from_the_end = np.unique(keys[::-1], return_index=True)
-        if from_the_end.size < keys.size:
+        if len(set(keys.tolist())) < keys.size:
+            # Of several changes of one page in a message, only the last is left to see.
+            _, from_the_end = np.unique(keys[::-1], return_index=True)
             last = keys.size - 1 - from_the_end
             keys, pages, generations = keys[last], pages[last], generations[last]
         tier = int(events.tier is Tier.HOST)
         removed = pages < 0
-        self._change(holder.slot, holder.remove(keys[removed], tier) if removed.any() else [])
-        stored = ~removed
-        if stored.any():
-            values = values_of(pages[stored], generations[stored], tier)
-            self._change(holder.slot, holder.store(keys[stored], values, tier, self._stamp))
+        if removed.any():
+            self._change(holder.slot, holder.remove(keys[removed], tier))
+            stored = ~removed
+            keys, pages, generations = keys[stored], pages[stored], generations[stored]
+        if keys.size:
+            values = values_of(pages, generations, tier)
+            self._change(holder.slot, holder.store(keys, values, tier, self._stamp))
 
     def _change(self, slot: int, changes: list[Change]) -> None:
         for change in changes:
@@ -254,17 +256,17 @@ class PrefixIndex:
                 self._take_out(change.left, place)
 
     def _enter(self, keys: Keys, place: int) -> None:
-        cells = self._table.find(keys)
-        new = cells < 0
-        sets = self._sets.joined(np.where(new, EMPTY, self._table.values[cells]).astype(np.int32), place)
-        new &= sets != EMPTY
-        if new.any():
-            cells[new] = self._table.insert(keys[new])
-            homeless = new & (cells < 0)
-            if homeless.any():
-                self.counters["no_room"] += int(homeless.sum())
-                self._sets.dropped(sets[homeless])
-        self._table.values[cells[cells >= 0]] = sets[cells >= 0]
+        cells, new = self._table.place(keys)
+        sets = self._table.values[cells]
+        sets[new] = EMPTY
+        sets = self._sets.joined(sets, place)
+        if cells.min() < 0:
+            self.counters["no_room"] += int(np.count_nonzero(cells < 0))
+            self._sets.dropped(sets[(cells < 0) & (sets != EMPTY)])
+            cells, sets = cells[cells >= 0], sets[cells >= 0]
+        self._table.values[cells] = sets
+        if self._sets.num_refused:
+            self._table.remove(cells[sets == EMPTY])
 
     def _take_out(self, keys: Keys, place: int) -> None:
         cells = self._table.find(keys)

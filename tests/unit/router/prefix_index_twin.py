@@ -1,0 +1,89 @@
+"""The prefix index as plain dicts: slow, and plainly right. It knows no bounds."""
+
+from dataclasses import dataclass, field
+
+from baton.control import PageEvents, Tier
+from baton.page_keys import KEY_BYTES
+
+Place = tuple[Tier, int, int]  # page and generation; page -1: expected
+
+
+@dataclass
+class TwinWorker:
+    held: dict[bytes, Place] = field(default_factory=dict)
+    expected: dict[bytes, tuple[int, float]] = field(default_factory=dict)  # by which expectation, until when
+    next_number: int | None = None
+
+
+class Twin:
+    def __init__(self) -> None:
+        self.workers: dict[str, TwinWorker] = {}
+        self.num_expectations = 0
+
+    def apply(self, worker_id: str, events: PageEvents) -> bool:
+        worker = self.workers[worker_id]
+        changes = list(zip(split(events.keys), events.pages, events.generations, strict=True))
+        if events.is_afresh:
+            worker.held.clear()
+            worker.expected.clear()
+            is_in_order, num_stale = True, 0
+        elif worker.next_number is None:
+            is_in_order, num_stale = events.first == 0, 0
+        else:
+            is_in_order = events.first <= worker.next_number
+            num_stale = min(len(changes), max(0, worker.next_number - events.first))
+        for key, page, generation in changes[num_stale:]:
+            if page >= 0:
+                worker.expected.pop(key, None)
+                worker.held[key] = (events.tier, page, generation)
+            elif key in worker.held and worker.held[key][0] is events.tier:
+                del worker.held[key]
+            elif events.tier is Tier.DEVICE:
+                worker.expected.pop(key, None)
+        if not is_in_order:
+            worker.next_number = None
+        else:
+            end = events.first + len(changes)
+            known = worker.next_number
+            worker.next_number = end if known is None or events.is_afresh else max(known, end)
+        return is_in_order
+
+    def expect(self, worker_id: str, keys: bytes, until_s: float) -> None:
+        worker = self.workers[worker_id]
+        self.num_expectations += 1
+        for key in split(keys):
+            if key not in worker.held:
+                worker.expected[key] = (self.num_expectations, until_s)
+
+    def tick(self, now_s: float) -> None:
+        for worker in self.workers.values():
+            late = [key for key, (_, until_s) in worker.expected.items() if until_s <= now_s]
+            for key in late:
+                del worker.expected[key]
+
+    def match(self, worker_id: str, keys: bytes) -> tuple[int, int]:
+        """On the device, and in all."""
+        worker = self.workers[worker_id]
+        on_device = [
+            key in worker.expected or worker.held.get(key, (None,))[0] is Tier.DEVICE for key in split(keys)
+        ]
+        anywhere = [key in worker.expected or key in worker.held for key in split(keys)]
+        return _run(on_device), _run(anywhere)
+
+    def locate(self, worker_id: str, keys: bytes) -> list[tuple[int, int]]:
+        held = self.workers[worker_id].held
+        places: list[tuple[int, int]] = []
+        for key in split(keys):
+            tier, page, generation = held.get(key, (Tier.HOST, 0, 0))
+            if tier is not Tier.DEVICE:
+                break
+            places.append((page, generation))
+        return places
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[first : first + KEY_BYTES] for first in range(0, len(keys), KEY_BYTES)]
+
+
+def _run(held: list[bool]) -> int:
+    return held.index(False) if False in held else len(held)
