@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway.api_errors import ApiError, ClientGone, as_api_error
 from baton.gateway.asgi import header, respond_error
 from baton.gateway.tenants import Tenant, Tenants
+from baton.gateway_config import is_loopback
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
@@ -81,7 +82,6 @@ class Gate:
         scope["state"]["request_id"] = _label(scope)
         try:
             scope["state"]["tenant"] = self._tenant(scope)
-            _check_origin(scope)
         except ApiError as error:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             self._answered(scope["path"], error.status)
@@ -90,7 +90,9 @@ class Gate:
         self._answered(scope["path"], SWITCHED)
 
     def _tenant(self, scope: Scope) -> Tenant | None:
-        """None on a public path, whatever key comes along. Raises ApiError 401."""
+        """None on a public path, whatever key comes along. Raises ApiError 401, and 403."""
+        if not self._tenants.need_keys:
+            _check_origin(scope)
         if scope["path"] in PUBLIC_PATHS:
             return None
         given = header(scope, b"authorization")
@@ -121,8 +123,20 @@ def _label(scope: Scope) -> str:
 
 
 def _check_origin(scope: Scope) -> None:
-    """A page of another site may open a WebSocket to this machine, and would read what comes: refuse it."""
+    """Where no key is needed, pages of other sites must not use what listens on this machine.
+
+    A browser says which site a page is of. A name that its owner has made to mean 127.0.0.1 is not ours.
+    """
     origin = header(scope, b"origin")
+    if origin is None:
+        return
     host = header(scope, b"host") or ""
-    if origin is not None and origin.partition("://")[2] != host:
-        raise ApiError(403, "a WebSocket may be opened from its own origin only", code="origin")
+    if origin.partition("://")[2] != host or not is_loopback(_hostname(host)):
+        raise ApiError(403, "pages of other sites may not use this server", code="origin")
+
+
+def _hostname(host: str) -> str:
+    """Of a Host header: without the port, and the brackets of IPv6."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

@@ -177,16 +177,35 @@ def test_a_websocket_streams_and_cancels() -> None:
         asyncio.run(converse())
 
 
-def test_a_websocket_of_another_site_is_refused() -> None:
-    with ServedGateway(ScriptedService) as served:
+@pytest.mark.parametrize(
+    ("origin", "host", "is_ours"),
+    [
+        (None, "anything.example", True),  # no browser
+        ("http://127.0.0.1:{port}", "127.0.0.1:{port}", True),
+        ("http://localhost:{port}", "localhost:{port}", True),
+        ("http://[::1]:{port}", "[::1]:{port}", True),
+        ("http://evil.example", "127.0.0.1:{port}", False),
+        ("http://evil.example:{port}", "evil.example:{port}", False),  # a name that means 127.0.0.1 by now
+        ("null", "127.0.0.1:{port}", False),
+    ],
+)
+def test_pages_of_other_sites_are_refused(origin: str | None, host: str, is_ours: bool) -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
+        headers = {"host": host.format(port=served.address.port)}
+        if origin is not None:
+            headers["origin"] = origin.format(port=served.address.port)
+        answer = httpx2.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert answer.status_code == (200 if is_ours else 403)
 
-        async def intrude() -> int:
+        async def connect() -> int:
             async with aiohttp.ClientSession() as session:
-                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                    await session.ws_connect(f"{served.url}/v1/stream", origin="http://evil.example")
-                return refused.value.status
+                try:
+                    async with session.ws_connect(f"{served.url}/v1/stream", headers=headers):
+                        return 101
+                except aiohttp.WSServerHandshakeError as error:
+                    return error.status
 
-        assert asyncio.run(intrude()) == 403
+        assert asyncio.run(connect()) == (101 if is_ours else 403)
 
 
 @pytest.fixture
