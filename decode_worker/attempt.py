@@ -13,7 +13,7 @@ from enum import Enum
 
 import msgspec
 
-from baton.control import Dispatch, TokenEvent
+from baton.control import AttemptFailed, Cancel, Dispatch, Failure, TokenEvent
 from baton.engine.sequence import FilledPages
 from baton.request import Request
 
@@ -72,3 +72,16 @@ class Attempt:
     def engine_id(self) -> str:
         """Its name in the engine and the ledger: two attempts at one request never meet there."""
         return f"{self.request_id}.{self.number}"
+
+    @property
+    def cancel(self) -> Cancel:
+        return Cancel(request_id=self.request_id, attempt=self.number)
+
+    def failed(self, failure: Failure, reason: str, worker: str = "") -> AttemptFailed:
+        return AttemptFailed(
+            request_id=self.request_id,
+            attempt=self.number,
+            failure=failure,
+            reason=reason[:512],
+            worker=worker,
+        )

@@ -16,6 +16,7 @@ All calls come from one thread, and nothing here waits. `step` is the loop's bod
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 
 import msgspec
 
@@ -23,7 +24,6 @@ from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
 from baton.control import (
     AnyMessage,
-    AttemptFailed,
     Cancel,
     Dispatch,
     Drain,
@@ -40,6 +40,7 @@ from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.decode_worker.early_cancels import EarlyCancels
+from baton.decode_worker.lost_gateways import LostGateways
 from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
@@ -76,6 +77,7 @@ class DecodeWorker:
         self._answers = Answers(engine, colleagues)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
         self._early_cancels = EarlyCancels()
+        self._lost_gateways = LostGateways(colleagues)
 
     @property
     def hello(self) -> Hello:
@@ -131,14 +133,14 @@ class DecodeWorker:
         if not self._colleagues.left(peer):
             return
         if peer.hello.process is Kind.GATEWAY:
-            for attempt in [each for each in self._attempts.values() if each.gateway == peer.hello.id]:
-                self._let_go(attempt)
+            self._lose_gateways([peer.hello.id])
         self._lost_prefill_workers([peer.hello.id])
         self._report()
 
     def tick(self) -> None:
         self._colleagues.keep_up()
         self._report()
+        self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
         self._beats.give(self)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
@@ -170,10 +172,13 @@ class DecodeWorker:
             return None
         return attempt if attempt.stage is Stage.PREFILLING else None
 
+    def _lose_gateways(self, ids: Collection[str]) -> None:
+        for attempt in [each for each in self._attempts.values() if each.gateway in ids]:
+            self._let_go(attempt)
+
     def _lost_prefill_workers(self, ids: list[str]) -> None:
-        lost = set(ids)
         for attempt in list(self._attempts.values()):
-            if attempt.stage is Stage.PREFILLING and attempt.prefill in lost and not attempt.is_complete:
+            if attempt.stage is Stage.PREFILLING and attempt.prefill in ids and not attempt.is_complete:
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
 
     # An attempt begins.
@@ -188,12 +193,12 @@ class DecodeWorker:
         if self._early_cancels.has(attempt.request):
             return
         if self.is_draining:
-            self._refuse(attempt, Failure.BUSY, "the worker is about to end")
+            self._colleagues.tell(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
             return
         try:
             self._engine.check(attempt.request)
         except InvalidRequest as error:
-            self._refuse(attempt, Failure.INVALID, str(error))
+            self._colleagues.tell(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
             return
         self._attempts[attempt.request_id] = attempt
         self._admission.wait(attempt)
@@ -259,7 +264,7 @@ class DecodeWorker:
         """The pages do not come, and their worker lives: compute here what they would have held."""
         logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
         self.counters["recomputed_prefills"] += 1
-        self._colleagues.tell(attempt.prefill, Cancel(request_id=attempt.request_id, attempt=attempt.number))
+        self._colleagues.tell(attempt.prefill, attempt.cancel)
         self._prompts.drop(attempt)
         self._answer(attempt)
 
@@ -281,17 +286,7 @@ class DecodeWorker:
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
         self._let_go(attempt)
-        self._refuse(attempt, failure, reason, worker=worker)
-
-    def _refuse(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
-        failed = AttemptFailed(
-            request_id=attempt.request_id,
-            attempt=attempt.number,
-            failure=failure,
-            reason=reason[:512],
-            worker=worker,
-        )
-        self._colleagues.tell(attempt.gateway, failed)
+        self._colleagues.tell(attempt.gateway, attempt.failed(failure, reason, worker))
 
     def _let_go(self, attempt: Attempt) -> None:
         """Of everything that it holds here, and elsewhere."""
@@ -299,8 +294,7 @@ class DecodeWorker:
             case Stage.WAITING:
                 self._admission.leave(attempt)
             case Stage.PREFILLING:
-                cancel = Cancel(request_id=attempt.request_id, attempt=attempt.number)
-                self._colleagues.tell(attempt.prefill, cancel)
+                self._colleagues.tell(attempt.prefill, attempt.cancel)
                 self._prompts.drop(attempt)
             case Stage.RUNNING:
                 self._answers.abort(attempt)

@@ -26,25 +26,15 @@ from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import (
     PROMPT,
-    STAGES,
     MakePair,
-    Said,
     a_request,
     answer_alone,
-    begun,
     bring_to,
     said,
 )
 
 SMALL_STEPS = {"scheduler": {"max_num_batched_tokens": 8}}
 OPERATOR = Hello(process=Kind.OPERATOR, id="9" * 32)
-
-
-def rest_of(pair: WorkerPair, request: Request, whole: list[Said]) -> Request:
-    """The next attempt, as the gateway makes it from what it has heard."""
-    heard = pair.heard(request)
-    assert said(heard) == whole[: len(heard)]
-    return a_request(attempt=request.attempt + 1, generated_token_ids=begun(whole, len(heard)))
 
 
 class TestWhatIsComputedHere:
@@ -159,89 +149,6 @@ class TestPagesThatDoNotCome:
         assert said(pair.heard(request)) == answer_alone(alone, request)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-class TestAtEachStage:
-    def test_the_prefill_worker_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
-        whole = answer_alone(alone, request)
-        bring_to(pair, request, stage)
-        pair.lose_prefill_worker()
-        pair.decode.endpoint.release()
-        pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
-        if stage == "running":
-            assert said(pair.heard(request)) == whole and not pair.failures()
-            return
-        (failed,) = pair.failures()
-        assert (failed.failure, failed.worker, failed.attempt) == (Failure.LOST, PREFILL, 0)
-        pair.quiet_down()
-        rest = rest_of(pair, request, whole)
-        pair.dispatch(rest, is_local=True)
-        pair.turns_until(lambda: pair.is_answered(rest))
-        assert said(pair.heard(request) + pair.heard(rest)) == whole
-
-    def test_the_router_says_that_the_prefill_worker_is_lost(
-        self, make_pair: MakePair, alone: Engine, stage: str
-    ) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
-        bring_to(pair, request, stage)
-        pair.list_members(pair.decode)
-        pair.turns_until(lambda: bool(pair.failures()) or pair.is_answered(request))
-        assert [failed.worker for failed in pair.failures()] == ([] if stage == "running" else [PREFILL])
-        pair.quiet_down()
-
-    def test_the_gateway_is_lost(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
-        bring_to(pair, request, stage)
-        num_heard = len(pair.heard(request))
-        pair.lose_gateway()
-        pair.hold()
-        pair.decode.endpoint.release()
-        pair.quiet_down()
-        assert len(pair.heard(request)) == num_heard and not pair.failures()
-
-    def test_it_is_cancelled(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
-        bring_to(pair, request, stage)
-        pair.cancel(request)
-        pair.hold()
-        pair.decode.endpoint.release()
-        pair.quiet_down()
-        assert not pair.failures()  # a cancel is not answered
-        assert not pair.is_answered(request)
-
-    def test_a_newer_attempt_overtakes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request = make_pair(**SMALL_STEPS), a_request()
-        whole = answer_alone(alone, request)
-        bring_to(pair, request, stage)
-        rest = rest_of(pair, request, whole)
-        num_heard = len(pair.heard(request))
-        pair.hold()
-        pair.decode.endpoint.release()
-        pair.dispatch(rest)
-        pair.dispatch(request)  # comes once more, late
-        pair.turns_until(lambda: pair.is_answered(rest))
-        assert said(pair.heard(rest)) == whole[num_heard:]
-        assert not pair.is_answered(request) and not pair.failures()
-
-    def test_draining_finishes_it(self, make_pair: MakePair, alone: Engine, stage: str) -> None:
-        pair, request, late = make_pair(**SMALL_STEPS), a_request(), a_request(1)
-        bring_to(pair, request, stage)
-        pair.tell(pair.decode, ROUTER, Drain(worker=DECODE))
-        pair.tell(pair.prefill, ROUTER, Drain(worker=PREFILL))
-        pair.hold()
-        pair.decode.endpoint.release()
-        pair.dispatch(late)
-        assert not pair.decode_worker.is_idle
-        pair.turns_until(lambda: pair.is_answered(request))
-        assert said(pair.heard(request)) == answer_alone(alone, request)
-        assert [(failed.request_id, failed.failure) for failed in pair.failures()] == [
-            (late.request_id, Failure.BUSY)
-        ]
-        pair.turns_until(lambda: pair.decode_worker.is_idle and pair.prefill.node.is_idle)
-        beats = [each for each in pair.said[ROUTER.id] if isinstance(each, Beat)]
-        assert sum(beat.is_draining for beat in beats) >= 2
-
-
 class TestCancel:
     def test_it_may_overtake_the_dispatch(self, make_pair: MakePair) -> None:
         pair, request = make_pair(), a_request()
@@ -281,6 +188,27 @@ def test_a_gateway_that_connects_anew_is_heard_and_its_old_connection_is_no_loss
     pair.dispatch(request)
     pair.decode.node.left(old)
     pair.turns_until(lambda: pair.is_answered(request))
+
+
+class TestADispatchWithoutItsGateway:
+    def _dispatched(self, make_pair: MakePair) -> tuple[WorkerPair, Request]:
+        pair, request = make_pair(), a_request(max_tokens=80, prompt=PROMPT[:10])
+        pair.leave(pair.decode, GATEWAY)
+        pair.dispatch(request)
+        pair.decode_worker.tick()
+        return pair, request
+
+    def test_it_may_come_a_moment_before(self, make_pair: MakePair, alone: Engine) -> None:
+        pair, request = self._dispatched(make_pair)
+        pair.join(pair.decode, GATEWAY)
+        pair.decode_worker.tick()
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+
+    def test_nobody_computes_for_one_that_does_not_come(self, make_pair: MakePair) -> None:
+        pair, _ = self._dispatched(make_pair)
+        pair.decode_worker.tick()
+        assert not pair.decode_worker.attempts
 
 
 def test_what_no_worker_could_run_is_refused_at_once(make_pair: MakePair) -> None:
