@@ -11,52 +11,12 @@ from openai.types.chat import ChatCompletionChunk
 
 from baton.cluster.llm import LLM
 from baton.request import SamplingParams
-from tests.engine_frontend import WORKER_ID, EngineFrontend, tiny_engine
-from tests.served import served as served_cluster
+from tests.engine_frontend import WORKER_ID, EngineFrontend
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[EngineFrontend]
 QUESTION = "sort(3 1 2)="
 MESSAGES = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    engine = tiny_engine()
-    with ServedGateway(lambda: EngineFrontend(engine)) as gateway:
-        yield gateway
-    gateway.service.close()
-
-
-@pytest.fixture(scope="module")
-def engine_client(served: Served) -> Iterator[openai.OpenAI]:
-    with client_of(served.url) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def cluster_client() -> Iterator[openai.OpenAI]:
-    settings = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served_cluster("tiny", *settings) as cluster, client_of(cluster.url) as client:
-        yield client
-
-
-@pytest.fixture(scope="module", params=["engine", "cluster"])
-def client(request: pytest.FixtureRequest) -> openai.OpenAI:
-    client = request.getfixturevalue(f"{request.param}_client")
-    assert isinstance(client, openai.OpenAI)
-    return client
-
-
-def client_of(url: str) -> openai.OpenAI:
-    base_url = f"{url.removesuffix('/v1')}/v1"
-    return openai.OpenAI(base_url=base_url, api_key="none is needed", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("tiny") as llm:
-        yield llm
 
 
 @pytest.fixture(autouse=True)
