@@ -131,6 +131,8 @@ def run_load(options: argparse.Namespace) -> None:
             name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()
         }
         plot_latencies(samples, options.output / "serve.png")
+    else:
+        print("no plot: matplotlib is not installed, see 'baton[bench]'")
 
 
 async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:

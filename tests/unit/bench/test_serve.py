@@ -64,6 +64,29 @@ def test_an_open_loop_and_answers_in_one_piece(tmp_path: Path, capsys: pytest.Ca
     assert "goodput" in output and "lag at worst" in output and "TPOT" not in output
 
 
+def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "timestamp": 40 * number,
+            "input_length": 600,
+            "output_length": 8 * number + 8,
+            "hash_ids": [1, number],
+        }
+        for number in range(6)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving("asyncio") as url:
+        main(
+            f"bench serve --target {url} --model m --trace {trace} --scale 4 --speed 2 --requests 4 "
+            f"--rounds 1 --output {tmp_path}".split()
+        )
+    assert "SSE, open loop, trace.jsonl" in capsys.readouterr().out
+    (round,) = json.loads((tmp_path / "serve.json").read_text())["rounds"]["baton"]
+    assert round["num_ok"] == 4 and round["duration_s"] >= 3 * 0.04 / 2
+    assert round["out_tokens_per_s"] * round["duration_s"] == pytest.approx(2 + 4 + 6 + 8)
+
+
 def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a prefill and a decode worker that compute nothing."""
     options = ["--overhead", "--prefill", "1", "--gateways", "2", "--rounds", "1", "--seconds", "0.2"]
