@@ -41,7 +41,7 @@ from baton.wire import Connection, DroppedPeers, Role
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S: Final = 10.0
+CONNECT_S: Final = 30.0  # rank 0 may be busy with its own part of a large model
 
 
 class RankAgent:
@@ -74,7 +74,7 @@ class RankAgent:
             sock.close()
             raise WorkerLost(f"rank 0 is not there to be met: {error}") from error
         connection = Connection(sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped)
-        connection.handshake()
+        connection.handshake(CONNECT_S)
         connection.send(encode(Came(rank=rank)))
         self._stream = MessageStream(connection, decode_for_follower, "kv-rank-0")
         self._stream.start(self._inbox.put, self._obey, self._end)

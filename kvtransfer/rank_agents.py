@@ -23,7 +23,7 @@ from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
 from baton.kvtransfer.rank_messages import Came, decode_for_rank_zero
 from baton.kvtransfer.remote_rank import RemoteRank
-from baton.wire import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
+from baton.wire import Connection, DroppedPeers, Role
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class RankAgents:
                 raise WireError(f"user {peer_user(sock)} has no rank here", reason="user")
             process = peer_process(sock)
             connection = Connection(sock, self._secret, Role.ACCEPTING, dropped=self._dropped)
-            self._let_in(_Newcomer(connection.handshake(), process))
+            self._let_in(_Newcomer(connection.handshake(COME_S), process))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("an agent was not let in: %s", error)
             if connection is not None:
@@ -127,7 +127,7 @@ class RankAgents:
                 os.close(process)
 
     def _let_in(self, newcomer: _Newcomer) -> None:
-        came = decode_for_rank_zero(newcomer.connection.recv(HANDSHAKE_TIMEOUT_S))
+        came = decode_for_rank_zero(newcomer.connection.recv(COME_S))
         with self._came:
             if not isinstance(came, Came) or not 1 <= came.rank < self.num_ranks:
                 raise newcomer.connection.drop(WireError(f"{came} is no rank of ours", reason="rank"))

@@ -4,7 +4,14 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
-from baton.kvtransfer.messages import MAX_DIGESTS, MAX_DURATION_MS, MAX_PAGES, MAX_PULLED_PAGES, Reserve
+from baton.kvtransfer.messages import (
+    MAX_DIGESTS,
+    MAX_DURATION_MS,
+    MAX_PAGES,
+    MAX_PARTS,
+    MAX_PULLED_PAGES,
+    Reserve,
+)
 
 ID_BYTES: Final = 16
 
@@ -18,6 +25,8 @@ def reservation(
             f"{num_units} units in {num_parts} parts are no transfer, 1 to {MAX_PAGES} units are, "
             f"{MAX_DIGESTS} in all parts"
         )
+    if not 1 <= num_parts <= MAX_PARTS:
+        raise ValueError(f"a transfer of {num_parts} parts, {MAX_PARTS} are most")
     if not 0 < deadline_s <= MAX_DURATION_MS / 1000:
         raise ValueError(f"a transfer within {deadline_s} s, {MAX_DURATION_MS // 1000} are most")
     if transfer is not None and len(transfer) != ID_BYTES:
