@@ -13,12 +13,12 @@ from baton.gateway.replay import MAX_STRIKES
 def client_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
     """Exactly one end, the right tokens, and no error without a reason."""
     yield from client.complaints
-    name = client.request.request_id[:8]
+    name, network = client.request.request_id[:8], deployment.site.network
     if client.is_ill:
         if client.finish_reason is not None:
             yield f"{name} can't be answered, and ended with {client.finish_reason}"
         num_killed = deployment.site.killers[client.request.request_id]
-        if num_killed > MAX_STRIKES:
+        if num_killed > MAX_STRIKES + network.has_been_cut:  # one may die unseen while its wire is cut
             yield f"{name} has killed {num_killed} workers"
         return
     token_ids, reason = client.golden()
@@ -120,4 +120,4 @@ UNNEEDED = frozenset({"replays_lost", "replays_router", "replays_unheard", "repe
 
 def is_whole(deployment: Deployment) -> bool:
     """Whether every process runs again."""
-    return all(not slot.life.process.is_dead and not slot.life.process.is_paused for slot in deployment.slots)
+    return all(slot.is_whole for slot in deployment.slots)

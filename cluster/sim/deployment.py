@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 from baton.cluster.sim.engine import Machine
 from baton.cluster.sim.lives import GatewayLife, Life, RouterLife, Site, WorkerLife, WorkerPlan
 from baton.cluster.sim.network import MAX_DEATH_DELAY_S
+from baton.cluster.sim.process import Process
 from baton.control import WorkerRole
 from baton.router_config import RouterSettings
 
@@ -26,6 +27,7 @@ class Slot:
         self.name = name
         self.life = start()
         self.absences: list[tuple[float, float]] = []  # from when to when it was dead, or seemed so
+        self.former: list[Process] = []  # that were replaced, and may live
         self._start = start
         self._site = site
         self._watch()
@@ -41,7 +43,19 @@ class Slot:
         process.pause()
         events.after(seconds, process.resume)
         if seconds >= SEEMS_DEAD_S:
-            self.absences.append((events.now_s, events.now_s + seconds))
+            self.seems_gone(seconds)
+
+    def seems_gone(self, seconds: float) -> None:
+        """To somebody, for so long from now on."""
+        now_s = self._site.events.now_s
+        self.absences.append((now_s, now_s + seconds))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its one process runs."""
+        process = self.life.process
+        is_alone = all(former.is_dead for former in self.former)
+        return is_alone and not process.is_dead and not process.is_paused
 
     def replace(self, seconds: float) -> None:
         """Start another in its place, as one does whose host does not answer. It wakes up again, and dies."""
@@ -49,7 +63,8 @@ class Slot:
         if process.is_paused:
             return
         process.pause()
-        self.absences.append((events.now_s, events.now_s + MAX_DEATH_DELAY_S))
+        self.seems_gone(seconds + ZOMBIE_S)
+        self.former.append(process)
         self._restart()
         events.after(seconds, process.resume)
         events.after(seconds + ZOMBIE_S, process.die)
@@ -63,9 +78,8 @@ class Slot:
         self._site.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
         if life is not self.life:
             return
-        now_s, restart_s = self._site.events.now_s, self._site.random.uniform(*RESTART_S)
-        self.absences.append((now_s, now_s + MAX_DEATH_DELAY_S))
-        self._site.events.after(restart_s, self._restart)
+        self.seems_gone(MAX_DEATH_DELAY_S)
+        self._site.events.after(self._site.random.uniform(*RESTART_S), self._restart)
 
     def _restart(self) -> None:
         self.life = self._start()

@@ -155,6 +155,8 @@ class Faults:
         one, other = self._random.sample(self._deployment.slots, 2)
         seconds = self._random.choice(PARTED_S)
         self._deployment.site.network.part(one.name, other.name, seconds)
+        for slot in (one, other):
+            slot.seems_gone(seconds)
         return f"{one.name} and {other.name} are parted for {seconds:g} s"
 
     def _replace(self) -> str:

@@ -89,6 +89,7 @@ class Wire:
         if self.is_cut:
             return
         self.is_cut = True
+        self._network.has_been_cut |= not any(end.owner.is_dead for end in self.ends)
         for end in self.ends:
             self._network.end_somewhen(end)
         self._network.forget(self)
@@ -100,6 +101,7 @@ class Network:
     def __init__(self, events: Events, random: Random) -> None:
         self.wires: dict[Wire, None] = {}  # that are whole, oldest first
         self.num_bodies = 0
+        self.has_been_cut = False  # a wire between two living processes
         self._parted_until_s: dict[frozenset[str], float] = {}
         self._events = events
         self._random = random
