@@ -47,6 +47,7 @@ class Holder:
         self.num_own_pages = num_own_pages  # that it could hold
         self.limit = num_own_pages  # of what is kept of it here
         self.next_number: int | None = None  # of the change that comes next; None: what it holds is unknown
+        self.is_asked = False  # for all that it holds
         self._seed = seed
         self._table = self._new_table(_LEAST_KEYS)
 

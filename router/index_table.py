@@ -120,7 +120,7 @@ class KeyTable:
         """A free cell for each, in its first group unless that is crowded and the second is less so."""
         free = self._lines.take(first, axis=0) == 0
         num_free = np.bitwise_count(free.view(np.uint64)).ravel()
-        vacancies = (first << 3) + free.argmax(axis=1)
+        vacancies: Cells = (first << 3) + free.argmax(axis=1)
         crowded = (num_free <= WIDTH - _CROWDED).nonzero()[0]
         if crowded.size:
             others = second[crowded]

@@ -20,39 +20,25 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.clock import Clock
 from baton.control import PageEvents, Tier, Worker
 from baton.page_keys import KEY_BYTES
-from baton.router.index_holder import Change, Holder, Located, values_of
+from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
+from baton.router.index_match import Match, measure
 from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets
-from baton.router.index_table import Keys, KeyTable, keys_of
-
-Lengths: TypeAlias = NDArray[np.int32]
+from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 
 MAX_PAGES: Final = 2**22
 MAX_SETS: Final = 2**17
 MAX_EXPECTATIONS: Final = 2**16
 NUM_SPARE_PAGES: Final = 1024  # of a worker's share: what is expected of it comes on top of what it has
 PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
-_FEW: Final = 8
 _NOWHERE: Final = Places(0, 0)
-
-
-class Match(NamedTuple):
-    """How many of a prompt's first pages each worker holds, by its slot (see `PrefixIndex.slot`).
-
-    `num_pages` counts the device's and then the host tier's, so it is never less.
-    """
-
-    num_device_pages: Lengths
-    num_pages: Lengths
 
 
 class Expectation(NamedTuple):
@@ -127,7 +113,10 @@ class PrefixIndex:
         return 0 if holder is None else len(holder)
 
     def apply(self, worker_id: str, events: PageEvents) -> bool:
-        """False: some were lost before these, the worker should be asked for all its pages (PagesWanted)."""
+        """False: some were lost before these, the worker should be asked for all its pages (PagesWanted).
+
+        That is said once for each gap: True until the worker has told all afresh.
+        """
         holder = self._holders.get(worker_id)
         num_changes = len(events.pages)
         if holder is None:
@@ -145,30 +134,29 @@ class PrefixIndex:
             num_stale = min(max(0, holder.next_number - events.first), num_changes)
             is_in_order = events.first <= holder.next_number
         else:
-            is_in_order = events.first == 0
+            is_in_order = events.first == 0 and not holder.is_asked
         self.counters["stale"] += num_stale
-        self.counters["gaps"] += not is_in_order
+        self.counters["gaps"] += not is_in_order and not holder.is_asked
         self._follow(holder, events, num_stale)
-        if not is_in_order:
-            holder.next_number = None
-        elif num_stale < num_changes or events.is_afresh or holder.next_number is None:
-            holder.next_number = events.first + num_changes
-        return is_in_order
+        if is_in_order:
+            holder.next_number = max(
+                events.first + num_changes, 0 if events.is_afresh else holder.next_number or 0
+            )
+            holder.is_asked = False
+            return True
+        was_asked, holder.next_number, holder.is_asked = holder.is_asked, None, True
+        return was_asked
 
     def match(self, keys: bytes) -> Match:
         """keys: 16 bytes for each full page of the prompt, in order."""
         lengths = np.zeros((2, self._num_slots), np.int32)
-        match = Match(lengths[0], lengths[1])
+        match = Match(*lengths)
         if not keys:
             return match
         runs = self._runs(keys_of(keys))
-        _measure([(start, places.anywhere) for start, places in runs], self._present, match.num_pages)
-        if all(places.devices == places.anywhere for _, places in runs):
-            match.num_device_pages[:] = match.num_pages
-        else:
-            _measure(
-                [(start, places.devices) for start, places in runs], self._present, match.num_device_pages
-            )
+        measure([(start, places.anywhere) for start, places in runs], self._present, match.num_pages)
+        on_devices = [(start, places.devices) for start, places in runs]
+        measure(on_devices, self._present, match.num_device_pages)
         return match
 
     def locate(self, worker_id: str, keys: bytes) -> Located:
@@ -200,11 +188,26 @@ class PrefixIndex:
             self._disappoint(heappop(self._expectations))
         self._purge(PURGED_AT_ONCE)
 
-    def export(self, worker_id: str) -> Iterator[tuple[Keys, NDArray[np.uint64]]]:
-        """What the worker has told and nothing since has undone; see index_holder for the values."""
+    def next_number(self, worker_id: str) -> int | None:
+        """Of the worker's next change; None when it is not known what it holds."""
         holder = self._holders.get(worker_id)
-        if holder is not None:
-            yield holder.entries()
+        return None if holder is None else holder.next_number
+
+    def export(self, worker_id: str) -> tuple[Keys, Values]:
+        """What a worker that has joined has told and nothing since has undone."""
+        return self._holders[worker_id].entries()
+
+    def restore(self, worker_id: str, next_number: int, keys: Keys, values: Values) -> None:
+        """The worker, which has joined, holds this and nothing else, as exported before that change."""
+        holder = self._holders[worker_id]
+        self._stamp += 1
+        self._change(holder.slot, holder.clear())
+        keys, rows = np.unique(without_zero(keys), return_index=True)
+        values, on_host = values[rows], values[rows] >= HOST_BIT
+        for tier, chosen in enumerate((~on_host, on_host)):
+            if chosen.any():
+                self._change(holder.slot, holder.store(keys[chosen], values[chosen], tier, self._stamp))
+        holder.next_number, holder.is_asked = next_number, False
 
     def check_integrity(self) -> None:
         """AssertionError when the table does not say what the holders say, except for want of room."""
@@ -297,27 +300,3 @@ class PrefixIndex:
         share = self._max_pages // max(1, len(self._holders))
         for holder in self._holders.values():
             holder.limit = min(holder.num_own_pages, share)
-
-
-def _measure(runs: list[tuple[int, int]], present: int, lengths: Lengths) -> None:
-    """runs: where each begins, and the slots that hold its pages; the last is empty. Who holds all pages up
-    to some run, and not that one, has as many as there are before it."""
-    holding = present & runs[0][1]
-    for start, slots in runs[1:]:
-        lost = holding & ~slots
-        if lost:
-            lengths[_slots(lost)] = start
-            holding ^= lost
-        if not holding:
-            break
-
-
-def _slots(mask: int) -> list[int] | NDArray[np.int64]:
-    if mask.bit_count() > _FEW:
-        packed = np.frombuffer(mask.to_bytes(MAX_SLOTS // 8, "little"), np.uint8)
-        return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
-    slots = []
-    while mask:
-        slots.append((mask & -mask).bit_length() - 1)
-        mask &= mask - 1
-    return slots

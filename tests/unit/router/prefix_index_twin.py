@@ -13,6 +13,7 @@ class TwinWorker:
     held: dict[bytes, Place] = field(default_factory=dict)
     expected: dict[bytes, tuple[int, float]] = field(default_factory=dict)  # by which expectation, until when
     next_number: int | None = None
+    is_asked: bool = False
 
 
 class Twin:
@@ -28,7 +29,7 @@ class Twin:
             worker.expected.clear()
             is_in_order, num_stale = True, 0
         elif worker.next_number is None:
-            is_in_order, num_stale = events.first == 0, 0
+            is_in_order, num_stale = events.first == 0 and not worker.is_asked, 0
         else:
             is_in_order = events.first <= worker.next_number
             num_stale = min(len(changes), max(0, worker.next_number - events.first))
@@ -41,12 +42,13 @@ class Twin:
             elif events.tier is Tier.DEVICE:
                 worker.expected.pop(key, None)
         if not is_in_order:
-            worker.next_number = None
-        else:
-            end = events.first + len(changes)
-            known = worker.next_number
-            worker.next_number = end if known is None or events.is_afresh else max(known, end)
-        return is_in_order
+            was_asked, worker.next_number, worker.is_asked = worker.is_asked, None, True
+            return was_asked
+        worker.is_asked = False
+        end = events.first + len(changes)
+        known = worker.next_number
+        worker.next_number = end if known is None or events.is_afresh else max(known, end)
+        return True
 
     def expect(self, worker_id: str, keys: bytes, until_s: float) -> None:
         worker = self.workers[worker_id]

@@ -53,7 +53,8 @@ def test_the_host_tier_continues_the_device() -> None:
     index.apply(W0.id, stored(CHAIN[5 * KEY_BYTES : 9 * KEY_BYTES], 5, tier=Tier.HOST))
     match = index.match(CHAIN)
     slot = index.slot(W0.id)
-    assert (match.num_device_pages[slot], match.num_pages[slot]) == (5, 9)
+    assert slot is not None
+    assert [lengths[slot] for lengths in match] == [5, 9]
     assert len(index.locate(W0.id, CHAIN).pages) == 5
 
 
@@ -67,6 +68,8 @@ def test_a_gap_is_told_once_and_mended_by_all_afresh() -> None:
     index = an_index(W0)
     assert index.apply(W0.id, stored(CHAIN[:KEY_BYTES]))
     assert not index.apply(W0.id, stored(CHAIN, first=5))
+    assert not index.is_known(W0.id)
+    assert index.apply(W0.id, stored(CHAIN, first=25))
     assert not index.is_known(W0.id)
     assert index.apply(W0.id, stored(CHAIN[: 3 * KEY_BYTES], first=40, is_afresh=True))
     assert index.is_known(W0.id)
@@ -238,3 +241,19 @@ def test_a_table_at_its_load_refuses_next_to_nothing() -> None:
     num_placed = sum(int((table.place(part)[0] >= 0).sum()) for part in np.split(keys, 100))
     assert num_placed >= 99_990
     assert table.keys.size * WIDTH <= 100_000 * 16
+
+
+def test_what_was_exported_is_the_same_where_it_is_restored() -> None:
+    index, other = an_index(W0), an_index(W0)
+    index.apply(W0.id, stored(CHAIN[: 5 * KEY_BYTES]))
+    index.apply(W0.id, stored(CHAIN[5 * KEY_BYTES : 9 * KEY_BYTES], 5, tier=Tier.HOST))
+    index.expect(W0.id, CHAIN, 1.0)
+    other.apply(W0.id, stored(CHAIN))
+    next_number = index.next_number(W0.id)
+    assert next_number == 9
+    other.restore(W0.id, next_number, *index.export(W0.id))
+    assert held(other, W0.id) == 9
+    assert other.locate(W0.id, CHAIN) == index.locate(W0.id, CHAIN)
+    assert other.apply(W0.id, stored(CHAIN[9 * KEY_BYTES :], 9))
+    assert held(other, W0.id) == 20
+    other.check_integrity()

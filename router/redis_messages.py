@@ -1,0 +1,101 @@
+"""What routers tell each other through the stream, beside the changes of pages (see redis_link.py).
+
+Each is the whole of a stream entry's field `m`. They are hints as well: a router that misses some counts a
+worker's load by the worker's own word, as it does of what an earlier router dispatched (books.py).
+"""
+
+from typing import Annotated, Final, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.control import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id, Worker
+from baton.errors import WireError
+
+
+class SharedMessage(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
+):
+    """One of the classes below."""
+
+
+class SharedDispatch(SharedMessage, frozen=True):
+    """A router has sent an attempt to these workers; it weighs there until it has ended."""
+
+    request_id: Id
+    attempt: Attempt
+    decode: Id
+    prefill: Annotated[str, Meta(max_length=32)] = ""
+    num_prompt_tokens: Count  # that have to be computed, as far as is known
+    num_tokens: Count  # that its KV will hold
+    keys: Annotated[bytes, Meta(max_length=16 * MAX_PULLED_PAGES)] = b""  # pages that may be expected there
+
+
+class SharedStarted(SharedMessage, frozen=True):
+    """These attempts have their first token."""
+
+    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
+
+
+class SharedEnded(SharedMessage, frozen=True):
+    """These attempts take up no capacity any more."""
+
+    attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
+
+
+class SharedJoined(SharedMessage, frozen=True):
+    """A worker has joined this router: what follows about its pages can be kept."""
+
+    worker: Worker
+
+
+class SharedLeft(SharedMessage, frozen=True):
+    """A life of a worker is over, or its lease was not renewed."""
+
+    worker: Id
+
+
+AnyShared: TypeAlias = SharedDispatch | SharedStarted | SharedEnded | SharedJoined | SharedLeft
+
+
+class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a worker holds; keys and values of eight bytes each, as in index_holder.py, little-endian."""
+
+    next_number: Count
+    keys: bytes
+    values: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.values) or len(self.keys) % 8:
+            raise ValueError(f"{len(self.keys)} bytes of keys, {len(self.values)} bytes of values")
+
+
+_T = TypeVar("_T")
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_SHARED: Final[msgspec.msgpack.Decoder[AnyShared]] = msgspec.msgpack.Decoder(AnyShared)
+_SNAPSHOT: Final = msgspec.msgpack.Decoder(Snapshot)
+_WORKER: Final = msgspec.msgpack.Decoder(Worker)
+
+
+def encode(value: AnyShared | Snapshot | Worker) -> bytes:
+    return _ENCODER.encode(value)
+
+
+def decode_shared(body: bytes) -> AnyShared:
+    """WireError for anything else, here and below: Redis may hold what others have written."""
+    return _decoded(_SHARED, body)
+
+
+def decode_snapshot(body: bytes) -> Snapshot:
+    return _decoded(_SNAPSHOT, body)
+
+
+def decode_worker(body: bytes) -> Worker:
+    return _decoded(_WORKER, body)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"Redis has something that can't be read: {error}", reason="message") from error

@@ -1,0 +1,98 @@
+"""A redis-server of our own, on a socket file that only this user can reach; it keeps nothing on disk."""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final, Self
+
+from baton.errors import ConfigError
+
+START_DEADLINE_S: Final = 10.0
+STOP_DEADLINE_S: Final = 5.0
+PROGRAMS: Final = ("redis-server", "valkey-server")
+
+
+def find_program() -> str | None:
+    """The server that PATH has, if any."""
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+
+
+class PrivateRedis:
+    """`async with PrivateRedis() as redis: redis.url`. When it dies it is for its owner to start another."""
+
+    def __init__(self, max_memory_bytes: int = 2**30) -> None:
+        """ConfigError from `start` when there is no program. Past the limit Redis refuses what is written."""
+        self._max_memory_bytes = max_memory_bytes
+        self._folder: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def url(self) -> str:
+        assert self._folder is not None, "it has not been started"
+        return f"unix://{self._folder}/redis.sock"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it has not been started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Returns when it answers. May be called again once it has died; the url stays."""
+        program = find_program()
+        if program is None:
+            raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="baton-redis-")
+        socket = Path(self._folder, "redis.sock")
+        socket.unlink(missing_ok=True)
+        # fmt: off
+        self._process = await asyncio.create_subprocess_exec(
+            program, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--save", "",
+            "--appendonly", "no", "--dir", self._folder, "--maxmemory", str(self._max_memory_bytes),
+            "--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", "redis.log",
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+        )
+        # fmt: on
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                while not await self._answers(socket):
+                    await asyncio.sleep(0.02)
+        except (TimeoutError, ConfigError):
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Its end, and of all it kept."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
+        self._process = None
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = None
+
+    async def _answers(self, socket: Path) -> bool:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            raise ConfigError(f"the redis-server of this cluster ended at once ({self._process.returncode})")
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(socket))
+        except OSError:
+            return False
+        writer.write(b"PING\r\n")
+        answer = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        return answer == b"+PONG\r\n"
