@@ -77,7 +77,11 @@ def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units:
         raise ValueError(f"runs of {run_bytes} bytes leave a pool of {pool.nbytes}")
     if not len(offset_N):
         return xxhash.xxh3_64_digest(b"") * num_units  # ranks that share no head have nothing to move
-    return b"".join(_digests(pool, offset_N.reshape(num_units, -1), run_bytes))
+    offset_UR = offset_N.reshape(num_units, -1)
+    num_runs = offset_UR.shape[1]
+    if num_runs > 1 and bool((np.diff(offset_UR) == run_bytes).all()):  # a unit is one stretch of bytes
+        offset_UR, run_bytes = offset_UR[:, :1], num_runs * run_bytes
+    return b"".join(_digests(pool, offset_UR, run_bytes))
 
 
 def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:

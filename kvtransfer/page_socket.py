@@ -25,6 +25,7 @@ from baton.kvtransfer.transfer_plan import Offsets
 
 IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h
 SLICE_S: Final = 0.1
+MERGED_BYTES: Final = 16_384  # longer runs cost the kernel no more than one place would
 
 MustStop = Callable[[], bool]
 Buffer: TypeAlias = ctypes.Array[ctypes.c_char]
@@ -67,13 +68,21 @@ class Places:
 
     @classmethod
     def of_runs(cls, address: int, offset_N: Offsets, run_bytes: int, head: Buffer | None = None) -> "Places":
-        """The runs of a pool at `address`, after `head` where there is one."""
+        """The runs of a pool at `address`, after `head` where there is one.
+
+        Short runs that follow each other become one place: the kernel copies it in one go. The rank whose
+        page is the unit of a transfer between pages of two sizes has such runs, and so has the one with
+        fewer heads where tp sizes differ.
+        """
+        length_N: Offsets | int = run_bytes
+        if run_bytes <= MERGED_BYTES:
+            offset_N, length_N = _merged(offset_N, run_bytes)
         num_before = 0 if head is None else 1
         rows = np.empty((num_before + len(offset_N), 2), dtype=np.int64)
         if head is not None:
             rows[0] = ctypes.addressof(head), len(head)
         np.add(offset_N, address, out=rows[num_before:, 0])
-        rows[num_before:, 1] = run_bytes
+        rows[num_before:, 1] = length_N
         return cls(rows)
 
     @classmethod
@@ -185,6 +194,14 @@ class PageSocket:
                 raise TransferFailed(f"the peer took or sent no byte for {self._stall_s} s")
             if num_left and now_s - started_s > self._limit_s:
                 raise TransferFailed(f"{places.num_bytes} bytes did not pass within {self._limit_s} s")
+
+
+def _merged(offset_N: Offsets, run_bytes: int) -> tuple[Offsets, Offsets]:
+    """Where stretches of runs that follow each other begin, and how long they are."""
+    is_first_N = np.ones(len(offset_N), dtype=np.bool_)
+    np.not_equal(np.diff(offset_N), run_bytes, out=is_first_N[1:])
+    first = np.flatnonzero(is_first_N)
+    return offset_N[first], np.diff(first, append=len(offset_N)) * run_bytes
 
 
 def _never() -> bool:

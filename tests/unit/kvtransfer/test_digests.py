@@ -66,6 +66,14 @@ def test_digest_is_xxh3_of_the_unit_in_plan_order() -> None:
     assert digest_units(pool, offsets, 5, 1) == expected
 
 
+@pytest.mark.parametrize("offsets", [[10, 15, 60, 65], [10, 15, 60, 70], [15, 10, 60, 65], [10, 15, 10, 15]])
+def test_units_that_are_one_stretch_of_bytes_have_the_digests_of_their_runs(offsets: list[int]) -> None:
+    content = bytes(range(100))
+    units = [b"".join(content[start : start + 5] for start in offsets[unit : unit + 2]) for unit in (0, 2)]
+    found = digest_units(memoryview(content), np.array(offsets, dtype=np.int64), 5, 2)
+    assert found == b"".join(xxhash.xxh3_64_digest(unit) for unit in units)
+
+
 def test_ranks_that_share_nothing_have_digests_of_nothing() -> None:
     nothing = np.array([], dtype=np.int64)
     assert len(digest_units(memoryview(b""), nothing, 0, 3)) == 24

@@ -2,6 +2,7 @@ import ctypes
 import socket
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.clock import SystemClock
 from baton.errors import PeerGone, TransferFailed
-from baton.kvtransfer.page_socket import IOV_MAX, PageSocket, Places, Stopped, _advance, unpace
+from baton.kvtransfer.page_socket import IOV_MAX, MERGED_BYTES, PageSocket, Places, Stopped, _advance, unpace
 
 Pair = tuple[PageSocket, PageSocket]
 
@@ -56,6 +57,22 @@ def test_a_head_goes_before_the_runs(pair: Pair) -> None:
     places = Places.of_runs(body.ctypes.data, np.array([4, 0], dtype=np.int64), 2, head)
     pair[0].send(places, never)
     assert pair[1].receive_record(8) == b"head\4\5\0\1"
+
+
+@given(
+    numbers=st.lists(st.integers(0, 30), max_size=30, unique=True),
+    run_bytes=st.sampled_from([1, 8, MERGED_BYTES, MERGED_BYTES + 1]),
+)
+def test_runs_that_follow_each_other_are_one_place_of_the_same_bytes(
+    numbers: list[int], run_bytes: int
+) -> None:
+    offset_N = np.asarray(numbers, dtype=np.int64) * run_bytes
+    places = Places.of_runs(1000, offset_N, run_bytes)
+    covered = [start + run for start, length in places.rows.tolist() for run in range(0, length, run_bytes)]
+    assert covered == [1000 + run_bytes * number for number in numbers]
+    assert places.num_bytes == len(numbers) * run_bytes
+    num_stretches = len(numbers) - sum(b == a + 1 for a, b in pairwise(numbers))
+    assert len(places.rows) == (num_stretches if run_bytes <= MERGED_BYTES else len(numbers))
 
 
 @given(
