@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -127,6 +128,7 @@ class HostedWorker:
         worker = Worker(
             id=secrets.token_hex(16),
             name=config.name,
+            started_s=time.time(),  # the one date that leaves a process: monotonic clocks of two hosts differ
             role=config.role,
             model=config.model_name,
             fingerprint=engine.fingerprint,
