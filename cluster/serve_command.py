@@ -28,7 +28,10 @@ def run(arguments: argparse.Namespace) -> None:
     config = settings(arguments).build()
     if config.ray_address is None:
         resolve_model(config.model)  # said before anything is started
-    asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
+    try:
+        asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def _serve(config: ServeConfig, key: bytes) -> None:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,23 @@ class Served:
         status, answer = self.post("/v1/completions", body)
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
+
+    def stream(self, prompt: str, **settings: Any) -> Generator[Any, None, None]:
+        """The chunks of a completion, as they come; AssertionError unless it ends as streams do."""
+        body = {"model": "tiny", "prompt": prompt, "stream": True, "temperature": 0, **settings}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with closing(connection):
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert answer.status == 200
+            for line in answer:
+                event = line.decode().strip().removeprefix("data: ")
+                if event == "[DONE]":
+                    return
+                if event and not event.startswith(":"):
+                    yield json.loads(event)
+        raise AssertionError("the stream ended before its end")
 
     def baton(self, *arguments: str) -> str:
         """What another command of baton prints."""

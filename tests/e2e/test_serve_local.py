@@ -11,7 +11,7 @@ import pytest
 
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
-from tests.served import Served, are_gone, descendants, served, stop, until
+from tests.served import Served, are_gone, descendants, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 COPY = ("copy(sun moon star)=", "sun moon star")
@@ -69,11 +69,30 @@ def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluste
     assert set(cluster.status()) == {"prefill-0", "decode-0"}
 
 
-def test_everything_ends_with_it() -> None:
-    with served(*OPTIONS) as cluster:
+def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> None:
+    with served(*OPTIONS, "--drain-timeout", "60") as cluster:
         pids = descendants(cluster.process.pid)
         assert len(pids) >= 4
-        assert stop(cluster.process) == 0
+        stream = cluster.stream("copy(sun moon star)=", max_tokens=600, ignore_eos=True)
+        first = next(stream)
+        cluster.process.send_signal(signal.SIGTERM)
+        chunks = [first, *stream]
+        assert cluster.process.wait(60) == 0
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert are_gone(pids)
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with served(*OPTIONS, "--drain-timeout", "600") as cluster:
+        pids = descendants(cluster.process.pid)
+        stream = cluster.stream("copy(sun moon star)=", max_tokens=4000, ignore_eos=True)
+        next(stream)  # and it is kept open
+        for _ in range(2):
+            cluster.process.send_signal(signal.SIGTERM)
+            until(lambda: any("draining" in line for line in cluster.said))
+        assert cluster.process.wait(30) == 130
+        stream.close()
+        assert not any("Traceback" in line for line in cluster.said)
     assert are_gone(pids)
 
 
