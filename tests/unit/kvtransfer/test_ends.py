@@ -1,0 +1,288 @@
+"""Both ends of a transfer and the ranks that carry out its parts: who is told what, and when."""
+
+from typing import cast
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.pages import PagePool
+from baton.kvtransfer.destination_handoff import DestinationHandoff
+from baton.kvtransfer.handoff import Finished, Outcome, Terms, Timing
+from baton.kvtransfer.incoming import Incoming
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.messages import Abort, AnyMessage, Grant, RankDoors, Released, Reserve, Wrote
+from baton.kvtransfer.outgoing import Outgoing
+from baton.kvtransfer.rank_messages import (
+    ClosePart,
+    Command,
+    ForgetPart,
+    GrantPart,
+    HashUnits,
+    OpenPart,
+    PartHashed,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartWritten,
+    PeerRank,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    WriterDied,
+    WriterStopped,
+)
+from baton.kvtransfer.rank_plane import Plane
+from baton.kvtransfer.ranks import Route
+from baton.kvtransfer.source_handoff import SourceHandoff
+from baton.kvtransfer.transport import Spans
+from baton.layout import PageLayout
+
+ID, EPOCH = b"t" * 16, 5
+NUM_PAGES = 6
+NUM_UNITS = 2
+LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+DOORS = RankDoors(incarnation=b"i" * 16, host="h", device="cpu")
+
+
+class SilentPlane:
+    """Keeps what it is told, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[Command] = []
+
+    def perform(self, command: Command) -> None:
+        self.told.append(command)
+
+    def kinds(self) -> list[str]:
+        """Of what it was told since the last look."""
+        told, self.told = self.told, []
+        return [type(command).__name__ for command in told]
+
+
+class SaidLink:
+    """Keeps what is sent over it."""
+
+    number = 3
+
+    def __init__(self) -> None:
+        self.said: list[AnyMessage] = []
+
+    def send(self, message: AnyMessage) -> None:
+        self.said.append(message)
+
+    def kinds(self) -> list[str]:
+        said, self.said = self.said, []
+        return [type(message).__name__ for message in said]
+
+
+class Bench:
+    """A transfer of two parts, one for each rank of ours."""
+
+    def __init__(self) -> None:
+        self.pool, self.clock = PagePool(NUM_PAGES, 16), ManualClock()
+        self.terms = Terms(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
+        self.planes = [SilentPlane(), SilentPlane()]
+        self.link = SaidLink()
+        self.request = Reserve(transfer=ID, num_units=NUM_UNITS, deadline_ms=60_000, num_parts=2)
+        self.finished: list[Outcome] = []
+        self.granted: list[bytes] = []
+
+    def routes(self) -> list[Route]:
+        peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, doors=DOORS)
+        return [Route(part, cast(Plane, plane), peer, (0, 2)) for part, plane in enumerate(self.planes)]
+
+    def finish(self, _: object, finished: Finished) -> None:
+        self.finished.append(finished.outcome)
+
+    def incoming(self) -> Incoming:
+        handoff = DestinationHandoff(self.request, EPOCH, self.terms)
+        incoming = Incoming(handoff, cast(Link, self.link), self.routes(), NUM_UNITS, self.finish)
+        incoming.perform(handoff.grant("sequence"))
+        return incoming
+
+    def outgoing(self) -> Outgoing:
+        handoff = SourceHandoff(self.request, self.terms)
+        return Outgoing(
+            handoff,
+            cast(Link, self.link),
+            self.routes(),
+            NUM_UNITS,
+            self.clock,
+            self.finish,
+            self.granted.append,
+        )
+
+    def streaming(self) -> Outgoing:
+        """All of it is computed, and on its way."""
+        outgoing = self.outgoing()
+        outgoing.start()
+        for part in range(2):
+            outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
+        outgoing.receive(Grant(transfer=ID, epoch=EPOCH, pages=(4, 5), generations=(1, 1)))
+        pages = self.pool.allocate(NUM_UNITS, "prompt")
+        outgoing.offer(pages, NUM_UNITS, None)
+        self.pool.release(pages, "prompt")
+        return outgoing
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def told(bench: Bench) -> list[list[str]]:
+    return [plane.kinds() for plane in bench.planes]
+
+
+# Where it arrives.
+
+
+def test_the_source_hears_of_its_grant_when_every_rank_has_opened(bench: Bench) -> None:
+    incoming = bench.incoming()
+    assert told(bench) == [["OpenPart"], ["OpenPart"]]
+    incoming.hear(PartOpened(transfer=ID, part=1))
+    assert bench.link.kinds() == []
+    incoming.hear(PartOpened(transfer=ID, part=0))
+    assert bench.link.kinds() == ["Grant"]
+
+
+def test_a_transfer_that_ends_before_every_rank_has_opened_is_told_in_order(bench: Bench) -> None:
+    incoming = bench.incoming()
+    incoming.perform(incoming.handoff.abort("the test"))
+    assert bench.link.kinds() == ["Grant", "Abort"]
+    assert bench.finished == [Outcome.CANCELLED]
+    assert told(bench) == [["OpenPart", "ClosePart"], ["OpenPart", "ClosePart"]]
+
+
+def test_each_rank_hashes_what_is_its_own(bench: Bench) -> None:
+    incoming = bench.incoming()
+    bench.planes[1].kinds()
+    incoming.receive(Wrote(transfer=ID, epoch=EPOCH, part=1, first=0, stop=1))
+    incoming.receive(Wrote(transfer=ID, epoch=EPOCH + 1, part=1, first=0, stop=9))  # stale
+    assert bench.planes[1].told == [HashUnits(transfer=ID, part=1, first=0, stop=1)]
+    assert bench.planes[0].kinds() == ["OpenPart"]
+
+
+def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
+    incoming = bench.incoming()
+    incoming.lose(cast(Plane, bench.planes[1]), "rank 1 is lost", is_dead=False)
+    assert bench.finished == [Outcome.RECOMPUTE]
+    incoming.hear(WriterStopped(transfer=ID, part=0))
+    assert (incoming.is_over, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
+    incoming.lose(cast(Plane, bench.planes[1]), "rank 1 is lost", is_dead=True)
+    assert (incoming.is_over, bench.pool.num_free) == (True, NUM_PAGES)
+    incoming.forget()
+    assert [kinds[-1] for kinds in told(bench)] == ["ForgetPart", "ForgetPart"]
+
+
+def test_a_lost_rank_without_a_part_of_it_changes_nothing(bench: Bench) -> None:
+    incoming, outgoing = bench.incoming(), Bench().streaming()
+    for end in (incoming, outgoing):
+        end.lose(cast(Plane, SilentPlane()), "rank 7 is lost", is_dead=True)
+        assert end.handoff.outcome is None
+
+
+def test_a_dead_writer_ends_it(bench: Bench) -> None:
+    incoming = bench.incoming()
+    incoming.hear(WriterDied(transfer=ID, part=0))
+    assert bench.finished == [Outcome.RECOMPUTE]
+    assert [each for each in bench.planes[1].told if isinstance(each, ClosePart)]
+
+
+# Where it leaves.
+
+
+def test_pages_are_asked_for_when_every_rank_has_a_way(bench: Bench) -> None:
+    outgoing = bench.outgoing()
+    outgoing.start()
+    assert told(bench) == [["ReachPeer"], ["ReachPeer"]]
+    outgoing.hear(PartReached(transfer=ID, part=1, transport=""))
+    assert bench.link.kinds() == []
+    outgoing.hear(PartReached(transfer=ID, part=0, transport="tcp"))
+    assert bench.link.kinds() == ["Reserve"]
+
+
+def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> None:
+    outgoing = bench.outgoing()
+    outgoing.start()
+    for part in range(2):
+        outgoing.hear(PartReached(transfer=ID, part=part, transport="shm"))
+    first, second = bench.pool.allocate(2, "prompt")
+    outgoing.offer([first], 1, None)
+    outgoing.receive(Grant(transfer=ID, epoch=EPOCH, pages=(4, 5), generations=(1, 1)))
+    outgoing.offer([second], 2, None)
+    assert bench.granted == [ID]
+    for plane in bench.planes:
+        assert [type(each) for each in plane.told] == [ReachPeer, GrantPart, PushPart, PushPart]
+        pushed = [each for each in plane.told if isinstance(each, PushPart)]
+        assert [(each.first, each.stop, each.more_pages) for each in pushed] == [
+            (0, 1, (first,)),
+            (1, 2, (second,)),
+        ]
+
+
+def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
+    outgoing = bench.streaming()
+    bench.link.kinds()
+    outgoing.receive(Abort(transfer=ID, epoch=EPOCH, reason="the test"))
+    assert [kinds[-1] for kinds in told(bench)] == ["StopPart", "StopPart"]
+    outgoing.hear(PartStopped(transfer=ID, part=0))
+    outgoing.hear(PartStopped(transfer=ID, part=0))
+    assert bench.link.kinds() == [] and bench.pool.num_free == NUM_PAGES - NUM_UNITS
+    outgoing.hear(PartStopped(transfer=ID, part=1))
+    assert bench.link.said == [Released(transfer=ID, epoch=EPOCH, part=part) for part in range(2)]
+    assert outgoing.is_over and bench.pool.num_free == NUM_PAGES
+
+
+def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
+    outgoing = bench.streaming()
+    plane = cast(Plane, bench.planes[1])
+    bench.link.kinds()
+    outgoing.lose(plane, "rank 1 is lost", is_dead=False)
+    outgoing.hear(PartStopped(transfer=ID, part=0))
+    assert bench.finished == [Outcome.FAILED] and bench.link.kinds() == ["Abort"]
+    assert [outgoing.is_over] == [False]
+    outgoing.lose(plane, "rank 1 is lost", is_dead=True)
+    assert outgoing.is_over and bench.link.kinds() == ["Released", "Released"]
+
+
+def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
+    outgoing = bench.streaming()
+    outgoing.perform(outgoing.handoff.abort("the test"))
+    times = outgoing.timeline.times()
+    written = PartWritten(
+        transfer=ID,
+        part=0,
+        first=0,
+        stop=NUM_UNITS,
+        is_done=True,
+        reason="",
+        num_bytes=10,
+        num_messages=1,
+        spans=Spans(),
+    )
+    bench.clock.advance(1.0)
+    outgoing.hear(written)
+    outgoing.hear(PartHashed(transfer=ID, part=0, first=0, stop=NUM_UNITS, digests=bytes(8 * NUM_UNITS)))
+    for part in range(2):
+        outgoing.hear(PartStopped(transfer=ID, part=part))
+    assert outgoing.timeline.times() == times and bench.finished == [Outcome.CANCELLED]
+    assert bench.pool.num_free == NUM_PAGES
+    outgoing.forget()
+    kinds = [type(each) for each in bench.planes[0].told]
+    assert kinds == [ReachPeer, GrantPart, PushPart, StopPart, ForgetPart]
+    assert [type(each) for each in bench.planes[0].told] == [
+        ReachPeer,
+        GrantPart,
+        PushPart,
+        StopPart,
+        ForgetPart,
+    ]
+
+
+def test_a_part_is_opened_with_the_rank_that_it_comes_from(bench: Bench) -> None:
+    bench.incoming()
+    (opened,) = bench.planes[1].told
+    assert isinstance(opened, OpenPart)
+    assert (opened.part, opened.epoch, opened.source.doors) == (1, EPOCH, DOORS)
+    assert not any(isinstance(each, StopPart) for each in bench.planes[0].told)
