@@ -104,7 +104,7 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [_card(parts.model)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def model(name: str, request: Request) -> dict[str, Any]:
         parts.model.check(name, request.state.tenant)
         return _card(parts.model)
@@ -131,9 +131,10 @@ def _answer_errors(app: FastAPI) -> None:
         message = {404: "there is no such path", 405: "this path takes another method"}.get(
             error.status_code, "the request cannot be served"
         )
-        return _response(
-            ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
-        )
+        code = "not_found" if error.status_code == 404 else "method_not_allowed"
+        response = _response(ApiError(error.status_code, message, code=code))
+        response.headers.update(error.headers or {})  # such as the methods that are allowed
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -4,7 +4,10 @@ import copy
 import http.client
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -165,3 +168,17 @@ def test_damaged_bodies(served: ServedGateway[EngineFrontend]) -> None:
 @pytest.mark.timeout(3600)
 def test_ten_thousand_damaged_bodies(served: ServedGateway[EngineFrontend]) -> None:
     run(served, range(300, 10_300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_damaged_bodies_as_the_schema_suggests_them(
+    served: ServedGateway[EngineFrontend], tmp_path: Path
+) -> None:
+    """By schemathesis, from what `/openapi.json` says of us: nothing undocumented, no 5xx."""
+    checks = "not_a_server_error,status_code_conformance,unsupported_method"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{served.url}/openapi.json"]
+    options = ["--checks", checks, "--max-examples", "100", "--seed", "1", "--no-color"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout[-8000:]
+    assert "Tested: 11" in result.stdout

@@ -183,5 +183,6 @@ def test_refusals_are_counted(served: Served) -> None:
 
 def test_methods_and_paths(served: Served) -> None:
     get = b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    assert status(exchange(served, get)) == 405
+    answer = exchange(served, get)
+    assert status(answer) == 405 and b"allow: POST" in answer
     assert status(exchange(served, post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
