@@ -38,6 +38,7 @@ from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
 from baton.prefill_worker.kv_links import KvLinks
+from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
 from baton.worker_config import Ready, WorkerConfig
 
@@ -119,7 +120,9 @@ class HostedWorker:
         colleagues = Colleagues(self._hello(), config.router, thread.dial, wanted)
         beats = Beats(colleagues, SystemClock())
         if config.role is WorkerRole.PREFILL:
-            return PrefillWorker(engine, endpoint, colleagues, beats, KvLinks(partial(_connect, endpoint)))
+            links = KvLinks(partial(_connect, endpoint))
+            num_groups = num_layer_groups(engine.runner.layout)
+            return PrefillWorker(engine, endpoint, colleagues, beats, links, num_layer_groups=num_groups)
         num_local = config.local_prefill_tokens
         return DecodeWorker(engine, endpoint, colleagues, beats, local_prefill_tokens=num_local)
 
