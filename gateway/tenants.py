@@ -5,8 +5,8 @@
         keys: ["sha256:9f86d081..."]   # of the key that clients send, in hexadecimal
         models: [tiny]                 # left out: every model
 
-`printf %s KEY | sha256sum` prints the digits. A tenant's name decides which cached prompts its requests may share: its salt is derived here, from the
-cluster's key, and no client can name one.
+`printf %s KEY | sha256sum` prints the digits. A tenant's name decides which cached prompts its requests may
+share: its salt is derived here, from the cluster's key, and no client can name one.
 """
 
 import difflib
