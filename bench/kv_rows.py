@@ -117,6 +117,10 @@ def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:
         note = f"{1e3 * each.exposed_streaming_s:.1f} ms of a prefill of {each.prefill_s:.2f} s"
         rows.append(at_most(f"{name}: exposed", share, "% of prefill", 3.0, note))
         rows.append(at_least(f"{name}: pushed at the end / streamed", gain, "x", 3.0))
+        slower = each.prefill_by_layers_s / each.prefill_s - 1
+        note = f"{1e3 * each.exposed_by_layers_s:.1f} ms; the prefill takes {100 * slower:+.1f} %"
+        by_layers = each.exposed_streaming_s / each.exposed_by_layers_s
+        rows.append(Row(f"{name}: last chunk whole / by groups of layers", by_layers, "x", note=note))
     return rows
 
 

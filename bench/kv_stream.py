@@ -52,8 +52,8 @@ class Streamed(NamedTuple):
     prefill_s: float
     exposed_streaming_s: float
     exposed_at_end_s: float
-    prefill_by_layers_s: float = 0.0
-    exposed_by_layers_s: float = 0.0
+    prefill_by_layers_s: float
+    exposed_by_layers_s: float
 
 
 class _LastChunk:

@@ -101,8 +101,18 @@ def test_another_page_size_is_set_against_as_short_runs_and_against_equal_pages(
 
 
 def test_streaming_has_a_share_and_a_gain() -> None:
-    streamed = Streamed(4096, "shm", prefill_s=2.0, exposed_streaming_s=0.01, exposed_at_end_s=0.02)
-    assert verdicts(stream_rows([streamed])) == {
+    streamed = Streamed(
+        4096,
+        "shm",
+        prefill_s=2.0,
+        exposed_streaming_s=0.01,
+        exposed_at_end_s=0.02,
+        prefill_by_layers_s=2.02,
+        exposed_by_layers_s=0.004,
+    )
+    rows = stream_rows([streamed])
+    assert (rows[-1].value, rows[-1].note) == (2.5, "4.0 ms; the prefill takes +1.0 %")
+    assert verdicts(rows) == {
         "shm, 4,096 tokens: exposed": (0.5, True),
         "shm, 4,096 tokens: pushed at the end / streamed": (2.0, False),
     }
