@@ -18,6 +18,7 @@ from baton.cluster.ray_runtime import RayRuntime
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve import Serving, serve
 from baton.cluster.serve_options import add_options, settings
+from baton.errors import ConfigError
 from baton.serve_config import ServeConfig
 
 __all__ = ["add_options", "run"]
@@ -25,7 +26,10 @@ __all__ = ["add_options", "run"]
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, ModelError or WorkerLost."""
-    config = settings(arguments).build()
+    given = settings(arguments)
+    if "model" not in given.given:
+        raise ConfigError('MODEL: expected a directory, or "tiny", got none')
+    config = given.build()
     if config.ray_address is None:
         resolve_model(config.model)  # said before anything is started
     try:
