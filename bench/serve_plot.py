@@ -7,17 +7,18 @@ from typing import Final
 from baton.bench.serve_figures import Sample
 
 PANELS: Final = ("TTFT", "TPOT", "ITL", "E2EL")
+LEAST_MS: Final = 1e-3
 
 
 def values_ms(samples: Sequence[Sample], panel: str) -> list[float]:
-    """Ranked."""
+    """Ranked. What came in the same moment is LEAST_MS apart: a logarithmic axis has no zero."""
     seconds = {
         "TTFT": lambda: [sample.ttft_s for sample in samples],
         "TPOT": lambda: [sample.tpot_s for sample in samples if sample.tpot_s is not None],
         "ITL": lambda: [gap for sample in samples for gap in sample.gaps_s],
         "E2EL": lambda: [sample.e2el_s for sample in samples],
     }[panel]()
-    return sorted(1e3 * each for each in seconds)
+    return sorted(max(LEAST_MS, 1e3 * each) for each in seconds)
 
 
 def plot_latencies(samples: Mapping[str, Sequence[Sample]], path: Path) -> None:

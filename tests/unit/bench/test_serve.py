@@ -175,3 +175,4 @@ def test_a_plot_has_what_there_is(tmp_path: Path) -> None:
     plot_latencies({"baton": [Sample(1, 0.2, 0.2, ())]}, tmp_path / "p.png")
     assert (tmp_path / "p.png").exists()
     assert values_ms([Sample(3, 0.2, 0.4, (0.15, 0.05))], "ITL") == pytest.approx([50, 150])
+    plot_latencies({"baton": [Sample(3, 0.2, 0.2, (0.0, 0.0))]}, tmp_path / "q.png")  # all in one moment
