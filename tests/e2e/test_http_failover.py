@@ -1,0 +1,69 @@
+"""A client's stream goes on, token for token, though the workers that make it are killed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from baton.cluster.llm import LLM
+from baton.request import SamplingParams
+from tests.served import Served, served, until
+
+PROMPT = "the sun and the moon and a star; " * 4
+NUM_TOKENS = 2000
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.95, "presence_penalty": 0.5}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Served]:
+    options = ("--runtime", "local", "--decode", "2", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+    with served("tiny", *options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny") as llm:
+        yield llm
+
+
+def busy_decode(cluster: Served) -> str:
+    """The decode worker that has the one request that runs."""
+    found: list[str] = []
+
+    def is_told() -> bool:
+        status = cluster.status()
+        found[:] = [name for name, each in status.items() if "decode" in name and each.num_attempts]
+        return bool(found)
+
+    until(is_told)
+    return found[0]
+
+
+def num_replays(cluster: Served) -> float:
+    lines = httpx2.get(f"{cluster.url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if 'event="replays_' in line)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_decode_worker_that_dies_in_the_middle_is_not_seen(
+    cluster: Served, llm: LLM, sampling: dict[str, Any]
+) -> None:
+    given = {**sampling, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    (expected,) = llm.generate(PROMPT, SamplingParams(**given))
+    until(lambda: len(cluster.status()) == 3)
+    replays = num_replays(cluster)
+    chunks = cluster.stream(PROMPT, **given, stream_options={"include_usage": True})
+    texts = [next(chunks)["choices"][0]["text"] for _ in range(5)]
+    os.kill(cluster.pid_of(busy_decode(cluster)), signal.SIGKILL)
+    rest = list(chunks)
+    usage = rest[-1]["usage"]
+    texts += [chunk["choices"][0]["text"] for chunk in rest if chunk["choices"]]
+    assert "".join(texts) == expected.outputs[0].text
+    assert usage["completion_tokens"] == NUM_TOKENS
+    assert num_replays(cluster) > replays
+    assert [chunk["choices"][0]["finish_reason"] for chunk in rest if chunk["choices"]][-1] == "length"
