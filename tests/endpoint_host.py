@@ -5,21 +5,18 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
 from baton.engine.pages import PagePool, PageState
-from baton.errors import TransferFailed
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
@@ -29,11 +26,11 @@ from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
 from tests.faulty_endpoint import FaultyEndpoint, layout
+from tests.host_process import HostProcess
 from tests.rank_process import RankProcess, fill, shape_of
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 KEY: Final = b"the key of the tests' cluster"
 NUM_PAGES: Final = 64
 DEADLINE_S: Final = 20.0
@@ -279,35 +276,6 @@ class Host:
 
         self._calls.put(call)
         return future.result(DEADLINE_S)
-
-
-class HostProcess:
-    """A host in a process of its own."""
-
-    def __init__(self, **arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.endpoint_host", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def call(self, name: str, *arguments: object) -> Any:
-        """Raises TransferFailed with what the host raised."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            raise TransferFailed(answer["error"])
-        return answer["result"]
 
 
 def main() -> None:

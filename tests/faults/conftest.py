@@ -1,0 +1,3 @@
+from tests.replicas import replicas
+
+__all__ = ["replicas"]

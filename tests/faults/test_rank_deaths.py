@@ -1,0 +1,131 @@
+"""Ranks, and whole replicas, that die, hang or close in the middle of a hand-off."""
+
+import signal
+import time
+
+import pytest
+
+from baton.errors import TransferFailed
+from tests.endpoint_host import NUM_PAGES, HostProcess
+from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s, new_replica
+from tests.transfer_ends import wait_for
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
+    replicas: Replicas, transport: str
+) -> None:
+    destination, source = replicas("destination", 1), new_replica(2, transport=transport)
+    try:
+        source.fill(1)
+        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination.address(), NUM_UNITS)
+        wait_for(lambda: destination.counts()["LEASED"] + destination.counts()["QUARANTINED"] > 0)
+        source.others[0].kill()
+        assert source.outcome(transfer) == "failed"
+        assert source.ended()[-1][1] == "rank 1 is lost"
+        assert all_back_s(source, destination) < BACK_S
+        assert destination.ended()[-1][0] == "recompute"
+        assert source.outcome(source.begin(destination.address(), NUM_UNITS)) == "failed"
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
+    replicas: Replicas, transport: str
+) -> None:
+    source, other = replicas("source", 2, transport=transport), replicas("destination", 1)
+    destination = new_replica(2)
+    try:
+        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination.address(), NUM_UNITS)
+        wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
+        destination.others[0].kill()
+        assert source.outcome(transfer) == "failed"
+        assert destination.ended()[-1][:2] == ("recompute", "rank 1 is lost")
+        assert all_back_s(source, destination) < BACK_S
+        assert source.send(destination.address(), NUM_UNITS) == "failed"
+        assert "rank 1 is lost" in source.ended()[-1][1]
+        assert source.send(other.address(), NUM_UNITS) == "handed_over"
+    finally:
+        destination.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_rank_of_the_source_killed_while_it_writes_leaves_no_page_behind(
+    replicas: Replicas, transport: str
+) -> None:
+    destination = replicas("destination", 2)
+    for delay_s in (0.0, 0.002, 0.01):
+        source = new_replica(2, transport=transport)
+        try:
+            assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+            transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+            time.sleep(delay_s)
+            source.others[0].kill()
+            assert source.outcome(transfer) in ("failed", "handed_over")
+            assert all_back_s(source, destination) < BACK_S
+        finally:
+            source.close()
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_whole_replica_killed_leaves_no_page_behind(replicas: Replicas, transport: str) -> None:
+    """Its rank 0 is killed; the other ends by itself, and only then is a page that it could write free."""
+    destination = replicas("destination", 2)
+    with HostProcess(num_ranks=2, num_kv_heads=NUM_KV_HEADS, transport=transport) as source:
+        assert source.call("send", destination.address(), NUM_UNITS) == "handed_over"
+        source.call("begin", destination.address(), NUM_UNITS)
+        wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
+        source.process.kill()
+        source.process.wait()
+        assert all_back_s(destination) < 10 * BACK_S
+    assert destination.ended()[-1][0] == "recompute"
+
+
+def test_a_destination_killed_whole_fails_the_transfer(replicas: Replicas) -> None:
+    source = replicas("source", 2)
+    with HostProcess(num_ranks=2, num_kv_heads=NUM_KV_HEADS) as destination:
+        address = destination.call("address")
+        transfer = source.begin(address, NUM_UNITS)
+        wait_for(lambda: destination.call("counts")["FREE"] < NUM_PAGES)
+        destination.process.kill()
+        destination.process.wait()
+        assert source.outcome(transfer) == "failed"
+        assert all_back_s(source) < BACK_S
+        with pytest.raises(TransferFailed):
+            source.send(address, NUM_UNITS)
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, side: str) -> None:
+    """The lease ends the transfer; that nobody is in the pages only the rank itself can say."""
+    source, destination = new_replica(2), new_replica(2)
+    stopped = source if side == "source" else destination
+    process = stopped.others[0].process
+    try:
+        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+        transfer = source.begin(destination.address(), NUM_UNITS, deadline_s=2.0)
+        wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
+        process.send_signal(signal.SIGSTOP)
+        source.go_on(transfer)
+        assert source.outcome(transfer) == "failed"
+        wait_for(lambda: destination.ended()[-1][0] == "recompute")
+        time.sleep(0.2)
+        assert destination.counts()["QUARANTINED"] > 0
+        process.send_signal(signal.SIGCONT)
+        assert all_back_s(source, destination) < 2 * BACK_S
+        assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    finally:
+        process.send_signal(signal.SIGCONT)
+        source.close()
+        destination.close()
+
+
+def test_a_source_that_closes_gives_back_what_its_other_ranks_could_write(replicas: Replicas) -> None:
+    destination, source = replicas("destination", 2), new_replica(2)
+    source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+    source.begin(destination.address(), NUM_UNITS)
+    source.close()
+    assert all_back_s(destination) < BACK_S

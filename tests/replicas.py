@@ -1,0 +1,53 @@
+"""Replicas of several ranks, whose other ranks are processes of their own and have no engine."""
+
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
+
+import pytest
+
+from tests.endpoint_host import NUM_PAGES, Host
+from tests.transfer_ends import wait_for
+
+__all__ = ["BACK_S", "NUM_KV_HEADS", "NUM_UNITS", "Replicas", "all_back_s", "new_replica", "replicas"]
+
+NUM_UNITS: Final = 24
+NUM_KV_HEADS: Final = 4
+BACK_S: Final = 1.0
+Replicas: TypeAlias = Callable[..., Host]
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Replicas]:
+    """Made once for all tests, each with what it is asked for: nothing may be left of a test in them."""
+    made: dict[tuple[object, ...], Host] = {}
+
+    def replica(side: str, num_ranks: int, page_size: int = 16, transport: str = "auto") -> Host:
+        key = (side, num_ranks, page_size, transport)
+        if key not in made:
+            made[key] = new_replica(num_ranks, page_size, transport)
+            made[key].fill(len(made))
+        return made[key]
+
+    yield replica
+    for host in made.values():
+        host.close()
+
+
+def new_replica(num_ranks: int, page_size: int = 16, transport: str = "auto") -> Host:
+    return Host(
+        page_size,
+        NUM_PAGES * 16 // page_size,
+        transport=transport,
+        num_ranks=num_ranks,
+        num_kv_heads=NUM_KV_HEADS,
+    )
+
+
+def all_back_s(*hosts: Host) -> float:
+    """Seconds until all pages of all hosts are free, and known to nobody."""
+
+    def is_back(host: Host) -> bool:
+        counts = host.counts()
+        return counts["FREE"] == host.ledger.num_pages and not counts["open"]
+
+    return wait_for(lambda: all(is_back(host) for host in hosts))
