@@ -53,8 +53,8 @@ class Departure:
 
     @property
     def engine_id(self) -> str:
-        """Its name in the engine: two attempts at one request never meet there."""
-        return f"{self.request.request_id}.{self.request.attempt}"
+        """Its name in the engine: two decode workers may ask for one attempt that was given out twice."""
+        return f"{self.request.request_id}.{self.request.attempt}.{self.transfer.hex()}"
 
     @property
     def num_tokens(self) -> int:

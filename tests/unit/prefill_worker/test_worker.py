@@ -14,6 +14,7 @@ from baton.control import (
     Hello,
     Members,
     Prefill,
+    Prefilled,
     PrefillFailed,
     Reachable,
 )
@@ -109,6 +110,21 @@ def test_a_decode_worker_that_is_not_listed_any_more_ends_its_prompts(make_pair:
     pair.turns_until(lambda: pair.is_answered(request))  # it is told, as it lives after all
     assert pair.decode_worker.counters["recomputed_prefills"] == 1
     assert Reachable(workers=()) in pair.said[ROUTER.id][num_said:]
+
+
+def test_an_attempt_may_be_asked_for_twice(make_pair: MakePair) -> None:
+    """A router that starts anew may give to another decode worker what the last one gave to the first."""
+    pair, request = make_pair(**SMALL_STEPS), a_request()
+    pair.decode.endpoint._admit = lambda reserve, num_pages: "somebody"
+    pair.hold(Prefilled)
+    ask(pair, request, b"1" * 16)
+    ask(pair, request, b"2" * 16)
+    pair.turns_until(lambda: len(pair.post.held()) == 2 and not pair.prefill.node.attempts)
+    said_ = [each.message for each in pair.post.held() if isinstance(each.message, Prefilled)]
+    assert len({each.event.token_id for each in said_}) == 1
+    ledger = pair.decode.engine.pages
+    pair.turns_until(lambda: not pair.decode.endpoint.num_open)
+    ledger.release([page for page in range(ledger.num_pages) if ledger.owners(page)], "somebody")
 
 
 class TestRefusals:
