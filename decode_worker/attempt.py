@@ -14,7 +14,9 @@ from enum import Enum
 import msgspec
 
 from baton.control import AttemptFailed, Cancel, Dispatch, Failure, TokenEvent
+from baton.engine.replica import Replica
 from baton.engine.sequence import FilledPages
+from baton.errors import InvalidRequest
 from baton.request import Request
 
 
@@ -39,6 +41,12 @@ class Attempt:
     @classmethod
     def of(cls, dispatch: Dispatch) -> "Attempt":
         return cls(dispatch.request, dispatch.gateway, dispatch.prefill)
+
+    def check(self, engine: Replica) -> None:
+        """InvalidRequest for what that engine could not run as one attempt."""
+        if self.request.sampling.n != 1:
+            raise InvalidRequest(f"an attempt is at one choice, got n {self.request.sampling.n}")
+        engine.check(self.request)
 
     @property
     def request_id(self) -> str:

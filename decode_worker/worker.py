@@ -32,6 +32,7 @@ from baton.control import (
     Kind,
     Load,
     Members,
+    PagesWanted,
     Prefilled,
     PrefillFailed,
     TokenEvent,
@@ -47,6 +48,7 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
+from baton.page_news import PageNews
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class DecodeWorker:
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._beats = beats
+        self._page_news = PageNews(colleagues, beats.clock)
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
         self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission)
@@ -122,6 +125,7 @@ class DecodeWorker:
             else:
                 self._fail(attempt, failure, reason)
         self._colleagues.flush()
+        self._page_news.tell(self._engine)
 
     # Colleagues.
 
@@ -153,6 +157,8 @@ class DecodeWorker:
                 self._dispatch(message)
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
+            case PagesWanted() if self._colleagues.is_router(peer):
+                self._page_news.want(peer)
             case Prefilled(event):
                 self._prefilled(self._asked_of(peer, event.request_id, event.attempt), event)
             case PrefillFailed():
@@ -196,7 +202,7 @@ class DecodeWorker:
             self._colleagues.tell(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
             return
         try:
-            self._engine.check(attempt.request)
+            attempt.check(self._engine)
         except InvalidRequest as error:
             self._colleagues.tell(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
             return

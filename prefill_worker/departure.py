@@ -17,6 +17,7 @@ import msgspec
 
 from baton.control import Prefill
 from baton.engine.sequence import Progress
+from baton.errors import ProtocolError
 from baton.request import FinishReason, Request
 
 
@@ -42,6 +43,13 @@ class Departure:
     stage: Stage = Stage.ASKING
     progress: Progress | None = None  # from COMPUTING on
     _num_taken_pages: int = 0
+
+    def __post_init__(self) -> None:
+        """ProtocolError for what no decode worker asks."""
+        num_held = self.prefill.num_held_tokens
+        if num_held % self.page_size or num_held >= self.num_tokens:
+            message = f"{num_held} of {self.num_tokens} tokens are held, in pages of {self.page_size}"
+            raise ProtocolError(message)
 
     @property
     def request(self) -> Request:

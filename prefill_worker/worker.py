@@ -27,6 +27,7 @@ from baton.control import (
     Kind,
     Load,
     Members,
+    PagesWanted,
     Prefill,
     Prefilled,
     PrefillFailed,
@@ -39,6 +40,7 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
+from baton.page_news import PageNews
 from baton.prefill_worker.departure import Departure, Stage
 from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.last_chunks import LastChunks
@@ -66,6 +68,7 @@ class PrefillWorker:
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._beats = beats
+        self._page_news = PageNews(colleagues, beats.clock)
         self._links = links
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
@@ -116,6 +119,7 @@ class PrefillWorker:
                 self._hand_off(output)
             self._offer_what_is_computed()
         self._colleagues.flush()
+        self._page_news.tell(self._engine)
 
     # Colleagues.
 
@@ -141,6 +145,8 @@ class PrefillWorker:
                 self.tick()
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
+            case PagesWanted() if self._colleagues.is_router(peer):
+                self._page_news.want(peer)
             case Prefill() if peer.hello.process is Kind.WORKER:
                 self._begin(peer, message)
             case Cancel():
@@ -179,17 +185,19 @@ class PrefillWorker:
         departure = Departure(prefill, peer.hello.id, page_size, unit_tokens)
         try:
             self._engine.check(departure.request)
+            self._endpoint.start(
+                link,
+                departure.num_units,
+                deadline_s=TRANSFER_TIMEOUT_S,
+                transfer=prefill.transfer,
+                num_layer_groups=self._num_layer_groups,
+            )
         except InvalidRequest as error:
             self._refuse(peer.hello.id, prefill, Failure.INVALID, str(error))
-            return
-        self._departures[prefill.transfer] = departure
-        self._endpoint.start(
-            link,
-            departure.num_units,
-            deadline_s=TRANSFER_TIMEOUT_S,
-            transfer=prefill.transfer,
-            num_layer_groups=self._num_layer_groups,
-        )
+        except ValueError as error:  # no transfer can be like that: it has too many units
+            self._refuse(peer.hello.id, prefill, Failure.BUSY, str(error))
+        else:
+            self._departures[prefill.transfer] = departure
 
     def _compute(self, transfer: bytes) -> None:
         """Its pages have been granted."""

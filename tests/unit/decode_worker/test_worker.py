@@ -221,6 +221,14 @@ def test_what_no_worker_could_run_is_refused_at_once(make_pair: MakePair) -> Non
     assert not failed.worker
 
 
+def test_several_choices_are_several_attempts(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.dispatch(a_request(n=2))
+    pair.turns_until(lambda: bool(pair.failures()))
+    (failed,) = pair.failures()
+    assert failed.failure is Failure.INVALID and "one choice, got n 2" in failed.reason
+
+
 def test_a_prefill_worker_that_is_not_there_any_more_is_no_loss_of_its_own(make_pair: MakePair) -> None:
     pair, request = make_pair(), a_request()
     pair.lose_prefill_worker()

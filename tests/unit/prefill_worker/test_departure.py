@@ -7,6 +7,7 @@ import pytest
 
 from baton.control import Prefill
 from baton.engine.sequence import SequenceStatus
+from baton.errors import ProtocolError
 from baton.prefill_worker.departure import Departure
 from baton.request import FinishReason
 from tests.worker_pair import DECODE, GATEWAY
@@ -84,6 +85,12 @@ def test_what_the_decode_worker_holds_stays() -> None:
     progress.num_computed_tokens = 41
     assert departure.take_offer() == ((106, 107, 108, 109, 110), 7)
     assert departure.num_units == 7
+
+
+@pytest.mark.parametrize("num_held_tokens", [6, 44, 41, 400])
+def test_what_no_decode_worker_can_hold_is_an_offence(num_held_tokens: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{num_held_tokens} of 41 tokens are held, in pages of 4"):
+        a_departure(num_held_tokens=num_held_tokens)
 
 
 def test_the_answer_so_far_leaves_with_the_prompt() -> None:

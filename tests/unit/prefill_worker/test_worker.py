@@ -158,6 +158,17 @@ class TestRefusals:
         ((failure, reason),) = refusals(pair)
         assert failure is Failure.INVALID and f"the model takes {MAX_MODEL_LEN}" in reason
 
+    def test_of_what_no_transfer_can_carry(
+        self, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pair = make_pair()
+        pair.hold(PrefillFailed)
+        monkeypatch.setattr("baton.kvtransfer.reservation.MAX_PAGES", 10)
+        ask(pair, a_request())
+        ((failure, reason),) = refusals(pair)
+        assert failure is Failure.BUSY and "1 to 10 units are" in reason
+        assert pair.prefill.node.is_idle
+
     def test_by_the_destination_are_said(self, make_pair: MakePair) -> None:
         """Nobody there knows of that transfer."""
         pair = make_pair()
