@@ -8,12 +8,12 @@ from baton.clock import ManualClock
 from baton.config import SchedulerConfig
 from baton.engine.host_tier import HostTier
 from baton.engine.leases import Owner
-from baton.page_keys import PageKeys
 from baton.engine.pages import PagePool, PageState
 from baton.engine.plan import Advance, Batch, Plan
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.page_keys import PageKeys
 from baton.request import FinishReason, Request, SamplingParams
 from tests.fakes import HashModel
 
