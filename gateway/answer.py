@@ -66,15 +66,12 @@ class Answer:
         call: Call,
         service: Service,
         tokenizer: Tokenizer | None,
-        *,
-        now_s: float = 0.0,
     ) -> None:
         """Raises InvalidRequest on stop strings that cannot be found."""
         self.call = call
         self.listener: Listener | None = None
         self._service = service
         self._tokenizer = tokenizer
-        self._arrival_s = now_s
         self.choices = [
             Choice(self, prompt, number, index * call.num_choices + number)
             for index, prompt in enumerate(call.prompts)
@@ -174,7 +171,7 @@ class Answer:
             cache_salt=call.tenant.cache_salt,
             priority=call.priority,
             sla=call.sla,
-            arrival_s=self._arrival_s,
+            arrival_s=call.arrival_s,
         )
         choice.is_running = True
         try:

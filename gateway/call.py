@@ -47,6 +47,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     skips_special_tokens: bool = True
     priority: int = 0
     sla: Sla = Sla()
+    arrival_s: float = 0.0
     tenant: Tenant
 
 
@@ -56,6 +57,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Tenant
     model: str
     seed: int  # where the client gave none; choices differ by their number, not by their seed
+    arrival_s: float = 0.0  # by the gateway's clock
     sla: Sla = Sla()
 
 
@@ -123,6 +125,7 @@ def _call(
         skips_special_tokens=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         sla=terms.sla,
+        arrival_s=terms.arrival_s,
         tenant=terms.tenant,
         **particulars,
     )

@@ -6,6 +6,7 @@ from typing import Final
 
 from starlette.types import Scope
 
+from baton.clock import Clock
 from baton.gateway.api_errors import invalid
 from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body
 from baton.gateway.asgi import header
@@ -32,11 +33,18 @@ class CallReader:
     """Raises InvalidRequest and ApiError, which say what the client should change."""
 
     def __init__(
-        self, model: ServedModel, metrics: Metrics, *, draw_seed: Callable[[], int], strict: bool = False
+        self,
+        model: ServedModel,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        draw_seed: Callable[[], int],
+        strict: bool = False,
     ) -> None:
         """`strict`: refuse unknown keys instead of counting them."""
         self._model = model
         self._metrics = metrics
+        self._clock = clock
         self._draw_seed = draw_seed
         self._strict = strict
 
@@ -80,7 +88,13 @@ class CallReader:
     def _terms(self, model: str | None, scope: Scope) -> Terms:
         tenant = scope["state"]["tenant"]
         name = self._model.check(model, tenant)
-        return Terms(tenant=tenant, model=name, seed=self._draw_seed(), sla=_sla(scope))
+        return Terms(
+            tenant=tenant,
+            model=name,
+            seed=self._draw_seed(),
+            arrival_s=self._clock.now_s(),
+            sla=_sla(scope),
+        )
 
 
 def _sla(scope: Scope) -> Sla:

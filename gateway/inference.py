@@ -65,13 +65,7 @@ class Inference:
     def answering(self, call: Call) -> Iterator[Answer]:
         """An answer, not started yet. Whatever way it ends, it is counted, and nothing of it runs on."""
         text = self._model.text
-        started_s = self._clock.now_s()
-        answer = Answer(
-            call,
-            self._model.service,
-            text.tokenizer if text.has_tokenizer else None,
-            now_s=started_s,
-        )
+        answer = Answer(call, self._model.service, text.tokenizer if text.has_tokenizer else None)
         self._open.add(answer)
         self._metrics.num_open += 1
         self._metrics.prompt_tokens += answer.num_prompt_tokens
@@ -86,7 +80,7 @@ class Inference:
             self._metrics.num_open -= 1
             self._metrics.cached_tokens += answer.num_cached_tokens
             answer.choices.clear()  # they refer to it: the ring would wait for the collector
-            self._metrics.duration.observe(self._clock.now_s() - started_s)
+            self._metrics.duration.observe(self._clock.now_s() - call.arrival_s)
 
     def give_up(self, error: BatonError) -> None:
         """End every call that is being answered."""
@@ -94,7 +88,7 @@ class Inference:
             answer.fail(error)
 
     def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
-        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer())
+        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer(answer.call))
 
     async def follow(self, stream: AnswerStream) -> None:
         """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""
@@ -117,7 +111,7 @@ class Inference:
                 await self._serve_whole(answer, outlet, send)
 
     async def _serve_whole(self, answer: Answer, outlet: Outlet, send: Send) -> None:
-        collector = AnswerCollector(answer, self._observer())
+        collector = AnswerCollector(answer, self._observer(answer.call))
         outlet.on_gone = collector.gone
         answer.start(collector)
         deltas = await collector.wait()
@@ -144,10 +138,9 @@ class Inference:
         text = self._model.text
         return answer_format(answer, text.tokenizer if text.has_tokenizer else None, int(self._calendar_s()))
 
-    def _observer(self) -> Callable[[Choice, Delta], None]:
-        """Times of a call's tokens, from now on."""
+    def _observer(self, call: Call) -> Callable[[Choice, Delta], None]:
+        """Times of its tokens."""
         metrics, now_s = self._metrics, self._clock.now_s
-        started_s = now_s()
         last_s: dict[int, float] = {}
 
         def observe(choice: Choice, delta: Delta) -> None:
@@ -157,7 +150,7 @@ class Inference:
             if before_s is not None:
                 metrics.itl.observe(at_s - before_s)
             elif not last_s:
-                metrics.ttft.observe(at_s - started_s)
+                metrics.ttft.observe(at_s - call.arrival_s)
             last_s[choice.index] = at_s
 
         return observe

@@ -107,7 +107,9 @@ async def serve_gateway(
 def _parts(
     config: GatewayConfig, model: ServedModel, metrics: Metrics, clock: Clock, tenants: Tenants
 ) -> Parts:
-    reader = CallReader(model, metrics, draw_seed=lambda: secrets.randbits(SEED_BITS), strict=config.strict)
+    reader = CallReader(
+        model, metrics, clock, draw_seed=lambda: secrets.randbits(SEED_BITS), strict=config.strict
+    )
     inference = Inference(
         reader,
         model,
