@@ -109,6 +109,7 @@ class Members(Message, frozen=True):
 
     workers: Annotated[tuple[Worker, ...], Meta(max_length=MAX_WORKERS)]
     is_complete: bool = True
+    draining: Ids = ()  # of these: they take nothing new, and will end in order
 
 
 class Reachable(Message, frozen=True):

@@ -10,7 +10,7 @@ means drain: take nothing new, finish what runs for at most `drain_timeout_s`, t
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,9 @@ from baton.config import EngineConfig
 from baton.control import Address, Name, WorkerRole
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
+# A worker that drains goes on for at least so long: what is under way to it is refused, not lost, all have
+# heard that it goes, and its last words have arrived before its connections end.
+DRAIN_NOTICE_S: Final = 0.75
 TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "tcp"]
 
 

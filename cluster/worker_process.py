@@ -40,7 +40,7 @@ from baton.node_thread import NodeThread
 from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
-from baton.worker_config import Ready, WorkerConfig
+from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig
 
 IDLE_S: Final = 0.25  # at most this long until the next look at what time alone brings
 
@@ -86,12 +86,13 @@ class HostedWorker:
     def serve(self, stop: threading.Event) -> None:
         """Until `stop` is set, or an operator asks, and all is done or the time for that is over."""
         node, engine, clock = self.node, self.engine, SystemClock()
-        until_s = math.inf
-        while not (until_s < math.inf and (node.is_idle or clock.now_s() >= until_s)):
+        notice_s = until_s = math.inf
+        while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
             node.step()
             if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()
                 until_s = clock.now_s() + self._config.drain_timeout_s
+                notice_s = clock.now_s() + DRAIN_NOTICE_S
             if not engine.has_work():
                 self.endpoint.wait(IDLE_S)
             elif engine.wait_s is not None:

@@ -266,6 +266,7 @@ class Frontend:
             self._streams.routed(stream, routed)
 
     def _take_members(self, members: Members) -> None:
+        self._streams.drain(members.draining)
         for worker in self._colleagues.changed(members):
             peer = self._colleagues.peer(worker)
             if peer is not None:

@@ -6,7 +6,7 @@ works on an attempt that is not the present one is told to stop when that shows.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, TypeAlias
 
 from baton.clock import Clock
@@ -36,6 +36,7 @@ class OpenStreams:
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
         self._started: list[Key] = []  # not told to the router yet
         self._ended: list[Key] = []
+        self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
 
     def __len__(self) -> int:
@@ -96,6 +97,10 @@ class OpenStreams:
 
     def lose(self, stream: Stream, worker: str) -> None:
         """A process is gone that held part of it, or it seems so."""
+        if worker in self._draining:  # it had nothing to do with its end
+            stream.blame(worker)
+            self.again(stream, "drained")
+            return
         now_s = self._clock.now_s()
         # Whoever is connected is well; but a death is heard of from different processes at different times.
         stream.lost = {
@@ -114,6 +119,12 @@ class OpenStreams:
         for stream in self._each():
             if stream.state is State.ROUTED and stream.needs(worker):
                 self.lose(stream, worker)
+
+    def drain(self, workers: Iterable[str]) -> None:
+        """These are going to end in order."""
+        self._draining.update(dict.fromkeys(workers))
+        while len(self._draining) > MAX_REMEMBERED:
+            del self._draining[next(iter(self._draining))]
 
     def find_worker(self, worker: str) -> None:
         """It is connected again: only its connection was lost. If it dies later, that is something else."""

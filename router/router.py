@@ -252,7 +252,8 @@ class Router:
     def _list_members(self) -> Members:
         is_complete = self._clock.now_s() - self._start_s >= SETTLE_S
         workers = tuple(member.worker for member in self.members.all())
-        return Members(workers=workers, is_complete=is_complete)
+        draining = tuple(member.id for member in self.members.all() if member.is_draining)
+        return Members(workers=workers, is_complete=is_complete, draining=draining)
 
     def _announce(self, is_tick: bool = False) -> None:
         """Tell all when the list has changed: at once, or in the next tick if it has just been told."""

@@ -12,6 +12,7 @@ from baton.config import SchedulerConfig
 from baton.engine.host_tier import HostTier
 from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
+from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
 from baton.engine.plan import Advance, Batch, ScheduledChunk
 from baton.engine.prefix_cache import PrefixCache
@@ -119,6 +120,9 @@ class SimEngine:
             return False
         self.scheduler.cache.make_room(num_pages, keep=False)
         return True
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
+        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
 
     def stats(self) -> EngineStats:
         self._expire()

@@ -1,5 +1,6 @@
 """One life of each kind of process, from its start to its death: production nodes on simulated parts."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.router import Router
 from baton.router_config import RouterSettings
+from baton.worker_config import DRAIN_NOTICE_S
 
 ROUTER: Final = Address("sim", 1)
 SLOW_DIAL_S: Final = 0.5  # until a link to a process that does not answer is given up
@@ -90,6 +92,7 @@ class WorkerLife:
         self.process = process = site.new_process(plan.name)
         self.engine = SimEngine(plan.machine, process.clock, process.spend)
         self.endpoint = SimEndpoint(process, self.engine, site.network, site.random, site.trace, self._admit)
+        self._notice_s = math.inf  # it may end from then on
         self._site = site
         self._host = Host(process, site.network, site.directory, site.trace)
         address, kv_address = site.new_address(), site.new_address()
@@ -103,14 +106,18 @@ class WorkerLife:
         return self.worker.is_draining
 
     def drain(self) -> None:
-        """As SIGTERM does."""
-        self.process.post(self.worker.drain)
+        """As SIGTERM does; see HostedWorker.serve."""
+        self.process.post(self._drain)
+
+    def _drain(self) -> None:
+        self._notice_s = self._site.events.now_s + DRAIN_NOTICE_S
+        self.worker.drain()
 
     def _turn(self) -> None:
         self.worker.step()
         if self.engine.has_work():
             self.process.wake()
-        elif self.worker.is_draining and self.worker.is_idle:
+        elif self.worker.is_idle and self._site.events.now_s >= self._notice_s:
             self._site.network.close_all(self.process)
             self.process.die()
 

@@ -21,11 +21,11 @@ from baton.cluster.sim.network import Network
 from baton.cluster.sim.trace import Recorder
 from baton.gateway.replay import Limits
 
-LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=30.0)
+LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=80.0)
 QUIET_REST_S: Final = 1.0  # where nothing went wrong, that is time enough
 REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
 MAY_BE_DROPPED: Final = {"fenced"}  # a worker that wakes up after another has taken its place
-MAX_LIFE_S: Final = 90.0
+MAX_LIFE_S: Final = 180.0
 
 
 class Violation(AssertionError):

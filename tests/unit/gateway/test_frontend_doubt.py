@@ -1,9 +1,9 @@
-"""A worker whose connection broke, and that is connected again, has not died of a request."""
+"""Which workers have died of a request, and which have only lost a connection or ended in order."""
 
-from baton.control import AttemptFailed, Failure, Submit
+from baton.control import AttemptFailed, Failure, Members, Submit
 from baton.errors import WorkerLost
 from baton.gateway.replay import DOUBT_S
-from tests.node_peers import id_of
+from tests.node_peers import a_worker, id_of
 from tests.unit.gateway.frontend_peers import event, gateway
 
 
@@ -80,3 +80,17 @@ def test_worker_that_was_connected_all_the_while_has_not_died() -> None:
     g.tick(DOUBT_S)
     assert sink.error is None
     assert g.submitted().request.attempt == 2
+
+
+def test_worker_that_was_going_to_end_has_not_died() -> None:
+    g = gateway("d0", "d1", "d2")
+    sink = g.open()
+    workers = tuple(map(a_worker, ("d0", "d1", "d2")))
+    for decode in ("d0", "d1"):
+        g.route(decode)
+        g["router"].say(Members(workers=workers, draining=(id_of(decode),)))
+        g[decode].leave()
+    assert sink.error is None
+    submit = g.submitted()
+    assert submit.request.attempt == 2 and set(submit.avoid) == {id_of("d0"), id_of("d1")}
+    assert g.frontend.counters["replays_drained"] == 2

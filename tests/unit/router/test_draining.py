@@ -1,0 +1,23 @@
+"""Everybody hears which workers are going to end."""
+
+import pytest
+
+from baton.control import Beat, Drain, Load, Members
+from tests.node_peers import TestPeer, id_of
+from tests.unit.router.router_cluster import cluster
+
+
+@pytest.mark.parametrize("who", ["worker", "operator"])
+def test_members_name_those_that_drain(who: str) -> None:
+    c = cluster("p", "d")
+    c.tick()
+    assert c["g"].take(Members)[-1].draining == ()
+    if who == "worker":
+        c["d"].say(Beat(load=Load(), is_draining=True))
+    else:
+        TestPeer.operator(c.router).say(Drain(worker="d"))
+    c.tick()
+    assert c["g"].take(Members)[-1].draining == (id_of("d"),)
+    assert c["p"].take(Members)[-1].draining == (id_of("d"),)
+    c.tick()
+    assert c["g"].take(Members) == []
