@@ -27,7 +27,6 @@ from baton.errors import ConfigError, WorkerLost
 
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
-PLACE_TIMEOUT_S: Final = 60.0
 CONNECT_TIMEOUT_S: Final = 5.0
 AUTO: Final = "auto"
 _REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
@@ -35,11 +34,17 @@ MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
 
 
 class RayRuntime:
-    def __init__(self, key: bytes, *, address: str | None = None, num_cpus: int = 0) -> None:
-        """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least."""
+    def __init__(
+        self, key: bytes, *, address: str | None = None, num_cpus: int = 0, place_timeout_s: float = 60.0
+    ) -> None:
+        """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least.
+
+        place_timeout_s: how long a cluster may take to have room, as one that grows does.
+        """
         self._key = key
         self._address = address
         self._num_cpus = num_cpus
+        self._place_timeout_s = place_timeout_s
         self._ray: Any = None  # imported when it is needed: half a second
         self._actor_class: Any = None
         self._group: Any = None
@@ -70,13 +75,12 @@ class RayRuntime:
         bundles = [self._needs[spec.name] for spec in workers]
         self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
         try:
-            async with asyncio.timeout(PLACE_TIMEOUT_S):
+            async with asyncio.timeout(self._place_timeout_s):
                 await self._group.ready()
         except TimeoutError:
             raise ConfigError(
-                f"Ray has no room for the workers: they need {_sum(bundles)}, the cluster has "
-                f"{self._ray.cluster_resources()}, of which {self._ray.available_resources()} are free: "
-                "set cores_per_rank of prefill and decode lower, or start fewer workers"
+                f"Ray has no room for the workers: they need {self._shortage(bundles)}: set cores_per_rank "
+                "of prefill and decode lower, start fewer workers, or add nodes"
             ) from None
 
     async def spawn(self, spec: ProcessSpec) -> "RayActor":
@@ -118,6 +122,13 @@ class RayRuntime:
             RayProcess
         )
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def _shortage(self, bundles: list[dict[str, float]]) -> str:
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        return ", ".join(
+            f"{needed:g} {name} (of {total.get(name, 0):g} there are {free.get(name, 0):g} free)"
+            for name, needed in _sum(bundles).items()
+        )
 
     def _cores_of_nodes(self) -> list[int]:
         return [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -52,17 +52,10 @@ class Cluster:
         """Returns when a request would be answered. ConfigError or WorkerLost: why none would be."""
         site = await self._find_site()
         planned = specs(self._config, site)
-        await self._runtime.place(planned)
-        self._processes = [Supervised(spec, self._runtime, self._clock) for spec in planned]
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await self._start_all()
-                operator = await self._resources.enter_async_context(connected(site.router, self._key))
-                await self._until_all_have_met(operator)
-        except TimeoutError:
-            late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
-            raise WorkerLost(f"{late} {await self._missing()}") from None
-        self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
+        async with self._saying_what_is_missing():
+            await self._runtime.place(planned)
+            self._processes = [Supervised(spec, self._runtime, self._clock) for spec in planned]
+            await self._start_in_time(site)
         return Serving(host=self._config.host, port=site.port, router=site.router)
 
     async def drain(self) -> None:
@@ -90,17 +83,25 @@ class Cluster:
             num_gpus=self._runtime.num_gpus,
         )
 
+    async def _start_in_time(self, site: Site) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._start_all()
+                self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
+                operator = await self._resources.enter_async_context(connected(site.router, self._key))
+                await self._until_all_have_met(operator)
+        except TimeoutError:
+            late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
+            raise WorkerLost(f"{late} {await self._missing()}") from None
+
     async def _start_all(self) -> None:
         """Together, so that the others start while the workers load the model."""
-        saying = asyncio.create_task(self._say_what_is_missing())
         try:
             async with asyncio.TaskGroup() as group:
                 for process in self._processes:
                     group.create_task(process.start())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the others are of those that were let go with it
-        finally:
-            saying.cancel()
 
     async def _until_all_have_met(self, operator: Operator) -> None:
         while not self._has_met(await _status(operator)):
@@ -112,12 +113,22 @@ class Cluster:
             return False
         return status.num_gateways >= self._config.gateways
 
-    async def _say_what_is_missing(self) -> None:
-        while True:
-            await asyncio.sleep(SAY_EVERY_S)
-            self._say(f"waiting for {await self._missing()}")
+    @asynccontextmanager
+    async def _saying_what_is_missing(self) -> AsyncIterator[None]:
+        async def say() -> None:
+            while True:
+                await asyncio.sleep(SAY_EVERY_S)
+                self._say(f"waiting for {await self._missing()}")
+
+        saying = asyncio.create_task(say())
+        try:
+            yield
+        finally:
+            saying.cancel()
 
     async def _missing(self) -> str:
+        if not self._processes:
+            return "room for the workers"
         late = [process for process in self._processes if not process.is_ready]
         names = await asyncio.gather(*(process.describe() for process in late))
         return ", ".join(names) or "the processes to find each other"

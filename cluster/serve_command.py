@@ -57,7 +57,9 @@ def make_runtime(config: ServeConfig, key: bytes) -> Runtime:
         return LocalRuntime(key)
     pools = (config.prefill, config.decode)
     num_ranks = sum(pool.num_workers * pool.engine(config.engine).tensor_parallel_size for pool in pools)
-    return RayRuntime(key, address=config.ray_address, num_cpus=num_ranks)
+    return RayRuntime(
+        key, address=config.ray_address, num_cpus=num_ranks, place_timeout_s=config.start_timeout_s
+    )
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
