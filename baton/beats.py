@@ -47,12 +47,12 @@ class Beater(Protocol):
 class Beats:
     def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
         self._colleagues = colleagues
-        self._clock = clock
+        self.clock = clock
         self._next_s = clock.now_s()
 
     def give(self, worker: Beater, *, at_once: bool = False) -> None:
         """To be called at least every BEAT_S; says nothing where it was said a moment ago."""
-        router, now_s = self._colleagues.router, self._clock.now_s()
+        router, now_s = self._colleagues.router, self.clock.now_s()
         if router is None or (now_s < self._next_s and not at_once):
             return
         self._next_s = now_s + BEAT_S

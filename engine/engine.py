@@ -31,6 +31,7 @@ from baton.engine.host_tier import HostTier
 from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
+from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
 from baton.engine.plan import Advance, Batch
 from baton.engine.preemption_meter import PreemptionMeter
@@ -172,6 +173,10 @@ class Engine:
             return False
         self.scheduler.cache.make_room(num_pages, keep=False)
         return True
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
+        """What others could find here and could not when this was last called; is_afresh: all of it."""
+        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
 
     def stats(self) -> EngineStats:
         self._expire()

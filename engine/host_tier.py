@@ -13,6 +13,7 @@ one rule necessary: a host page that is read by a batch is not written by the sa
 from collections import OrderedDict
 
 from baton.engine.leases import Owner
+from baton.engine.page_events import ChangedKeys
 from baton.engine.plan import PageCopy
 from baton.errors import IntegrityError
 
@@ -20,6 +21,7 @@ from baton.errors import IntegrityError
 class HostTier:
     def __init__(self, num_pages: int = 0) -> None:
         self.num_pages = num_pages
+        self.changed = ChangedKeys()  # of the prefix cache: it notes what comes here, this what is dropped
         self.clear()
 
     def clear(self) -> None:
@@ -42,6 +44,13 @@ class HostTier:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._cached or key in self._pinned
+
+    def page_of(self, key: bytes) -> int | None:
+        return self._cached.get(key, self._pinned.get(key))
+
+    def known_keys(self) -> list[bytes]:
+        """Of all pages with known contents."""
+        return [*self._cached, *self._pinned]
 
     def begin_step(self) -> None:
         """The copies taken before have run: the host pages they read are free."""
@@ -120,7 +129,8 @@ class HostTier:
     def _take_page(self) -> int:
         if self._free:
             return self._free.pop()
-        _, host_page = self._cached.popitem(last=False)
+        key, host_page = self._cached.popitem(last=False)
+        self.changed.note(key)
         return host_page
 
     def _copy_to_device(self, host_page: int, device_page: int) -> None:

@@ -5,6 +5,7 @@
    the host. At least one token is always left to compute, or there would be no logits to sample from.
 3. Pages that nobody uses stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to
    the host tier if it has pages.
+4. `take_changes` says what has become known or unknown since, for others who might look for it here.
 
 Invariant: whoever holds a known page holds the known page before it. Two sequences that compute the
 same page at the same time would break it, so the second one lets its copy go and shares the first.
@@ -17,6 +18,7 @@ from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 from baton.engine.host_tier import HostTier
+from baton.engine.page_events import NOWHERE, PageChange, PageChanges
 from baton.engine.pages import PagePool, PageState
 from baton.engine.sequence import Sequence
 from baton.errors import IntegrityError
@@ -44,6 +46,7 @@ class PrefixCache:
         self.num_cut_pages = 0  # forgotten because a page before them went first; 0 unless leases do that
         self.num_queried_tokens = 0  # of sequences and claims that have looked for a prefix so far
         self.num_hit_tokens = 0  # of those, how many were found
+        self.changed = self.host.changed
         self._page_keys = page_keys
         self.clear()
 
@@ -51,6 +54,7 @@ class PrefixCache:
         """Know nothing, on the device or on the host; the pool's own marks are its owner's to clear."""
         num_pages = self.pool.num_pages
         self.host.clear()
+        self.changed.note_all()
         self._page_of: dict[bytes, int] = {}
         self._key: list[bytes | None] = [None] * num_pages
         self._parent = [_NO_PAGE] * num_pages  # of known pages
@@ -95,6 +99,15 @@ class PrefixCache:
 
     def page_of(self, key: bytes) -> int | None:
         return self._page_of.get(key)
+
+    def take_changes(self, *, is_afresh: bool = False) -> PageChanges:
+        """Of what is known, since the last call; all that is known if that is asked for, or must be told."""
+        changed = self.changed.take()
+        if changed is None or is_afresh:
+            device = [self._place(key) for key in self._page_of]
+            return PageChanges(True, device, [self._host_place(key) for key in self.host.known_keys()])
+        host = [self._host_place(key) for key in changed] if self.host.num_pages else []
+        return PageChanges(False, [self._place(key) for key in changed], host)
 
     def learn_fetched(self, page_table: list[int], key: bytes) -> None:
         """The last page of the table has just been brought back from the host."""
@@ -149,6 +162,14 @@ class PrefixCache:
             if self.pool.state(page) is PageState.CACHED and self._key[page] is None:
                 raise IntegrityError(f"page {page} is cached without a key")
 
+    def _place(self, key: bytes) -> PageChange:
+        page = self._page_of.get(key, NOWHERE)
+        return PageChange(key, page, 0 if page == NOWHERE else self.pool.generation(page))
+
+    def _host_place(self, key: bytes) -> PageChange:
+        page = self.host.page_of(key)
+        return PageChange(key, NOWHERE if page is None else page, 0)
+
     def _known_pages(self, keys: list[bytes]) -> list[int]:
         pages: list[int] = []
         for key in keys:
@@ -161,6 +182,7 @@ class PrefixCache:
     def _learn(self, page: int, key: bytes, parent: int) -> None:
         self._page_of[key] = page
         self._key[page] = key
+        self.changed.note(key)
         self._parent[page] = parent
         if parent != _NO_PAGE:
             self._num_children[parent] += 1
@@ -202,6 +224,7 @@ class PrefixCache:
             return
         del self._page_of[key]
         self._key[page] = None
+        self.changed.note(key)
         self._parent[page] = _NO_PAGE
         if parent != _NO_PAGE:
             self._num_children[parent] -= 1

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
+from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
 from baton.engine.sequence import FilledPages, Progress
 from baton.engine.stats import EngineStats
@@ -42,5 +43,7 @@ class Replica(Protocol):
     def release_kept(self, request_id: str, choice: int = 0) -> None: ...
 
     def make_room(self, num_pages: int) -> bool: ...
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges: ...
 
     def stats(self) -> EngineStats: ...
