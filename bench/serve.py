@@ -24,7 +24,7 @@ from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, can_plot, print_table, write_json
 from baton.bench.serve_client import Address, Client
 from baton.bench.serve_figures import Sample, Slo
-from baton.bench.serve_load import Load, Run, Shape, model_of
+from baton.bench.serve_load import Load, Run, Server, Shape, model_of
 from baton.bench.serve_overhead import (
     BATON,
     IDLE,
@@ -42,6 +42,7 @@ from baton.bench.serve_overhead import (
 )
 from baton.bench.serve_plot import plot_latencies
 from baton.bench.serve_rows import Bars, rows_of
+from baton.bench.serve_vllm_pair import VllmPair
 from baton.bench.serve_workload import INPUT, OUTPUT, Job, Lengths, poisson, random_jobs, trace_jobs
 from baton.bench.traces import read_trace
 from baton.errors import ConfigError
@@ -55,7 +56,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="URL", help="of the server to measure, as http://127.0.0.1:8000")
     parser.add_argument("--name", default="baton", help="of the target, in the table (baton)")
     parser.add_argument(
-        "--rival", action="append", default=[], metavar="NAME=URL", help="measured in turns with the target"
+        "--rival",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
     )
     parser.add_argument("--model", help="as requests name it; without it the first that each server lists")
     parser.add_argument("--api-key", default="", help="for all servers")
@@ -136,7 +141,7 @@ def run_load(options: argparse.Namespace) -> None:
 
 
 async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
-    clients = {name: Client(Address(url, options.api_key)) for name, url in servers.items()}
+    clients = {name: _client(url, options.api_key) for name, url in servers.items()}
     models = {name: options.model or await model_of(client) for name, client in clients.items()}
     shape = _shape(options)
     warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=options.vocab_size)
@@ -155,6 +160,13 @@ async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict
     for client in clients.values():
         client.close()
     return {name: runs[name] for name in servers}
+
+
+def _client(url: str, api_key: str) -> Server:
+    prefill, plus, decode = url.partition("+")
+    if plus:
+        return VllmPair(Address(prefill, api_key), Address(decode, api_key))
+    return Client(Address(url, api_key))
 
 
 def _shape(options: argparse.Namespace) -> Shape:

@@ -133,8 +133,12 @@ class Client:
     """As many connections to one server as requests are under way."""
 
     def __init__(self, address: Address) -> None:
-        self.address = address
+        self._address = address
         self._free: list[Connection] = []
+
+    @property
+    def address(self) -> Address:
+        return self._address
 
     async def get(self, path: str) -> Answer:
         return await self.ask(self.address.get(path))

@@ -4,12 +4,25 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from baton.bench.serve_client import Client
+from baton.bench.serve_client import Address, Answer
 from baton.bench.serve_figures import Bad, Sample, Slo, Summary, streamed, summarise, unary
 from baton.bench.serve_workload import Job
 from baton.errors import ConfigError, PeerGone
+
+
+class Server(Protocol):
+    """What a load is put on: `Client` documents it."""
+
+    @property
+    def address(self) -> Address: ...
+
+    async def get(self, path: str) -> Answer: ...
+
+    async def post(self, path: str, body: bytes) -> Answer: ...
+
+    def close(self) -> None: ...
 
 
 class Shape(NamedTuple):
@@ -30,7 +43,7 @@ class Run(NamedTuple):
 class Load:
     """One target's."""
 
-    def __init__(self, client: Client, model: str, shape: Shape) -> None:
+    def __init__(self, client: Server, model: str, shape: Shape) -> None:
         self._client = client
         self._model = model
         self._shape = shape
@@ -76,7 +89,7 @@ class Load:
         self._ended_s = time.perf_counter()
 
 
-async def model_of(client: Client) -> str:
+async def model_of(client: Server) -> str:
     """The first that the server lists. ConfigError when it lists none."""
     try:
         answer = await client.get("/v1/models")
