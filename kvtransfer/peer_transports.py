@@ -4,7 +4,7 @@
    call to make when it has ended.
 2. A piece that fails is pushed again, over the next transport if this one is broken, else over the same one:
    a piece has as many tries as there are transports.
-3. With no transport left, or no try, the piece has failed for good.
+3. With no transport left, or no try, the piece has failed for good. The next transfer tries all of them anew.
 
 All calls are made by the endpoint's thread, `post` brings the others' news there.
 """
@@ -39,8 +39,10 @@ class PeerTransports:
         self, names: Sequence[TransportName], make: Made, post: Post, counters: TransportCounters
     ) -> None:
         """names: best first, as of choose.order."""
-        self._names = list(names)
+        self._all_names = tuple(names)
+        self._names = list(names)  # those that have not failed
         self._num_names = len(names)
+        self._generation = 0  # of transports: tells the tickets of one from those of the next
         self._make = make
         self._post = post
         self._counters = counters
@@ -58,10 +60,15 @@ class PeerTransports:
         return self._transport.name if self._transport is not None else None
 
     def when_settled(self, call: Call) -> None:
-        """Make the call once a transport is open, or none is left: a peer may want to see us come first."""
-        if self._transport is not None or not self._names:
+        """Make the call once a transport is open, or none is left: a peer may want to see us come first.
+
+        Where all have failed they are tried once more: what broke them may have passed.
+        """
+        if self._transport is not None or not self._all_names:
             call()
             return
+        if not self._names and self._opening is None:
+            self._names = list(self._all_names)
         self._unsettled.append(call)
         self._open_next()
 
@@ -111,7 +118,8 @@ class PeerTransports:
                 self._post(partial(self._tell, delivery, failed))
             return
         name = self._names[0]
-        generation = len(self._names)  # tells the tickets of one transport from those of the next
+        self._generation += 1
+        generation = self._generation
         transport = self._make(name, lambda ticket: self._post(partial(self._ended, generation, ticket)))
         thread = threading.Thread(target=self._open, args=(name, transport), name="kv-open", daemon=True)
         with self._lock:
@@ -148,7 +156,7 @@ class PeerTransports:
             self._deliver(delivery)
 
     def _ended(self, generation: int, ticket: int) -> None:
-        if self._transport is None or generation != len(self._names):
+        if self._transport is None or generation != self._generation:
             return  # of a transport that was given up: its pieces have been taken over
         delivery = self._under_way.pop(ticket)
         progress = self._transport.poll(ticket)

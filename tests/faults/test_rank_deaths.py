@@ -6,6 +6,7 @@ import time
 import pytest
 
 from baton.errors import TransferFailed
+from baton.kvtransfer.tcp import TcpTransport
 from tests.endpoint_host import NUM_PAGES, HostProcess
 from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s, new_replica
 from tests.transfer_ends import wait_for
@@ -96,6 +97,37 @@ def test_a_destination_killed_whole_fails_the_transfer(replicas: Replicas) -> No
         assert all_back_s(source) < BACK_S
         with pytest.raises(TransferFailed):
             source.send(address, NUM_UNITS)
+
+
+@pytest.mark.parametrize("is_for_good", [False, True])
+def test_a_broken_way_between_two_ranks_fails_its_transfers_alone(
+    replicas: Replicas, is_for_good: bool
+) -> None:
+    """From the source to rank 1 of the destination; its way to rank 0 and to others is whole."""
+    source = replicas("source", 1, transport="tcp")
+    destination, other = replicas("destination", 2), replicas("destination", 1)
+    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    link = source._links[destination.address()]
+    way = source.endpoint._here._transports._ways[link.number, 1]
+    transfer = source.begin(destination.address(), NUM_UNITS, NUM_UNITS // 2)
+    apart = source.begin(other.address(), NUM_UNITS, NUM_UNITS // 2)
+    if is_for_good:
+        way.close()
+    else:
+        assert isinstance(way._transport, TcpTransport)
+        for stream in way._transport._streams:
+            stream._socket.wake()  # type: ignore[union-attr]
+    for each in (transfer, apart):
+        source.go_on(each)
+    assert source.outcome(apart) == "handed_over"
+    expected = {"failed"} if is_for_good else {"failed", "handed_over"}
+    assert source.outcome(transfer) in expected
+    assert all_back_s(source, destination, other) < BACK_S
+    if is_for_good:
+        link.close()
+        wait_for(lambda: link.is_lost)
+    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    assert destination.ended()[-1] == ("adopted", "", source.sent)
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
