@@ -196,8 +196,6 @@ class WorkerPair:
     def _reports(self) -> set[tuple[str, ...]]:
         return {each.workers for each in self.said[ROUTER.id] if isinstance(each, Reachable)}
 
-    # Who is there.
-
     def join(self, host: Host, hello: Hello) -> None:
         """The host has a connection to that process."""
         host.peers[hello.id] = PostedPeer(host.id, hello, self.post)
@@ -223,8 +221,6 @@ class WorkerPair:
         for host in self._alive:
             self.leave(host, GATEWAY)
 
-    # What is said.
-
     def tell(self, host: Host, hello: Hello, message: AnyMessage) -> None:
         host.node.received(host.peers[hello.id], message)
 
@@ -239,8 +235,6 @@ class WorkerPair:
     def hold(self, *kinds: type[AnyMessage]) -> None:
         """Carry no messages of these kinds; none given: carry all again."""
         self.post.holds = lambda letter: isinstance(letter.message, kinds)
-
-    # What happens.
 
     def turn(self) -> None:
         for host in self._alive:
