@@ -20,7 +20,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """1 at the first seed with which something did not hold, else 0."""
-    logging.getLogger("baton").setLevel(logging.CRITICAL)  # the trace says it, with the time
+    logger = logging.getLogger("baton")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the trace says it, with the time
+    try:
+        return _run_all(arguments)
+    finally:
+        logger.setLevel(level)
+
+
+def _run_all(arguments: argparse.Namespace) -> int:
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         world = World(seed, None if arguments.quiet else _write, arguments.trouble)
         try:
