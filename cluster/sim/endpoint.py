@@ -29,8 +29,9 @@ from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.endpoint_settings import Admit
 from baton.kvtransfer.handoff import Finished, Terms, Timing, answer_to_unknown
 from baton.kvtransfer.landing import Landings
+from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import PROTOCOL, AnyMessage, Hello, Refuse, Reserve
+from baton.kvtransfer.messages import PROTOCOL, AnyMessage, Hello, Pull, Refuse, Reserve
 from baton.kvtransfer.source_handoff import SourceHandoff
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.layout import PageLayout
@@ -69,7 +70,7 @@ class SimEndpoint:
         self._random = random
         self._trace = trace
         self._epochs = count(1)
-        self._links: list[SimLink] = []
+        self.links: list[SimLink] = []
         self._outgoing: dict[bytes, SimOutgoing] = {}
         self._incoming: dict[bytes, SimIncoming] = {}
         self._granted: list[bytes] = []
@@ -83,8 +84,8 @@ class SimEndpoint:
         ours, theirs = self._network.connect(self.process, other.process)
         link = SimLink(ours, other.hello, self, self._note)
         back = SimLink(theirs, self.hello, other, other._note)
-        self._links.append(link)
-        other._links.append(back)
+        self.links.append(link)
+        other.links.append(back)
         for one, peer in ((self, other), (other, self)):
             one.pieces.reach(peer, is_direct=is_direct)
             one.landings.writer_came(peer.hello.incarnation)
@@ -103,7 +104,7 @@ class SimEndpoint:
             link.send(answer)
 
     def lost(self, link: SimLink) -> None:
-        self._links.remove(link)
+        self.links.remove(link)
         for end in self._ends():
             if end.link is link:
                 end.perform(end.handoff.peer_lost())
@@ -130,9 +131,8 @@ class SimEndpoint:
         assert isinstance(link, SimLink) and transfer is not None and transfer not in self._outgoing
         assert num_layer_groups == 1, "the model has one layer"
         request = Reserve(transfer=transfer, num_units=num_units, deadline_ms=round(deadline_s * 1000))
-        handoff = SourceHandoff(request, self._terms(self.plan(link, is_source=True)))
-        outgoing = SimOutgoing(handoff, self, link)
-        self._outgoing[transfer] = outgoing
+        outgoing = self._depart(link, request)
+        handoff = outgoing.handoff
         outgoing.perform(handoff.peer_lost() if link.is_lost else handoff.start())
         return transfer
 
@@ -142,6 +142,25 @@ class SimEndpoint:
         outgoing = self._outgoing.get(transfer)
         if outgoing is not None:
             outgoing.perform(outgoing.handoff.offer(pages, num_units))
+
+    def pull(
+        self,
+        link: Link,
+        wanted: Sequence[tuple[int, int]],
+        num_units: int,
+        adopter: Owner,
+        *,
+        deadline_s: float,
+    ) -> bytes:
+        assert isinstance(link, SimLink)
+        transfer = self._random.randbytes(16)
+        request = Reserve(transfer=transfer, num_units=num_units, deadline_ms=round(deadline_s * 1000))
+        incoming = self._arrive(link, request)
+        handoff = incoming.handoff
+        incoming.perform(handoff.pull(adopter, link.hello.incarnation, wanted))
+        if link.is_lost:
+            incoming.perform(handoff.peer_lost())
+        return transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
         end = self._outgoing.get(transfer) or self._incoming.get(transfer)
@@ -194,10 +213,19 @@ class SimEndpoint:
         if adopter is None:
             link.send(Refuse(transfer=request.transfer, reason="no room"))
             return
+        incoming = self._arrive(link, request)
+        incoming.perform(incoming.handoff.grant(adopter))
+
+    def _depart(self, link: SimLink, request: Reserve | Pull) -> SimOutgoing:
+        handoff = SourceHandoff(request, self._terms(self.plan(link, is_source=True)))
+        outgoing = self._outgoing[request.transfer] = SimOutgoing(handoff, self, link)
+        return outgoing
+
+    def _arrive(self, link: SimLink, request: Reserve) -> SimIncoming:
+        terms = self._terms(self.plan(link, is_source=False))
         handoff = DestinationHandoff(request, next(self._epochs), terms)
-        incoming = SimIncoming(handoff, request.num_units, self, link)
-        self._incoming[request.transfer] = incoming
-        incoming.perform(handoff.grant(adopter))
+        incoming = self._incoming[request.transfer] = SimIncoming(handoff, request.num_units, self, link)
+        return incoming
 
     def _ends(self) -> list[SimOutgoing | SimIncoming]:
         return [*self._outgoing.values(), *self._incoming.values()]
@@ -212,7 +240,7 @@ class SimEndpoint:
         self._incoming = {id_: end for id_, end in self._incoming.items() if not end.is_over}
 
     def _link_to(self, incarnation: bytes) -> SimLink | None:
-        return next((link for link in self._links if link.hello.incarnation == incarnation), None)
+        return next((link for link in self.links if link.hello.incarnation == incarnation), None)
 
     def _peer_died(self, peer: "SimEndpoint") -> None:
         delay_s = self._random.uniform(*DEATH_IS_KNOWN_S)

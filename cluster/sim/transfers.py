@@ -24,7 +24,7 @@ from baton.kvtransfer.handoff import (
     Verify,
 )
 from baton.kvtransfer.landing import Landing
-from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Grant
+from baton.kvtransfer.messages import DIGEST_BYTES, AnyMessage, Grant, Pull
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SimOutgoing:
         self.link = link
         self._endpoint = endpoint
         self._plan = endpoint.plan(link, is_source=True)
-        self._grant: Grant | None = None
+        self._grant: Grant | Pull | None = None
 
     @property
     def is_over(self) -> bool:
@@ -56,7 +56,7 @@ class SimOutgoing:
             match action:
                 case Send(message):
                     self.link.send(message)
-                case Granted(Grant() as grant):
+                case Granted(grant):
                     self._grant = grant
                     self._endpoint.granted(self.handoff.transfer)
                 case Push():

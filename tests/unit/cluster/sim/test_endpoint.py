@@ -182,3 +182,20 @@ def test_second_reservation_of_one_transfer_costs_the_link(is_direct: bool) -> N
     pair.run(1.0)
     assert [error.reason for error in pair.drops] == ["protocol"]
     assert pair.link.is_lost
+
+
+def test_known_pages_can_be_pulled_by_who_has_seen_their_generations(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
+    for page in pair.pages:
+        pool.mark_known(page)
+    wanted = [(page, pool.generation(page)) for page in pair.pages]
+    (back,) = pair.destination.endpoint.links
+    pair.destination.endpoint.pull(back, wanted, pair.num_units, OWNER, deadline_s=60.0)
+    stale = [(page, generation + 1) for page, generation in wanted]
+    pair.destination.endpoint.pull(back, stale, pair.num_units, "another", deadline_s=60.0)
+    pair.run(3.0)
+    outcomes = {each.outcome: each for each in pair.destination.ended}
+    assert set(outcomes) == {Outcome.ADOPTED, Outcome.RECOMPUTE}
+    assert pair.destination.contents(outcomes[Outcome.ADOPTED].pages) == sent
+    assert pair.destination.num_held == len(pair.pages)
