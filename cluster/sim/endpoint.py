@@ -96,6 +96,10 @@ class SimEndpoint:
         if isinstance(message, Reserve):
             self._reserve(link, message)
             return
+        if isinstance(message, Pull):
+            outgoing = self._depart(link, message)
+            outgoing.perform(outgoing.handoff.accept_pull(self.hello.incarnation))
+            return
         transfer: bytes = getattr(message, "transfer", b"")
         end = self._outgoing.get(transfer) or self._incoming.get(transfer)
         if end is not None and end.link.hello.incarnation == link.hello.incarnation:
