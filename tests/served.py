@@ -58,6 +58,16 @@ class Served:
         assert status == 200, answer
         return str(answer["choices"][0]["text"])
 
+    def answers(self) -> bool:
+        """Whether a request would be answered now. One is refused while a gateway has not met the router."""
+        body = {"model": "tiny", "prompt": "copy(sun)=", "max_tokens": 1}
+        try:
+            status, answer = self.post("/v1/completions", body)
+        except (OSError, http.client.HTTPException):
+            return False
+        assert status in (200, 503), answer
+        return status == 200
+
     def stream(self, prompt: str, **settings: Any) -> Generator[Any, None, None]:
         """The chunks of a completion, as they come; AssertionError unless it ends as streams do."""
         body = {"model": "tiny", "prompt": prompt, "stream": True, "temperature": 0, **settings}
@@ -89,13 +99,6 @@ class Served:
                 return await operator.status()
 
         return {entry.worker.name: entry for entry in asyncio.run(ask()).workers}
-
-    def answers(self, prompt: str) -> str | None:
-        """The same, or None where nobody answers."""
-        try:
-            return self.complete(prompt)
-        except (OSError, http.client.HTTPException):
-            return None
 
     def has_replaced(self, worker: str, before: str) -> bool:
         """Whether one with another id than `before` bears this name."""

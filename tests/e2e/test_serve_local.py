@@ -64,7 +64,8 @@ def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluste
     record = find_record(cluster.port)
     for port in (record.router.port, cluster.port):
         os.kill(cluster.listening_on(port), signal.SIGKILL)
-        until(lambda: cluster.answers(COPY[0]) == COPY[1])
+        until(cluster.answers)
+    assert cluster.complete(COPY[0]) == COPY[1]
     assert find_record(cluster.port) == record
     assert set(cluster.status()) == {"prefill-0", "decode-0"}
 
