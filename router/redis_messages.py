@@ -19,7 +19,7 @@ class SharedMessage(
     """One of the classes below."""
 
 
-class SharedDispatch(SharedMessage, frozen=True):
+class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
     """A router has sent an attempt to these workers; it weighs there until it has ended."""
 
     request_id: Id
@@ -62,6 +62,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that a worker holds; keys and values of eight bytes each, as in index_holder.py, little-endian."""
 
     next_number: Count
+    stream_id: Annotated[str, Meta(max_length=64)]  # of an entry before that change
     keys: bytes
     values: bytes
 

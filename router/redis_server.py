@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+from asyncio.subprocess import DEVNULL
 from pathlib import Path
 from typing import Final, Self
 
@@ -62,7 +63,7 @@ class PrivateRedis:
             program, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--save", "",
             "--appendonly", "no", "--dir", self._folder, "--maxmemory", str(self._max_memory_bytes),
             "--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", "redis.log",
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
         )
         # fmt: on
         try:

@@ -1,0 +1,225 @@
+"""A router's link to Redis: the prefix index that outlives this process, and what other routers do.
+
+1. `run` connects, twice: one connection tells (redis_outbox.py), the other follows the stream
+   (redis_feed.py).
+2. The router calls `joined`, `left`, `pages` and `share`, none of which waits: routing reads the replica in
+   this process alone, and goes on the same when there is no Redis.
+3. Whatever fails, or takes longer than a second, ends both connections. After a pause they are made anew:
+   Redis is told of the workers that are connected here, and afresh what it has missed or lost; then 1.
+
+A Redis that is gone, hung, empty or old therefore costs hints of what other routers' workers hold, until it
+is back; and it costs this process nothing but a try every few seconds.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from baton.control import PageEvents, Worker
+from baton.router.prefix_index import PrefixIndex
+from baton.router.redis_client import REDIS_FAILURES, Command, Connection
+from baton.router.redis_feed import Feed, last_stream_id
+from baton.router.redis_messages import AnyShared, SharedLeft
+from baton.router.redis_outbox import Outbox, short_keys
+from baton.router.redis_scripts import Names
+
+RENEW_S: Final = 2.0
+SNAPSHOT_S: Final = 0.1  # between two workers' snapshots
+SETTLE_S: Final = 1.0
+SWEPT_PAGES: Final = 500  # at each renewal
+LEAST_PAUSE_S: Final = 0.1
+MOST_PAUSE_S: Final = 3.0
+IDLE_S: Final = 0.1
+CANCEL_AGAIN_S: Final = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class RedisLink:
+    """`counters`: redis_ and failures, gaps, fenced, refused, overflows, malformed."""
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        router_id: str,
+        index: PrefixIndex,
+        on_shared: Callable[[AnyShared], None],
+    ) -> None:
+        """namespace: of those that may share pages, as the model's fingerprint. ConfigError: no such url."""
+        self.counters: Counter[str] = Counter()
+        self.is_up = False
+        self._url = url
+        self._names = Names.of(namespace)
+        self._index = index
+        self._outbox = Outbox(self._names, router_id, index, self.counters)
+        self._feed = Feed(self._outbox, router_id, index, self.counters, on_shared)
+        self._news = asyncio.Event()
+        self._cursor = 0
+        Connection(url, self._names)
+
+    def joined(self, worker: Worker) -> None:
+        """After the index was told."""
+        self._outbox.joined(worker)
+        self._feed.adopted(worker.id)
+        self._news.set()
+
+    def left(self, worker_id: str) -> None:
+        self._outbox.left(worker_id)
+        self._news.set()
+
+    def pages(self, worker_id: str, events: PageEvents) -> None:
+        """After they were applied to the index."""
+        self._outbox.pages(worker_id, events)
+        self._news.set()
+
+    def share(self, message: AnyShared) -> None:
+        """Tell other routers; they are told nothing while the link is down."""
+        self._outbox.share(message)
+        self._news.set()
+
+    @property
+    def num_untold(self) -> int:
+        """Commands and stale workers that Redis has not been told of, and workers without a new snapshot."""
+        return len(self._outbox) + (self._outbox.next_to_snapshot() is not None)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        pause_s = LEAST_PAUSE_S
+        while True:
+            try:
+                await _until_one_fails(self._stay_connected())
+            except REDIS_FAILURES as error:
+                pause_s = LEAST_PAUSE_S if self.is_up else min(2 * pause_s, MOST_PAUSE_S)
+                self.counters["redis_failures"] += 1
+                level = logging.WARNING if self.is_up else logging.DEBUG
+                logger.log(level, "the link to Redis is down", extra={"error": str(error)})
+            finally:
+                self.is_up = False
+                self._outbox.close()
+            await asyncio.sleep(pause_s)
+
+    async def _stay_connected(self) -> None:
+        async with AsyncExitStack() as stack:
+            teller, follower = (Connection(self._url, self._names) for _ in range(2))
+            stack.push_async_callback(teller.aclose)
+            stack.push_async_callback(follower.aclose)
+            await teller.load()
+            await self._rejoin(teller)
+            after = await self._feed.learn(follower, self._names.events, self._names.workers)
+            self.is_up = True
+            logger.info("the link to Redis is up")
+            await _until_one_fails(self._tell(teller), self._follow(follower, after))
+
+    async def _rejoin(self, teller: Connection) -> None:
+        self._outbox.open()
+        workers = list(self._outbox.workers.values())
+        replies = await teller.run_all(map(self._outbox.join, workers))
+        for worker, reply in zip(workers, replies, strict=True):
+            if isinstance(reply, Exception):
+                raise reply
+            self._outbox.rejoined(worker, int(reply))
+
+    async def _tell(self, teller: Connection) -> None:
+        loop = asyncio.get_running_loop()
+        renew_at_s = snapshot_at_s = loop.time()
+        while True:
+            batch = self._outbox.take_batch()
+            if batch:
+                await self._send(teller, batch)
+            if loop.time() >= renew_at_s:
+                renew_at_s = loop.time() + RENEW_S
+                await self._renew(teller)
+            if loop.time() >= snapshot_at_s:
+                snapshot_at_s = loop.time() + SNAPSHOT_S
+                await self._write_snapshot(teller)
+            if not len(self._outbox):
+                self._news.clear()
+                await self._wait_for_news()
+
+    async def _send(self, teller: Connection, batch: list[Command]) -> None:
+        for command, reply in zip(batch, await teller.run_all(batch), strict=True):
+            self._outbox.answered(command, reply)
+            if isinstance(reply, Exception):
+                raise reply  # out of memory, or not the Redis that it was: later, all anew
+
+    async def _wait_for_news(self) -> None:
+        try:
+            async with asyncio.timeout(IDLE_S):
+                await self._news.wait()
+        except TimeoutError:
+            return  # there may be a lease to renew
+
+    async def _renew(self, teller: Connection) -> None:
+        sweep = Command("sweep", (self._cursor, SWEPT_PAGES))
+        dead, cursor = await teller.run_all([self._outbox.renew(), sweep])
+        for reply in (dead, cursor):
+            if isinstance(reply, Exception):
+                raise reply
+        self._cursor = int(cursor)
+        for worker_id in dead:
+            self._feed.forget(worker_id.decode())
+            self._outbox.share(SharedLeft(worker=worker_id.decode()))
+
+    async def _write_snapshot(self, teller: Connection) -> None:
+        worker_id = self._outbox.next_to_snapshot()
+        if worker_id is None:
+            return
+        stream_id = await last_stream_id(teller, self._names.events)
+        command = self._outbox.snapshot(worker_id, stream_id)
+        if command is not None:
+            await self._send(teller, [command])
+
+    async def _follow(self, follower: Connection, after: str) -> None:
+        loop = asyncio.get_running_loop()
+        settle_at_s = loop.time()
+        while True:
+            after = await self._feed.follow(follower, self._names.events, after)
+            if loop.time() >= settle_at_s:
+                settle_at_s = loop.time() + SETTLE_S
+                await self._feed.settle_doubts(follower)
+
+
+async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
+    """Raises what it failed with.
+
+    A TaskGroup would not do: Python 3.11's leaves this task half cancelled, and redis-py now and then
+    swallows a cancellation, so that it has to be said again.
+    """
+    tasks = [asyncio.create_task(each) for each in endless]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        pending = {task for task in tasks if not task.done()}
+        while pending:
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        await asyncio.gather(*tasks, return_exceptions=True)  # what they ended with is nobody's news
+
+
+class RedisMatcher:
+    """Asks Redis itself, one round trip a prompt: for a process that keeps no replica."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self._redis = Connection(url, Names.of(namespace))
+        self._is_loaded = False
+
+    async def match(self, keys: bytes) -> dict[str, int]:
+        """keys: 16 bytes a page. How many first pages each worker holds, by its id; none where that is 0.
+
+        RedisError, OSError or TimeoutError within a second when Redis does not answer.
+        """
+        if not self._is_loaded:
+            await self._redis.load()
+            self._is_loaded = True
+        reply = await self._redis.run("match", short_keys(keys))
+        return {worker.decode(): int(length) for worker, length in zip(reply[::2], reply[1::2], strict=True)}
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()

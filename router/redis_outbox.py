@@ -1,0 +1,216 @@
+"""What this router tells Redis, in order, a batch a round trip.
+
+1. The router calls `joined`, `left`, `pages` and `share`; nothing of it waits or fails.
+2. While the link is up, commands queue here. While it is down, or when too many have queued, they are
+   dropped and the workers they were about are stale.
+3. A stale worker is told afresh, out of the replica, when the queue is empty. What it says meanwhile is in
+   the replica by then: the router applies changes before it calls `pages`.
+4. Every few seconds leases are renewed, and a snapshot is written of a worker that has changed.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from baton.control import PageEvents, Tier, Worker, encode
+from baton.page_keys import KEY_BYTES
+from baton.router.index_holder import HOST_BIT, Values
+from baton.router.index_table import Keys
+from baton.router.prefix_index import PrefixIndex
+from baton.router.redis_client import Argument, Command, Reply
+from baton.router.redis_messages import AnyShared, SharedJoined, SharedLeft, Snapshot
+from baton.router.redis_messages import encode as encode_shared
+from baton.router.redis_scripts import Names
+
+MAX_QUEUED: Final = 8192
+MAX_BATCH: Final = 64
+CHUNK_PAGES: Final = 2048  # told at once of a stale worker: a few milliseconds of this process
+STREAM_ENTRIES: Final = 16_384
+MAX_REDIS_PAGES: Final = 2**24
+LEASE_MS: Final = 10_000
+SNAPSHOT_MS: Final = 3_600_000
+
+
+class Outbox:
+    def __init__(self, names: Names, router_id: str, index: PrefixIndex, counters: Counter[str]) -> None:
+        self.workers: dict[str, Worker] = {}  # that are connected here, by id
+        self.is_open = False
+        self._names = names
+        self._router_id = router_id
+        self._index = index
+        self._counters = counters
+        self._queue: deque[Command] = deque()
+        self._stale: dict[str, None] = {}
+        self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._stale)
+
+    def joined(self, worker: Worker) -> None:
+        self.workers[worker.id] = worker
+        self._put(self.join(worker))
+        self.share(SharedJoined(worker=worker))
+
+    def left(self, worker_id: str) -> None:
+        if self.workers.pop(worker_id, None) is None:
+            return
+        self._stale.pop(worker_id, None)
+        self._snapshots.pop(worker_id, None)
+        self._put(Command("leave", (worker_id,), worker_id))
+        self._put(Command("", ("DEL", self.snapshot_key(worker_id)), worker_id))
+        self.share(SharedLeft(worker=worker_id))
+
+    def pages(self, worker_id: str, events: PageEvents) -> None:
+        """After they have been applied to the index."""
+        if worker_id not in self.workers:
+            return
+        if events.is_afresh:
+            self._stale.pop(worker_id, None)
+        if worker_id not in self._stale:
+            self._put(self._apply(worker_id, events))
+
+    def share(self, message: AnyShared) -> None:
+        fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", encode_shared(message))
+        limit: tuple[Argument, ...] = ("MAXLEN", "~", STREAM_ENTRIES)
+        self._put(Command("", ("XADD", self._names.events, *limit, *fields)))
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        """The link is down: Redis may have missed anything."""
+        self.is_open = False
+        self._queue.clear()
+        self._snapshots.clear()
+        self._stale = dict.fromkeys(self.workers)
+
+    def take_batch(self) -> list[Command]:
+        """What goes next; empty when there is nothing to say."""
+        while not self._queue and self._stale:
+            worker_id = next(iter(self._stale))
+            del self._stale[worker_id]
+            if self._index.is_known(worker_id):  # else it is about to tell all, which is passed on
+                self._queue.extend(self._all_afresh(worker_id))
+        return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+
+    def answered(self, command: Command, reply: Reply) -> None:
+        """What Redis said to a command that was taken."""
+        if isinstance(reply, Exception):
+            self._counters["redis_refused"] += 1
+            self._mark_stale(command.worker_id)
+        elif command.script == "join" and reply == -2:
+            self._counters["redis_fenced"] += 1
+            self.workers.pop(command.worker_id, None)
+        elif command.script == "apply" and reply in (-1, -2):
+            self._counters["redis_gaps"] += 1
+            worker = self.workers.get(command.worker_id)
+            if worker is not None and reply == -1:
+                self._put(self.join(worker))
+            self._mark_stale(command.worker_id)
+
+    def rejoined(self, worker: Worker, next_number: int) -> None:
+        """Redis has been told of the worker after a new connection, and knows it up to that change."""
+        self._stale.pop(worker.id, None)
+        if next_number == -2:
+            self.answered(self.join(worker), next_number)
+        elif self._index.is_known(worker.id) and self._index.next_number(worker.id) != next_number:
+            self._mark_stale(worker.id)
+
+    def join(self, worker: Worker) -> Command:
+        return Command("join", (worker.id, worker.name, encode_shared(worker), LEASE_MS), worker.id)
+
+    def renew(self) -> Command:
+        return Command("renew", (LEASE_MS, *self.workers))
+
+    def snapshot_key(self, worker_id: str) -> str:
+        return f"{self._names.workers}:{worker_id}"
+
+    def next_to_snapshot(self) -> str | None:
+        """A worker that Redis has no new snapshot of."""
+        for worker_id in self.workers:
+            number = self._index.next_number(worker_id)
+            if number is not None and self._snapshots.get(worker_id, -1) != number:
+                return worker_id
+        return None
+
+    def snapshot(self, worker_id: str, stream_id: str) -> Command | None:
+        """stream_id: of the last entry, as read before this is called."""
+        number = self._index.next_number(worker_id)
+        if number is None:
+            return None
+        keys, values = self._index.export(worker_id)
+        body = Snapshot(number, stream_id, keys.astype("<u8").tobytes(), values.astype("<u8").tobytes())
+        self._snapshots[worker_id] = number
+        return Command(
+            "", ("SET", self.snapshot_key(worker_id), encode_shared(body), "PX", SNAPSHOT_MS), worker_id
+        )
+
+    def _put(self, command: Command) -> None:
+        if not self.is_open:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self._counters["redis_overflows"] += 1
+            self._queue.clear()
+            self._stale = dict.fromkeys(self.workers)
+            self._queue.extend(map(self.join, self.workers.values()))
+        self._queue.append(command)
+
+    def _mark_stale(self, worker_id: str) -> None:
+        if worker_id in self.workers:
+            self._stale[worker_id] = None
+
+    def _apply(self, worker_id: str, events: PageEvents) -> Command:
+        pages = np.array(events.pages, np.int64)
+        arguments = (
+            worker_id,
+            self._router_id,
+            events.first,
+            int(events.is_afresh),
+            int(events.tier is Tier.HOST),
+            short_keys(events.keys),
+            (pages >= 0).astype(np.uint8).tobytes(),
+            encode(events),
+            STREAM_ENTRIES,
+            MAX_REDIS_PAGES,
+        )
+        return Command("apply", arguments, worker_id)
+
+    def _all_afresh(self, worker_id: str) -> Iterator[Command]:
+        """Numbered so that the worker's own next change follows."""
+        number = self._index.next_number(worker_id) or 0
+        keys, values = self._index.export(worker_id)
+        first = number - keys.size
+        chunks = list(_chunks(keys, values)) or [(keys, values)]
+        for position, (some_keys, some_values) in enumerate(chunks):
+            yield self._apply(worker_id, events_of(some_keys, some_values, first, is_afresh=position == 0))
+            first += some_keys.size
+
+
+def short_keys(page_keys: bytes) -> bytes:
+    """Eight bytes of each, as the index and Redis know them."""
+    return np.frombuffer(page_keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0].tobytes()
+
+
+def events_of(keys: Keys, values: Values, first: int, *, is_afresh: bool) -> PageEvents:
+    """All in one tier. What a key has lost by being cut is zeros; nobody looks at it."""
+    whole = np.zeros((keys.size, KEY_BYTES // 8), "<u8")
+    whole[:, 0] = keys
+    pages = values >> np.uint64(32) & np.uint64(2**31 - 1)
+    return PageEvents(
+        first=first,
+        keys=whole.tobytes(),
+        pages=tuple(pages.tolist()),
+        generations=tuple((values & np.uint64(2**32 - 1)).tolist()),
+        tier=Tier.HOST if values.size and values[0] >= HOST_BIT else Tier.DEVICE,
+        is_afresh=is_afresh,
+    )
+
+
+def _chunks(keys: Keys, values: Values) -> Iterator[tuple[Keys, Values]]:
+    on_host = values >= HOST_BIT
+    for chosen in (~on_host, on_host):
+        for start in range(0, int(np.count_nonzero(chosen)), CHUNK_PAGES):
+            part = slice(start, start + CHUNK_PAGES)
+            yield keys[chosen][part], values[chosen][part]

@@ -1,0 +1,83 @@
+"""What stands in for two routers: an index and a link each, over a Redis of their own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from baton.clock import SystemClock
+from baton.control import PageEvents, Tier, Worker
+from baton.page_keys import KEY_BYTES
+from baton.router.prefix_index import PrefixIndex
+from baton.router.redis_link import RedisLink
+from baton.router.redis_messages import AnyShared
+from tests.node_peers import id_of
+
+RNG = np.random.default_rng(1)
+CHAIN = RNG.bytes(40 * KEY_BYTES)
+DEADLINE_S = 20.0
+
+
+class RouterStandIn:
+    """Does with what its workers say what a router does."""
+
+    def __init__(self, url: str, name: str, namespace: str = "f") -> None:
+        self.index = PrefixIndex(SystemClock(), 100_000)
+        self.heard: list[AnyShared] = []
+        self.link = RedisLink(url, namespace, id_of(name), self.index, self.heard.append)
+        self._next: dict[str, int] = {}
+
+    def join(self, worker: Worker) -> None:
+        self.index.join(worker)
+        self.link.joined(worker)
+
+    def leave(self, worker: Worker) -> None:
+        self.index.forget(worker.id)
+        self.link.left(worker.id)
+
+    def says(
+        self,
+        worker: Worker,
+        keys: bytes,
+        *,
+        is_stored: bool = True,
+        tier: Tier = Tier.DEVICE,
+        afresh: bool = False,
+    ) -> None:
+        num_pages = len(keys) // KEY_BYTES
+        first = self._next.get(worker.id, 0)
+        self._next[worker.id] = first + num_pages
+        events = PageEvents(
+            first=first,
+            keys=keys,
+            pages=tuple(range(num_pages)) if is_stored else (-1,) * num_pages,
+            generations=(first + 1,) * num_pages,
+            tier=tier,
+            is_afresh=afresh,
+        )
+        assert self.index.apply(worker.id, events)
+        self.link.pages(worker.id, events)
+
+    def held(self, worker: Worker, keys: bytes = CHAIN) -> int:
+        slot = self.index.slot(worker.id)
+        return 0 if slot is None else int(self.index.match(keys).num_pages[slot])
+
+
+@asynccontextmanager
+async def running(*routers: RouterStandIn) -> AsyncIterator[None]:
+    """Their links, all of them up at the start unless Redis is not there."""
+    tasks = [asyncio.create_task(router.link.run()) for router in routers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """TimeoutError when it does not come true."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
