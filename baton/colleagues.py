@@ -53,6 +53,14 @@ class Colleagues:
     def of_role(self, role: WorkerRole) -> dict[str, Worker]:
         return {id_: worker for id_, worker in self.members.items() if worker.role is role}
 
+    def with_pages(self) -> list[Worker]:
+        """Listed workers that pages go to or may be fetched from: they have the same weights, or decode."""
+        own, members = self.hello.worker, self.members.values()
+        if own is None:
+            return []
+        alike = [each for each in members if each.fingerprint == own.fingerprint and each.id != own.id]
+        return alike + [each for each in members if each.role is WorkerRole.DECODE and each not in alike]
+
     def joined(self, peer: Peer) -> None:
         self._peers[peer.hello.id] = peer
         if peer.hello.process is Kind.ROUTER:

@@ -32,12 +32,12 @@ from baton.engine.loading import load_engine
 from baton.errors import TransferFailed
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
-from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
 from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig

@@ -13,7 +13,7 @@ from enum import Enum
 
 import msgspec
 
-from baton.control import AttemptFailed, Cancel, Dispatch, Failure, TokenEvent
+from baton.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource, TokenEvent
 from baton.engine.replica import Replica
 from baton.engine.sequence import FilledPages
 from baton.errors import InvalidRequest
@@ -31,6 +31,7 @@ class Attempt:
     request: Request  # as it was dispatched
     gateway: str
     prefill: str  # the worker to compute the prompt; "": this one
+    source: PullSource | None = None  # for whoever computes the prompt
     stage: Stage = Stage.WAITING
     transfer: bytes = b""  # while its pages are under way
     filled: FilledPages | None = None  # leading pages that it owns before the engine has it
@@ -40,7 +41,7 @@ class Attempt:
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> "Attempt":
-        return cls(dispatch.request, dispatch.gateway, dispatch.prefill)
+        return cls(dispatch.request, dispatch.gateway, dispatch.prefill, dispatch.source)
 
     def check(self, engine: Replica) -> None:
         """InvalidRequest for what that engine could not run as one attempt."""

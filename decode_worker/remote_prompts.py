@@ -47,6 +47,7 @@ class RemotePrompts:
             gateway=attempt.gateway,
             transfer=attempt.transfer,
             num_held_tokens=claim.num_tokens,
+            source=attempt.source,
         )
         self._colleagues.tell(attempt.prefill, prefill)
 

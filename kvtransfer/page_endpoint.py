@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
 
 
@@ -27,6 +28,16 @@ class PageEndpoint(Protocol):
     def offer(
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
     ) -> None: ...
+
+    def pull(
+        self,
+        link: Link,
+        wanted: Sequence[tuple[int, int]],
+        num_units: int,
+        adopter: Owner,
+        *,
+        deadline_s: float,
+    ) -> bytes: ...
 
     def abort(self, transfer: bytes, reason: str) -> None: ...
 

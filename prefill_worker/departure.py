@@ -1,8 +1,9 @@
 """One prompt that is computed here for a decode worker.
 
 1. ASKING: the decode worker has been asked for pages; nothing is computed before it has granted them.
-2. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
-3. LEAVING: the first token has been said, or why there is none; pages may be on their way. It lasts until the
+2. PULLING: a prefix of it comes from another worker that holds it; not all prompts have such a one.
+3. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
+4. LEAVING: the first token has been said, or why there is none; pages may be on their way. It lasts until the
    decode worker has ended the transfer.
 
 A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, num_held_tokens); the
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.control import Prefill
+from baton.control import Failure, Prefill, PrefillFailed
 from baton.engine.sequence import Progress
 from baton.errors import ProtocolError
 from baton.request import FinishReason, Request
@@ -23,6 +24,7 @@ from baton.request import FinishReason, Request
 
 class Stage(Enum):
     ASKING = "asking"
+    PULLING = "pulling"
     COMPUTING = "computing"
     LEAVING = "leaving"
 
@@ -111,3 +113,9 @@ class Departure:
         pages = self.progress.page_table[first + self._num_taken_pages : first + num_pages]
         self._num_taken_pages = num_pages
         return Offer(tuple(pages), num_units)
+
+
+def refusal(request: Request, failure: Failure, reason: str) -> PrefillFailed:
+    return PrefillFailed(
+        request_id=request.request_id, attempt=request.attempt, failure=failure, reason=reason[:512]
+    )

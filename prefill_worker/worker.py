@@ -30,20 +30,21 @@ from baton.control import (
     PagesWanted,
     Prefill,
     Prefilled,
-    PrefillFailed,
     TokenEvent,
-    WorkerRole,
     fits,
 )
 from baton.engine.replica import Replica
+from baton.engine.sequence import FilledPages
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.pulls import Pulls
 from baton.node import Peer
 from baton.page_news import PageNews
-from baton.prefill_worker.departure import Departure, Stage
-from baton.prefill_worker.kv_links import KvLinks
+from baton.prefill_worker.departure import Departure, Stage, refusal
 from baton.prefill_worker.last_chunks import LastChunks
+from baton.prefill_worker.pulled_prefixes import PulledPrefixes
 from baton.request import FinishReason, StepOutput
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
@@ -70,6 +71,7 @@ class PrefillWorker:
         self._beats = beats
         self._page_news = PageNews(colleagues, beats.clock)
         self._links = links
+        self._prefixes = PulledPrefixes(engine, endpoint, links, Pulls(endpoint, beats.clock))
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
         self._num_layer_groups = num_layer_groups
@@ -83,8 +85,7 @@ class PrefillWorker:
         return self._colleagues.hello
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is computed, and no page waits here to be fetched."""
+    def is_idle(self) -> bool:  # no page waits here to be fetched, either
         return not self._departures and not self._endpoint.num_open
 
     @property
@@ -98,7 +99,7 @@ class PrefillWorker:
             num_outgoing=self._endpoint.num_open,
             num_tokens=self._num_tokens,
             kv_bytes=self._kv_bytes,
-            counters=self._endpoint.counts(),
+            counters={**self._endpoint.counts(), **self._prefixes.counters},
         )
 
     def drain(self) -> None:
@@ -111,6 +112,7 @@ class PrefillWorker:
     def step(self) -> None:
         """Do what can be done now."""
         for ended in self._endpoint.poll():
+            self._pulled(ended)
             self._transfer_ended(ended)
         for transfer in self._endpoint.take_granted():
             self._compute(transfer)
@@ -134,7 +136,7 @@ class PrefillWorker:
 
     def tick(self) -> None:
         self._colleagues.keep_up()
-        self._links.keep_up(self._colleagues.of_role(WorkerRole.DECODE).values())
+        self._links.keep_up(self._colleagues.with_pages())
         self._report()
         self._beats.give(self)
 
@@ -204,9 +206,24 @@ class PrefillWorker:
         departure = self._departures.get(transfer)
         if departure is None or departure.stage is not Stage.ASKING:
             return
+        if self._prefixes.begin(departure.prefill, departure.engine_id, self._colleagues.members):
+            departure.stage = Stage.PULLING
+        else:
+            self._start(departure, None)
+
+    def _pulled(self, ended: Ended) -> None:
+        """Go on with the prefix that has come, or without."""
+        pulled = self._prefixes.take(ended)
+        if pulled is not None:
+            waiting = (each for each in self._departures.values() if each.engine_id == pulled.owner)
+            self._start(next(waiting), pulled.filled)
+
+    def _start(self, departure: Departure, filled: FilledPages | None) -> None:
         try:
-            (departure.progress,) = self._engine.add(departure.engine_request, keeps_pages=True)
+            (departure.progress,) = self._engine.add(departure.engine_request, filled, keeps_pages=True)
         except InvalidRequest as error:  # it may well fit the decode worker
+            if filled is not None:
+                self._engine.release(filled)
             self._fail(departure, Failure.BUSY, str(error))
             return
         departure.stage = Stage.COMPUTING
@@ -267,11 +284,7 @@ class PrefillWorker:
         self._refuse(departure.decode, departure.prefill, failure, reason)
 
     def _refuse(self, decode: str, prefill: Prefill, failure: Failure, reason: str) -> None:
-        request = prefill.request
-        failed = PrefillFailed(
-            request_id=request.request_id, attempt=request.attempt, failure=failure, reason=reason[:512]
-        )
-        self._colleagues.tell(decode, failed)
+        self._colleagues.tell(decode, refusal(prefill.request, failure, reason))
 
     def _give_up(self, departure: Departure, reason: str) -> None:
         """Let go of everything that it holds here."""
@@ -280,6 +293,7 @@ class PrefillWorker:
         self._departures.pop(departure.transfer, None)
 
     def _let_engine_go(self, departure: Departure) -> None:
+        self._prefixes.drop(departure.engine_id)
         if self._by_engine_id.pop(departure.engine_id, None) is None:
             return
         if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept

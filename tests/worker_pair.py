@@ -32,11 +32,11 @@ from baton.engine.loading import load_engine
 from baton.engine.pages import PageState
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
+from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import AnyMessage as TransferMessage
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
-from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request
 from tests.endpoint_host import FaultyEndpoint

@@ -19,9 +19,9 @@ from baton.control import Address, Hello, Kind, Worker, WorkerRole
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
+from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
-from baton.prefill_worker.kv_links import KvLinks
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.router import Router
 from baton.router_config import RouterSettings

@@ -1,0 +1,209 @@
+"""Prefixes that are fetched from another worker: the tokens are the same with them and without.
+
+The decode worker is the holder here: to pages it is one worker like another.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from baton.control import Dispatch, Members, PullSource
+from baton.engine.engine import Engine
+from baton.kvtransfer.messages import Commit, Pull
+from baton.request import Request
+from tests.tiny_models import VOCAB_SIZE
+from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
+from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
+
+PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
+PAGE_SIZES: Final = [(4, 4), (16, 4), (4, 16)]
+
+
+def known(pair: WorkerPair, prompt: tuple[int, ...] = PROMPT) -> PullSource:
+    """What the router would have learned of the decode worker."""
+    engine = pair.decode.engine
+    claim = engine.claim_prefix(prompt, b"", "the router")
+    generations = tuple(map(engine.pages.generation, claim.pages))
+    engine.release(claim)
+    return PullSource(DECODE, claim.num_tokens, claim.pages, generations)
+
+
+def begin(pair: WorkerPair, request: Request, source: PullSource) -> None:
+    dispatch = Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL, source=source)
+    pair.tell(pair.decode, ROUTER, dispatch)
+
+
+def warm(pair: WorkerPair) -> PullSource:
+    """The decode worker alone knows the prompt. So only its rest is handed over, but all of it is pulled."""
+    pair.dispatch(a_request(90, PROMPT), is_local=True)
+    pair.turns_until(lambda: pair.is_answered(a_request(90, PROMPT)))
+    pair.quiet_down()
+    return known(pair)
+
+
+def counts(pair: WorkerPair) -> dict[str, int]:
+    counters = pair.prefill.node.load().counters
+    return {name: counters.get(name, 0) for name in ("pulls", "pulls_failed", "pulls_not_begun")}
+
+
+def pulls(pair: WorkerPair, **number: int) -> bool:
+    return counts(pair) == {"pulls": 0, "pulls_failed": 0, "pulls_not_begun": 0, **number}
+
+
+@pytest.mark.parametrize("page_sizes", PAGE_SIZES)
+@pytest.mark.parametrize("num_more", [1, 9])
+def test_what_was_pulled_is_not_computed_and_the_tokens_are_the_same(
+    make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int], num_more: int
+) -> None:
+    pair = make_pair(page_sizes=page_sizes)
+    source = warm(pair)
+    request = a_request(1, PROMPT + tuple(range(num_more)), logprobs=2)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    events = pair.heard(request)
+    assert said(events) == answer_alone(alone, request)
+    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
+
+
+def test_only_what_is_missing_here_is_pulled(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.answer(a_request(2, PROMPT[:41]))  # both know forty tokens now
+    pair.decode.endpoint.holds = Pull
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.decode.endpoint.is_holding)
+    ((_, pull),) = pair.decode.endpoint._held
+    assert isinstance(pull, Pull) and pull.num_units == (68 - 40) // 4
+    pair.decode.endpoint.release()
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+
+
+def _reuse_all(pair: WorkerPair, source: PullSource) -> PullSource:
+    """Its pages are taken by another prompt, and the router has not heard of it."""
+    pair.decode.engine.scheduler.cache.make_room(96, keep=False)
+    pair.dispatch(a_request(91, PROMPT[::-1]), is_local=True)
+    pair.turns_until(lambda: pair.is_answered(a_request(91, PROMPT[::-1])))
+    return source
+
+
+def _unlink(pair: WorkerPair, source: PullSource) -> PullSource:
+    return PullSource("9" * 32, source.num_tokens, source.pages, source.generations)
+
+
+def _shift(pair: WorkerPair, source: PullSource) -> PullSource:
+    generations = tuple(each + 1 for each in source.generations)
+    return PullSource(DECODE, source.num_tokens, source.pages, generations)
+
+
+def _invent(pair: WorkerPair, source: PullSource) -> PullSource:
+    return PullSource(DECODE, 64, tuple(range(10_000, 10_016)), (0,) * 16)
+
+
+def _too_few(pair: WorkerPair, source: PullSource) -> PullSource:
+    return PullSource(DECODE, 10_000, source.pages[:1], source.generations)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"),
+    [
+        (_reuse_all, {"pulls_failed": 1}),
+        (_shift, {"pulls_failed": 1}),
+        (_invent, {"pulls_failed": 1}),
+        (_unlink, {"pulls_not_begun": 1}),
+        (_too_few, {"pulls": 1}),
+    ],
+)
+def test_a_hint_that_is_wrong_costs_nothing_but_time(
+    make_pair: MakePair,
+    alone: Engine,
+    spoil: Callable[[WorkerPair, PullSource], PullSource],
+    number: dict[str, int],
+) -> None:
+    pair = make_pair()
+    source = spoil(pair, warm(pair))
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, **number)
+
+
+def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair(num_pages=(26, 96))
+    source = warm(pair)
+    ledger = pair.prefill.engine.pages
+    taken = ledger.reserve(12, "somebody", 1e12)
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: counts(pair)["pulls_not_begun"] == 1)
+    ledger.release(taken, "somebody")
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+
+
+def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    request = a_request(1, PROMPT, prompt_logprobs=1)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_not_begun=1)
+
+
+@pytest.mark.parametrize("holds", [Pull, None])
+def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, holds: type[Pull] | None) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    if holds is not None:
+        pair.decode.endpoint.holds = holds
+    else:
+        pair.prefill.endpoint.holds = Commit
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.decode.endpoint.is_holding or pair.prefill.endpoint.is_holding)
+    pair.cancel(request)
+    pair.decode.endpoint.release()
+    pair.prefill.endpoint.release()
+    pair.quiet_down()
+    assert not pair.heard(request)
+
+
+def test_a_cancel_when_the_pages_have_just_come_gives_them_back(make_pair: MakePair) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    ledger = pair.prefill.engine.pages
+    owners: list[int] = []
+    while not owners:  # until they are adopted, which the worker has not polled
+        pair.turn()
+        pair.prefill.endpoint.wait(0.001)
+        owners = [page for page in range(96) if ledger.owners(page)]
+    pair.cancel(request)
+    pair.quiet_down()
+
+
+def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.decode.endpoint.holds = Pull
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_failed=1)
+
+
+def test_a_holder_that_is_not_listed_is_not_asked(make_pair: MakePair) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.decode.endpoint.holds = Pull
+    request = a_request(1, PROMPT)
+    pair.tell(pair.prefill, ROUTER, Members(workers=(pair.prefill.worker,)))
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert not pair.decode.endpoint.is_holding
