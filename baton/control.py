@@ -377,8 +377,45 @@ class Status(Message, frozen=True):
 
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     num_gateways: Count = 0
+    num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+
+
+class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an attempt was expected to cost at a pair of workers, in seconds (see router/costs.py)."""
+
+    decode: Id
+    prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt
+    source: Annotated[str, Meta(max_length=32)] = ""  # that a prefix is pulled from
+    num_held_tokens: Count = 0  # that need not be computed
+    terms: Annotated[dict[Annotated[str, Meta(max_length=16)], Seconds], Meta(max_length=16)] = {}
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a router has sent an attempt, out of what, and what came of it as far as is known."""
+
+    request_id: Id
+    attempt: Attempt
+    age_s: Seconds
+    reason: Reason
+    num_tokens: Count  # of the prompt
+    chosen: Weighed
+    weighed: Annotated[tuple[Weighed, ...], Meta(max_length=64)] = ()  # the chosen one among them
+    first_token_s: Seconds | None = None  # after the decision
+    measured: PrefillTimes | None = None
+
+
+class Explain(Message, frozen=True):
+    """Operator or gateway to router: how was this request routed? Answered by Decisions."""
+
+    request_id: Id
+
+
+class Decisions(Message, frozen=True):
+    """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
+
+    decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
 
 
 AnyMessage: TypeAlias = (
@@ -404,6 +441,8 @@ AnyMessage: TypeAlias = (
     | Drain
     | StatusQuery
     | Status
+    | Explain
+    | Decisions
 )
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

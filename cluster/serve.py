@@ -109,7 +109,7 @@ class Cluster:
 
     def _has_met(self, status: Status | None) -> bool:
         num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
-        if status is None or len(status.workers) < num_workers:
+        if status is None or status.num_met < num_workers:
             return False
         return status.num_gateways >= self._config.gateways
 

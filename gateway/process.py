@@ -1,6 +1,7 @@
 """The gateway's process: a hub, a frontend and the HTTP server on one event loop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import secrets
@@ -33,6 +34,9 @@ from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
 
 SEED_BITS: Final = 63
+
+MEETING_S: Final = 3.0  # for the router and workers to be met; then it listens all the same, and says 503
+LOOK_EVERY_S: Final = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +96,7 @@ async def serve_gateway(
     gateway = Gateway(config, key, frontend, clock, name=identity[:8])
     try:
         hub.serve(frontend)
+        await _until_ready(frontend, stopping)
         address = await gateway.start()
         logger.info("the gateway listens on %s:%d", address.host, address.port)
         gc.collect()
@@ -102,6 +107,14 @@ async def serve_gateway(
         gc.unfreeze()
         await gateway.drain()
         await hub.close()
+
+
+async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
+    """A gateway that starts again behind a shared port takes no request that it can not answer yet."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MEETING_S):
+            while not (frontend.is_ready or stopping.is_set()):
+                await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _parts(
