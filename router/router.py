@@ -15,17 +15,13 @@ from baton.control import (
     AnyMessage,
     AttemptFailed,
     Beat,
-    Decisions,
     Dispatch,
     Drain,
     Ended,
-    Explain,
     Failure,
     Hello,
     Kind,
-    Measured,
     Members,
-    PageEvents,
     Reachable,
     Rejected,
     Routed,
@@ -39,9 +35,8 @@ from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
 from baton.router.books import Books, Entry, num_kv_tokens
 from baton.router.meeting import num_met
-from baton.router.knowledge import Knowledge
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
-from baton.router.pairing import Pair, Pairing
+from baton.router.pairing import Pairing
 from baton.router_config import RouterSettings
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
@@ -66,12 +61,11 @@ class Router:
         """id: of this life of the process, 32 hex digits."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
-        self.books = Books(clock)
+        self.books = Books()
         self.members = Membership(clock)
-        self.knowledge = Knowledge(config, clock, self.books, self.counters)
         self._config = config
         self._clock = clock
-        self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
+        self._pairing = Pairing(config, self.members, self.books)
         self._gateways: dict[str, Gateway] = {}
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
@@ -115,8 +109,6 @@ class Router:
         elif isinstance(message, Drain):
             self._drain(message)
             peer.send(self.status())
-        elif isinstance(message, Explain):
-            self._explain(peer, message)
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
 
@@ -127,7 +119,6 @@ class Router:
         gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
         if gone:
             self.books.forget(gone)
-        self.knowledge.tick()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
@@ -161,7 +152,6 @@ class Router:
             case Started():
                 for key in message.attempts:
                     self.books.started(key)
-                    self.knowledge.decisions.started(key)
             case Ended():
                 for key in message.attempts:
                     self.books.ended(key)
@@ -170,8 +160,6 @@ class Router:
                 self._pairing.forget()
             case StatusQuery():
                 peer.send(self.status())
-            case Explain():
-                self._explain(peer, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
 
@@ -188,32 +176,16 @@ class Router:
         if pair is None:
             self._reject(gateway, submit, "no decode worker can be reached")
             return
-        self._dispatch(gateway, submit, pair)
-
-    def _dispatch(self, gateway: Gateway, submit: Submit, pair: Pair) -> None:
-        request, decode, choice = submit.request, pair.decode, pair.choice
-        prefill_id = pair.prefill.id if pair.prefill is not None else ""
-        gateway_id, num_prompt_tokens = gateway.peer.hello.id, len(request.token_ids)
-        num_prompt_tokens += len(request.generated_token_ids)
-        entry = Entry(gateway_id, decode.id, prefill_id, num_prompt_tokens, num_kv_tokens(request))
-        if choice is not None:
-            entry = entry._replace(
-                num_prompt_tokens=num_prompt_tokens - choice.candidate.num_held_tokens,
-                compute_s=choice.candidate.terms.compute_s,
-            )
-        self.books.enter((request.request_id, request.attempt), entry)
-        self.knowledge.decided(submit, pair)
+        decode, prefill, reason = pair
+        prefill_id = prefill.id if prefill is not None else ""
+        num_prompt_tokens = len(request.token_ids) + len(request.generated_token_ids)
+        entry = Entry(gateway.peer.hello.id, decode.id, prefill_id, num_prompt_tokens, num_kv_tokens(request))
+        self.books.enter(key, entry)
         self.counters["dispatched" if prefill_id else "dispatched_local"] += 1
-        source = choice.source if choice is not None else None
-        decode.peer.send(Dispatch(request=request, gateway=gateway_id, prefill=prefill_id, source=source))
-        routed = Routed(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            decode=decode.id,
-            prefill=prefill_id,
-            reason=pair.reason,
+        decode.peer.send(Dispatch(request=request, gateway=entry.gateway, prefill=prefill_id))
+        gateway.peer.send(
+            Routed(request_id=key[0], attempt=key[1], decode=decode.id, prefill=prefill_id, reason=reason)
         )
-        gateway.peer.send(routed)
 
     def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
         self.counters["rejected"] += 1
@@ -227,9 +199,6 @@ class Router:
             )
         )
 
-    def _explain(self, peer: Peer, explain: Explain) -> None:
-        peer.send(Decisions(decisions=tuple(self.knowledge.decisions.of(explain.request_id))))
-
     # Workers.
 
     def _worker_joined(self, peer: Peer) -> None:
@@ -241,9 +210,6 @@ class Router:
         if former is not None:
             self._gone(former, f"{worker.id} has taken its place")
             former.peer.close()
-        member = self.members.get(worker.id)
-        assert member is not None, "it has joined"
-        self.knowledge.joined(member)
         # The newcomer gets the list even where it is not news to the others.
         self._announced = None
         self._announce()
@@ -258,17 +224,12 @@ class Router:
                 self.books.beat(member.worker, message)
             case Reachable():
                 self.members.reach(member, message.workers)
-            case PageEvents():
-                self.knowledge.pages(peer, message)
-            case Measured():
-                self.knowledge.measured(member.id, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _gone(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         self.counters["workers_gone"] += 1
-        self.knowledge.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         for (request_id, attempt), entry in self.books.waiting_at(member.id):
