@@ -1,10 +1,12 @@
 """What must hold when a simulation has come to rest, whatever went wrong in it."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from baton.cluster.sim.clients import Client
 from baton.cluster.sim.deployment import Deployment
 from baton.cluster.sim.lives import GatewayLife, RouterLife, WorkerLife
+from baton.decode_worker.early_cancels import EarlyCancels
 from baton.engine.pages import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.replay import MAX_STRIKES
@@ -96,15 +98,15 @@ def _worker_complaints(life: WorkerLife) -> Iterator[str]:
 
 
 def _size_complaints(life: WorkerLife) -> Iterator[str]:
-    """Nothing that is over is remembered, but for what says itself how much."""
-    for owner in (life.worker, *(getattr(life.worker, part, None) for part in PARTS)):
-        for name, value in vars(owner).items() if owner is not None else ():
-            if isinstance(value, dict | list | set) and value and name not in MAY_REMAIN:
+    """Nothing that is over is remembered, but for what has a bound of its own."""
+    parts = [part for part in vars(life.worker).values() if type(part).__module__.startswith(OF_WORKERS)]
+    for owner in (life.worker, *parts):
+        for name, value in vars(owner).items() if not isinstance(owner, EarlyCancels) else ():
+            if isinstance(value, dict | list | set) and value and not isinstance(value, Counter):
                 yield f"{life.process.name} remembers {len(value)} in {type(owner).__name__}.{name}"
 
 
-PARTS = ("_admission", "_prompts", "_answers")  # of a decode worker
-MAY_REMAIN = frozenset({"counters"})
+OF_WORKERS = ("baton.decode_worker", "baton.prefill_worker")
 
 
 def quiet_complaints(deployment: Deployment) -> Iterator[str]:
