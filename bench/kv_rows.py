@@ -16,10 +16,8 @@ MEBIBYTE: Final = 2**20
 BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
 GLOO_BAR: Final = 1.5
 SMALL_BAR: Final = 0.6
-RIVAL_BARS: Final = {
-    "nixl": 1.2,
-    "mooncake": 2.0,
-}  # a name begins so -> times its rate of writing
+# A name begins so -> times its rate of writing.
+RIVAL_BARS: Final = {"nixl": 1.2, "mooncake": 2.0}
 PUSHING: Final = "write"  # what Baton's transports do; a rival's other operations are there to be read
 EXPOSED_BAR: Final = 3.0  # % of a prefill
 STREAMING_BAR: Final = 3.0  # times less exposed
@@ -115,8 +113,8 @@ def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:
         share = 100 * each.exposed_streaming_s / each.prefill_s
         gain = each.exposed_at_end_s / each.exposed_streaming_s
         note = f"{1e3 * each.exposed_streaming_s:.1f} ms of a prefill of {each.prefill_s:.2f} s"
-        rows.append(at_most(f"{name}: exposed", share, "% of prefill", 3.0, note))
-        rows.append(at_least(f"{name}: pushed at the end / streamed", gain, "x", 3.0))
+        rows.append(at_most(f"{name}: exposed", share, "% of prefill", EXPOSED_BAR, note))
+        rows.append(at_least(f"{name}: pushed at the end / streamed", gain, "x", STREAMING_BAR))
         slower = each.prefill_by_layers_s / each.prefill_s - 1
         note = f"{1e3 * each.exposed_by_layers_s:.1f} ms; the prefill takes {100 * slower:+.1f} %"
         by_layers = each.exposed_streaming_s / each.exposed_by_layers_s
@@ -149,5 +147,6 @@ def fault_rows(faults: Sequence[Fault]) -> list[Row]:
         name = f"{each.kind} at {each.percent} %, {each.transport}"
         note = f"{each.outcome}; {each.wasted_bytes / MEBIBYTE:,.1f} MiB for nothing"
         rows.append(Row(f"{name}: noticed", 1e3 * each.detected_s, "ms", note=note))
-        rows.append(at_most(f"{name}: pages back", 1e3 * (each.pages_back_s - each.detected_s), "ms", 1000))
+        back_ms = 1e3 * (each.pages_back_s - each.detected_s)
+        rows.append(at_most(f"{name}: pages back", back_ms, "ms", BACK_BAR_MS))
     return rows
