@@ -21,9 +21,6 @@ TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="requ
 TOO_MANY: Final = ApiError(
     503, "too many connections are open", code="overloaded", retry_after_s=RETRY_AFTER_S
 )
-DRAINING: Final = ApiError(
-    503, "this server is going down: ask again", code="draining", retry_after_s=RETRY_AFTER_S
-)
 
 
 def response(error: ApiError) -> bytes:
