@@ -1,22 +1,20 @@
 """Which transport a pair of ranks uses, and which it falls back on.
 
 The order is a pure function of where the two ranks are and what the destination offers. Whatever comes
-first is opened; one that cannot be opened, or breaks, makes way for the next; the last is RECOMPUTE, which
-is no transport: the destination computes the pages itself.
+first is opened; one that cannot be opened, or breaks, makes way for the next (peer_transports.py). When none
+is left the destination computes the pages itself.
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final, Literal, get_args
 
 import msgspec
 
-from baton.errors import ConfigError, TransferFailed
-from baton.kvtransfer.transport import Transport
+from baton.errors import ConfigError
 
 TransportName = Literal["shm", "cuda_ipc", "nccl", "gloo", "tcp"]
-RECOMPUTE: Final = "recompute"
 AUTO: Final = "auto"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
@@ -101,25 +99,3 @@ class TransportCounters:
     def recomputed(self) -> None:
         with self._lock:
             self.num_recomputes += 1
-
-
-def open_first(
-    names: Collection[TransportName],
-    make: Callable[[TransportName], Transport],
-    counters: TransportCounters,
-    on_failure: Callable[[TransportName, TransferFailed], None],
-) -> Transport | None:
-    """The first transport that opens; None means recompute. `on_failure` hears of those that did not."""
-    for num_before, name in enumerate(names):
-        transport = make(name)
-        try:
-            transport.open()
-        except TransferFailed as error:
-            transport.close()
-            counters.failed(name)
-            on_failure(name, error)
-            continue
-        counters.opened(name, num_before)
-        return transport
-    counters.recomputed()
-    return None

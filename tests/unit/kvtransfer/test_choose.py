@@ -1,8 +1,7 @@
 import pytest
 
-from baton.errors import ConfigError, TransferFailed
-from baton.kvtransfer.choose import Place, TransportCounters, TransportName, open_first, order, this_host
-from baton.kvtransfer.transport import Piece, Progress
+from baton.errors import ConfigError
+from baton.kvtransfer.choose import Place, TransportCounters, order, this_host
 
 HERE, THERE = "one host", "another"
 ALL = ("shm", "cuda_ipc", "nccl", "gloo", "tcp")
@@ -55,52 +54,14 @@ def test_what_cannot_be_is_refused_by_name(asked: str, destination: Place, messa
         order(cpu(), destination, ALL, asked)
 
 
-class FakeTransport:
-    def __init__(self, name: str, opens: bool) -> None:
-        self.name = name
-        self.is_closed = False
-        self._opens = opens
-
-    is_broken = False
-
-    def open(self) -> None:
-        if not self._opens:
-            raise TransferFailed(f"{self.name} is not to be had")
-
-    def push(self, piece: Piece) -> int:
-        raise NotImplementedError
-
-    def poll(self, ticket: int) -> Progress:
-        raise NotImplementedError
-
-    def forget(self, ticket: int) -> None:
-        raise NotImplementedError
-
-    def abort(self, transfer: bytes) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_what_does_not_open_makes_way_and_is_counted() -> None:
-    made: list[FakeTransport] = []
-    failures: list[str] = []
-
-    def make(name: TransportName) -> FakeTransport:
-        made.append(FakeTransport(name, opens=name == "tcp"))
-        return made[-1]
-
+def test_whatever_opens_after_another_is_a_fallback() -> None:
     counters = TransportCounters()
-    only_tcp: tuple[TransportName, ...] = ("tcp",)
-    only_shm: tuple[TransportName, ...] = ("shm",)
-    transport = open_first(("shm", "tcp"), make, counters, lambda name, _: failures.append(name))
-    assert transport is made[1] and made[0].is_closed and not made[1].is_closed
-    assert open_first(only_tcp, make, counters, lambda *_: None) is made[2]
-    assert open_first(only_shm, make, counters, lambda *_: None) is None
-    assert failures == ["shm"]
-    assert (counters.num_opened["tcp"], counters.num_failed["shm"]) == (2, 2)
-    assert (counters.num_fallbacks, counters.num_recomputes) == (1, 1)
+    counters.failed("shm")
+    counters.opened("tcp", num_before=1)
+    counters.opened("tcp", num_before=0)
+    counters.recomputed()
+    expected = {"opened_tcp": 2, "failed_shm": 1, "fallbacks": 1, "recomputes": 1}
+    assert counters.by_name() == expected
 
 
 def test_a_host_is_itself() -> None:
