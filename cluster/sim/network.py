@@ -100,7 +100,6 @@ class Network:
 
     def __init__(self, events: Events, random: Random) -> None:
         self.wires: dict[Wire, None] = {}  # that are whole, oldest first
-        self.num_bodies = 0
         self.has_been_cut = False  # a wire between two living processes
         self._parted_until_s: dict[frozenset[str], float] = {}
         self._events = events
@@ -135,7 +134,6 @@ class Network:
 
     def deliver(self, end: End, call: Callable[[], None], not_before_s: float) -> None:
         """After whatever else is on its way there."""
-        self.num_bodies += 1
         end.last_s = max(end.last_s, not_before_s, self._events.now_s + self.delay_s())
         self._events.at(end.last_s, lambda: end.owner.post(call))
 
