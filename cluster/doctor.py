@@ -14,6 +14,7 @@ import msgspec
 
 from baton.cluster.listeners import Listener, listeners
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.ray_runtime import MIN_RAY
 from baton.config import visible_gpus
 from baton.errors import BatonError
 from baton.gateway_config import is_loopback
@@ -23,7 +24,6 @@ Verdict: TypeAlias = Literal["ok", "warning", "error"]
 
 MIN_SHM_BYTES: Final = 1 << 30
 MIN_OPEN_FILES: Final = 8192  # connections, twice, and room for Ray's own
-MIN_RAY: Final = (2, 54)
 REDIS_PORT: Final = 6379  # of Redis, and of Ray's GCS, by default
 # What Ray serves there runs code for whoever reaches it.
 RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server", REDIS_PORT: "GCS"}
