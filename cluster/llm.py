@@ -63,8 +63,8 @@ class LLM:
         """Load `model`: a directory, or "tiny" for the model that comes with Baton.
 
         `settings` are the fields of EngineConfig; a part is a mapping, as `cache={"page_size": 64}`, or its
-        struct. With
-        `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and texts "".
+        struct. With `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and
+        texts "".
         Raises ModelError and ConfigError, which say what to change.
         """
         directory = resolve_model(model)

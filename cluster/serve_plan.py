@@ -22,7 +22,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def specs(config: ServeConfig, site: Site) -> list[ProcessSpec]:
-    """Router, workers, gateways. Workers are many seconds in starting, so they should be started first."""
+    """Workers first, which are many seconds in starting; then the router, then gateways."""
     gpus_per_rank = _gpus_per_rank(config, site.num_gpus)
     workers = [
         _worker(config, site, role, index, gpus_per_rank)

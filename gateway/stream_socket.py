@@ -89,7 +89,7 @@ def _is_chat(data: bytes) -> bool:
 
 
 def _fields(data: bytes) -> dict[str, msgspec.Raw]:
-    """None for what is no object: it is refused where it is read in full."""
+    """Empty for what is no object: that is refused where it is read in full."""
     try:
         return _FIELDS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -6,7 +6,7 @@
    a piece has as many tries as there are transports.
 3. With no transport left, or no try, the piece has failed for good. The next transfer tries all of them anew.
 
-All calls are made by the endpoint's thread, `post` brings the others' news there.
+All calls but `close` are made by the rank's thread, `post` brings the others' news there.
 """
 
 import logging

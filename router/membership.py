@@ -51,7 +51,7 @@ class Member:
 
 
 class Membership:
-    """Iterable for reading; `version` changes whenever the answer to "who may take work" may have changed."""
+    """`version` changes whenever the answer to "who may take work" may have changed."""
 
     def __init__(self, clock: Clock) -> None:
         self.version = 0
