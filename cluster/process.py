@@ -1,7 +1,7 @@
 """One process of the cluster: `python -m baton.cluster.process`, started by a runtime and by nobody else.
 
 1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
-2. It writes lines to its stdout: Loading, any number of times, then a Report, once it serves or has failed to.
+2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed to.
 3. SIGTERM lets it drain, and end with status 0; a second one ends it at once.
 4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
 
