@@ -19,7 +19,7 @@ from baton.engine.prefix_cache import PrefixCache
 from baton.engine.request_checks import check_request
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import FilledPages, Progress, Sequence
-from baton.engine.stats import EngineStats, take_stats
+from baton.engine.stats import EngineStats, StepFigures, take_stats
 from baton.page_keys import PageKeys
 from baton.request import Request, StepOutput
 
@@ -50,6 +50,7 @@ class SimEngine:
         self._clock = clock
         self._spend = spend
         self._num_steps = 0
+        self._last_step: StepFigures | None = None
         pool = PagePool(machine.num_pages, machine.page_size)
         keys = PageKeys(model_fingerprint=FINGERPRINT, dtype="float32", page_size=machine.page_size)
         config = SchedulerConfig(
@@ -93,7 +94,10 @@ class SimEngine:
         assert watch is None, "the model has one layer: nothing leaves in groups"
         self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
-        self._spend(self._duration_s(batch))
+        duration_s = self._duration_s(batch)
+        self._spend(duration_s)
+        if batch.chunks:
+            self._last_step = StepFigures.of(batch, duration_s)
         failed = [chunk.sequence for chunk in batch.chunks if chunk.samples and _fails(chunk.sequence)]
         sampled = [self._run(chunk) for chunk in batch.chunks]
         for sequence in failed:
@@ -127,6 +131,9 @@ class SimEngine:
     def stats(self) -> EngineStats:
         self._expire()
         return take_stats(self.scheduler)
+
+    def last_step(self) -> StepFigures | None:
+        return self._last_step
 
     def _expire(self) -> None:
         self.pages.expire(self._clock.now_s())

@@ -1,6 +1,6 @@
 """What goes wrong in a simulation: faults at random times, each of which ends by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import partial
 from random import Random
@@ -10,6 +10,7 @@ from baton.cluster.sim.clients import START_S
 from baton.cluster.sim.deployment import Deployment, Slot
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.lives import WorkerLife
+from baton.control import WorkerRole
 
 MAX_NUM_FAULTS: Final = 8
 PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)
@@ -51,6 +52,8 @@ class Faults:
             self._cut,
             self._stall,
             self._damage,
+            self._damage,
+            self._damage,
             self._break,
             self._slow_down,
             self._drain,
@@ -86,8 +89,8 @@ class Faults:
     def _any(self, slots: list[Slot]) -> Slot:
         return self._random.choice(slots)
 
-    def _worker(self) -> tuple[Slot, WorkerLife]:
-        slot = self._any(self._deployment.workers)
+    def _worker(self, *roles: WorkerRole) -> tuple[Slot, WorkerLife]:
+        slot = self._any([slot for slot in self._deployment.workers if _is_of(slot, roles or WorkerRole)])
         assert isinstance(slot.life, WorkerLife)
         return slot, slot.life
 
@@ -137,7 +140,7 @@ class Faults:
         return self._with_pieces("delay_s", self._random.choice((0.05, 0.5, 2.0)))
 
     def _with_pieces(self, name: str, value: float) -> str:
-        slot, life = self._worker()
+        slot, life = self._worker(WorkerRole.PREFILL)
         faults, seconds = life.endpoint.pieces.faults, self._random.uniform(0.2, 3.0)
         setattr(faults, name, value)
         self._events.after(seconds, lambda: setattr(faults, name, 0.0))
@@ -179,6 +182,10 @@ class Faults:
             act()
         elif events.now_s < until_s:
             events.after(LOOK_S, lambda: self._strike(slot, act, until_s))
+
+
+def _is_of(slot: Slot, roles: Iterable[WorkerRole]) -> bool:
+    return isinstance(slot.life, WorkerLife) and slot.life.plan.role in roles
 
 
 def _names(one: str, other: str) -> str:

@@ -9,10 +9,10 @@ import pytest
 from baton.cluster.sim.transfers import SimIncoming
 from baton.cluster.sim.world import World
 from baton.decode_worker.admission import Admission
+from baton.engine.outside_pages import OutsidePages
 from baton.gateway.stream_log import Stream
 from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.prefill_worker.departure import Departure, Offer
-from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request
 from baton.router.books import Books
 
@@ -58,8 +58,8 @@ def test_pages_in_the_wrong_order_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an undisturbed run says" in found
 
 
-def test_pages_that_a_prefill_worker_keeps_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, PrefillWorker, "_let_engine_go", lambda self, departure: None)
+def test_pages_that_are_kept_for_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch, OutsidePages, "release_kept", lambda self, key: None)
     assert "keeps pages of" in found
 
 
