@@ -14,12 +14,11 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from baton.cluster.flag_names import SPELLED
 from baton.cluster.options import AnyOption, add_to, part_of
 from baton.cluster.process import STOPPED_TWICE, run
 from baton.cluster.process_spec import Assignment, ProcessKind
 from baton.cluster.router_options import add_key_option, address, key_of
-from baton.cluster.settings import Given, Settings
+from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
 from baton.config_tree import leaves
 from baton.control import Address
@@ -50,17 +49,13 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *
 
 def settings(struct_type: type[StructT], arguments: argparse.Namespace) -> StructT:
     """Options, then variables, then the file, then defaults. Raises ConfigError."""
-    spelled = getattr(arguments, SPELLED, {})
-    known = leaves(struct_type)
-    flags = {
-        key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
-    }
+    flags = flags_given(struct_type, arguments)
     router: Address | None = getattr(arguments, "router", None)
     if router is not None:
         flags["router.host"] = Given(router.host, "--router")
         flags["router.port"] = Given(router.port, "--router")
     given = Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
-    for key in MISSING.keys() & known.keys() - given.given.keys():
+    for key in MISSING.keys() & leaves(struct_type).keys() - given.given.keys():
         raise ConfigError(MISSING[key])
     return given.build()
 

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from baton.cluster.engine_options import ENGINE_OPTIONS, ENGINE_SWITCHES
-from baton.cluster.flag_names import SPELLED
 from baton.cluster.options import AnyOption, Option, add_to, part_of
-from baton.cluster.settings import Given, Settings
+from baton.cluster.settings import Settings, flags_given
 from baton.config import environment_settings
-from baton.config_tree import leaves
 from baton.serve_config import ServeConfig
 
 SERVE_OPTIONS: Final = (
@@ -65,9 +63,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def settings(arguments: argparse.Namespace) -> Settings[ServeConfig]:
     """ConfigError for what is wrong in the file or the environment."""
-    spelled = getattr(arguments, SPELLED, {})
-    known = leaves(ServeConfig)
-    flags = {
-        key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
-    }
+    flags = flags_given(ServeConfig, arguments)
     return Settings(ServeConfig, flags=flags, file=arguments.config, environment=environment_settings())

@@ -3,6 +3,7 @@
 The environment's name of `engine.cache.page_size` is BATON_ENGINE_CACHE_PAGE_SIZE.
 """
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -10,6 +11,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from baton.cluster.flag_names import SPELLED
 from baton.config_tree import build, flatten, from_text, known_keys, leaves, nest, unknown_key
 from baton.errors import ConfigError
 
@@ -61,6 +63,14 @@ class Settings(Generic[StructT]):
             if known == key or known.endswith(f".{key}"):
                 return f"{given.origin}{colon}{rest}"
         return message
+
+
+def flags_given(struct_type: type[msgspec.Struct], arguments: argparse.Namespace) -> dict[str, Given]:
+    """What the command line says of the struct's keys; other options are left out."""
+    spelled, known = getattr(arguments, SPELLED, {}), leaves(struct_type)
+    return {
+        key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
+    }
 
 
 def variable(key: str) -> str:
