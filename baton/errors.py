@@ -1,5 +1,7 @@
 """One error tree, grouped by what the caller can do about it."""
 
+import reprlib
+
 
 class BatonError(Exception):
     """Root of every error that Baton raises on purpose."""
@@ -54,3 +56,8 @@ class ProtocolError(WireError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="protocol")
+
+
+def shown(value: object) -> str:
+    """A value of any size as an error tells it: shortened, with its type."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"

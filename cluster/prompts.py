@@ -4,13 +4,12 @@ One prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`
 these. Integers alone are one prompt. Arrays and tensors count as the lists that they hold.
 """
 
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, shown
 from baton.request import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
@@ -35,7 +34,7 @@ def list_prompts(prompts: object) -> list[object]:
         return [prompts]
     listed = items_of(prompts)
     if listed is None:
-        raise InvalidRequest(f"prompts: expected {EXPECTED}, or several of these, got {show(prompts)}")
+        raise InvalidRequest(f"prompts: expected {EXPECTED}, or several of these, got {shown(prompts)}")
     return [listed] if listed and _is_integer(listed[0]) else listed
 
 
@@ -53,7 +52,7 @@ def list_stops(stop: object) -> tuple[str, ...]:
     listed = items_of(stop)
     texts = [text for text in listed or () if isinstance(text, str)]
     if listed is None or len(texts) < len(listed):
-        raise InvalidRequest(f"stop: expected text or a list of texts, got {show(stop)}")
+        raise InvalidRequest(f"stop: expected text or a list of texts, got {shown(stop)}")
     return tuple(texts)
 
 
@@ -65,7 +64,7 @@ def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
     known = [one for one in listed or () if isinstance(one, SamplingParams)]
     if listed is None or len(known) < len(listed):
         raise InvalidRequest(
-            f"sampling_params: expected SamplingParams(...), or a list of them, got {show(sampling)}"
+            f"sampling_params: expected SamplingParams(...), or a list of them, got {shown(sampling)}"
         )
     if len(known) != num_prompts:
         raise InvalidRequest(
@@ -95,10 +94,6 @@ def items_of(value: object) -> list[object] | None:
     return list(value) if isinstance(value, Iterable) else None
 
 
-def show(value: object) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
 def _from_mapping(prompt: Mapping[object, object]) -> GivenPrompt:
     given = {key: value for key, value in prompt.items() if value is not None}
     for key in given:
@@ -106,21 +101,21 @@ def _from_mapping(prompt: Mapping[object, object]) -> GivenPrompt:
             raise InvalidRequest(f"unknown key {key!r}; known are 'prompt' and 'prompt_token_ids'")
     text = given.get("prompt")
     if text is not None and not isinstance(text, str):
-        raise InvalidRequest(f"prompt: expected text, got {show(text)}")
+        raise InvalidRequest(f"prompt: expected text, got {shown(text)}")
     if "prompt_token_ids" in given:
         return GivenPrompt(text, _token_ids(given["prompt_token_ids"], "prompt_token_ids: token ids"))
     if text is None:
-        raise InvalidRequest(f"expected {EXPECTED}, got {show(prompt)}")
+        raise InvalidRequest(f"expected {EXPECTED}, got {shown(prompt)}")
     return GivenPrompt(text, None)
 
 
 def _token_ids(given: object, expected: str) -> tuple[int, ...]:
     listed = items_of(given)
     if listed is None:
-        raise InvalidRequest(f"expected {expected}, got {show(given)}")
+        raise InvalidRequest(f"expected {expected}, got {shown(given)}")
     for index, token_id in enumerate(listed):
         if not _is_integer(token_id):
-            raise InvalidRequest(f"token id {index}: expected an integer, got {show(token_id)}")
+            raise InvalidRequest(f"token id {index}: expected an integer, got {shown(token_id)}")
     return tuple(int(token_id) for token_id in listed if isinstance(token_id, Integral))
 
 

@@ -3,11 +3,10 @@
 `content` is text, or parts such as `{"type": "text", "text": "Hi"}` whose texts become lines, as in vLLM.
 """
 
-import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, shown
 from baton.gateway.chat_template import Message
 
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
@@ -18,7 +17,7 @@ def read_messages(messages: object) -> list[Message]:
     if isinstance(messages, Mapping):
         raise InvalidRequest(f"messages: expected a list of messages such as [{EXAMPLE}], got one message")
     if isinstance(messages, str | bytes) or not isinstance(messages, Iterable):
-        raise InvalidRequest(f"messages: expected a list such as [{EXAMPLE}], got {_show(messages)}")
+        raise InvalidRequest(f"messages: expected a list such as [{EXAMPLE}], got {shown(messages)}")
     read = [_read(message, f"message {index}") for index, message in enumerate(messages)]
     if not read:
         raise InvalidRequest("messages: expected at least one message, got none")
@@ -27,7 +26,7 @@ def read_messages(messages: object) -> list[Message]:
 
 def _read(message: object, name: str) -> Message:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {_show(message)}")
+        raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {shown(message)}")
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{name}: role: expected text such as 'user', got {_value(message, 'role')}")
     content = message.get("content")
@@ -45,13 +44,9 @@ def _text(part: object, name: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {_show(part)}')
+        raise InvalidRequest(f'{name}: expected {{"type": "text", "text": "..."}}, got {shown(part)}')
     return str(part["text"])
 
 
 def _value(message: Mapping[str, object], key: str) -> str:
-    return _show(message[key]) if key in message else "nothing"
-
-
-def _show(value: object) -> str:
-    return f"{reprlib.repr(value)} ({type(value).__name__})"
+    return shown(message[key]) if key in message else "nothing"
