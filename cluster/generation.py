@@ -7,17 +7,12 @@
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 from baton.cluster.completion import Completion, CompletionOutput, TextDelta
 from baton.errors import InvalidRequest
 from baton.gateway.choice_text import ChoiceText
-from baton.gateway.detokenizer import Detokenizer
-from baton.gateway.text_stream import Incremental
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer import Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
-
-NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
 
 
 class Generation:
@@ -80,7 +75,7 @@ class Generation:
 class _Choice:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
         sampling = request.sampling
-        self._text = ChoiceText(_detokenizer(tokenizer, request), stops, sampling)
+        self._text = ChoiceText(detokenizer_of(tokenizer, request.token_ids), stops, sampling)
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         self.token_ids: list[int] = []
@@ -113,9 +108,3 @@ class _Choice:
             stop_reason=self.stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )
-
-
-def _detokenizer(tokenizer: Tokenizer | None, request: Request) -> Incremental:
-    if tokenizer is None:
-        return Detokenizer(lambda _: "")
-    return tokenizer.detokenizer(request.token_ids[-NUM_CONTEXT_TOKENS:])

@@ -19,13 +19,10 @@ from baton.control import TokenEvent
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.call import Call, Prompt
 from baton.gateway.choice_text import ChoiceText
-from baton.gateway.detokenizer import Detokenizer
 from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer import Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, TokenLogprobs
-
-NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +116,8 @@ class Answer:
             listener.failed(error)
 
     def detokenizer(self, prompt: Prompt) -> Incremental:
-        if self._tokenizer is None:
-            return Detokenizer(lambda _: "")
-        return self._tokenizer.detokenizer(
-            prompt.token_ids[-NUM_CONTEXT_TOKENS:], skip_special_tokens=self.call.skips_special_tokens
+        return detokenizer_of(
+            self._tokenizer, prompt.token_ids, skip_special_tokens=self.call.skips_special_tokens
         )
 
     # What choices call.

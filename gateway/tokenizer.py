@@ -13,6 +13,7 @@ from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer_config import TokenizerConfig, read_text, read_tokenizer_config
 
 TOKENIZER_FILE: Final = "tokenizer.json"
+NUM_CONTEXT_TOKENS: Final = 8  # of the prompt: the first word's space may depend on them
 
 
 class Tokenizer:
@@ -103,6 +104,15 @@ class Tokenizer:
         return Detokenizer(
             lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens), context
         )
+
+
+def detokenizer_of(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], *, skip_special_tokens: bool = True
+) -> Incremental:
+    """For one answer to that prompt; without a tokenizer all text is ""."""
+    if tokenizer is None:
+        return Detokenizer(lambda _: "")
+    return tokenizer.detokenizer(prompt[-NUM_CONTEXT_TOKENS:], skip_special_tokens=skip_special_tokens)
 
 
 def _bytes_of_tokens(inner: tokenizers.Tokenizer) -> dict[bool, BytesOfTokens] | None:
