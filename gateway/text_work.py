@@ -16,9 +16,7 @@ from baton.gateway.tokenizer import Tokenizer
 NUM_THREADS: Final = 2
 MAX_WAITING: Final = 256  # jobs for the threads
 SHORT_CHARS: Final = 4096  # takes well below a millisecond; a change of threads takes 0.1 ms
-MAX_BYTES_PER_TOKEN: Final = (
-    16  # a prompt with more of them than the model takes tokens is not even tokenised
-)
+MAX_CHARS_PER_TOKEN: Final = 16  # on average: a prompt with more for what the model takes is not tokenised
 
 ResultT = TypeVar("ResultT")
 
@@ -87,7 +85,7 @@ class TextWork:
 
 
 def _check_length(num_chars: int, max_tokens: int) -> None:
-    if num_chars > max_tokens * MAX_BYTES_PER_TOKEN:
+    if num_chars > max_tokens * MAX_CHARS_PER_TOKEN:
         raise InvalidRequest(
             f"the prompt has {num_chars} characters, which can't fit the model's {max_tokens} tokens"
         )

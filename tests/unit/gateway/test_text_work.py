@@ -7,7 +7,7 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.chat_template import ChatTemplate
-from baton.gateway.text_work import MAX_BYTES_PER_TOKEN, MAX_WAITING, SHORT_CHARS, TextWork
+from baton.gateway.text_work import MAX_CHARS_PER_TOKEN, MAX_WAITING, SHORT_CHARS, TextWork
 from baton.gateway.tokenizer import Tokenizer
 
 DIRECTORY = resolve_model("tiny")
@@ -54,7 +54,7 @@ def test_long_token_ids_come_back_as_the_same_text(text: TextWork) -> None:
 
 def test_what_cannot_fit_is_not_even_tokenised(text: TextWork) -> None:
     with pytest.raises(InvalidRequest, match="can't fit"):
-        asyncio.run(text.encode("a" * (MAX_BYTES_PER_TOKEN * 10 + 1), max_tokens=10))
+        asyncio.run(text.encode("a" * (MAX_CHARS_PER_TOKEN * 10 + 1), max_tokens=10))
     with pytest.raises(InvalidRequest, match="can't fit"):
         asyncio.run(text.encode_chat([{"role": "user", "content": "a" * 1000}], max_tokens=10))
 
