@@ -21,6 +21,7 @@ import msgspec
 
 from baton.beats import Beats
 from baton.clock import SystemClock
+from baton.cluster.process import die_with_parent
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
 from baton.control import (
@@ -207,16 +208,10 @@ async def serve(given: Assignment) -> None:
     await hub.close()
 
 
-def _die_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(3)
-
-
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
-    threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
     asyncio.run(serve(given))
 
 

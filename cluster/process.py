@@ -101,7 +101,7 @@ def main() -> int:
     logging.basicConfig(level=log_level(), stream=sys.stderr, format=f"{given.name} | {LOG_FORMAT}")
     stop = threading.Event()
     _drain_on_sigterm(stop)
-    threading.Thread(target=_die_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
     try:
         progress = _Throttled(lambda loading: _report(reports, loading))
         run(given, lambda address: _report(reports, Started(address)), stop, progress)
@@ -150,7 +150,8 @@ def _drain_on_sigterm(stop: threading.Event) -> None:
     signal.signal(signal.SIGTERM, drain)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Never returns: whoever holds the other end of stdin is gone when it ends."""
     while os.read(0, 4096):
         pass
     os._exit(ORPHANED)
