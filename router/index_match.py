@@ -15,16 +15,17 @@ _FEW: Final = 8
 class Match(NamedTuple):
     """How many of a prompt's first pages each worker holds, by its slot (see `PrefixIndex.slot`).
 
-    `num_pages` counts the device's and then the host tier's, so it is never less.
+    `num_pages` counts the device's and then the host tier's, so it is never less. To be read only.
     """
 
     num_device_pages: Lengths
     num_pages: Lengths
 
 
-def measure(runs: list[tuple[int, int]], present: int, lengths: Lengths) -> None:
+def measure(runs: list[tuple[int, int]], present: int, num_slots: int) -> Lengths:
     """runs: where each begins, and the slots that hold its pages; the last is empty. Who holds all pages up
     to some run, and not that one, has as many as there are before it."""
+    lengths = np.zeros(num_slots, np.int32)
     holding = present & runs[0][1]
     for start, slots in runs[1:]:
         lost = holding & ~slots
@@ -33,6 +34,7 @@ def measure(runs: list[tuple[int, int]], present: int, lengths: Lengths) -> None
             holding ^= lost
         if not holding:
             break
+    return lengths
 
 
 def _slots(mask: int) -> list[int] | NDArray[np.int64]:

@@ -21,6 +21,7 @@ Cells: TypeAlias = NDArray[np.int64]  # -1: nowhere
 WIDTH: Final = 8  # cells in a group: 64 bytes of keys
 LOAD: Final = 0.6
 _CROWDED: Final = 6  # a first group with as many cells taken is left to its own, if the second has more room
+_FEW: Final = 128
 _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 _MIXER: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
@@ -55,7 +56,14 @@ class KeyTable:
 
     def find(self, keys: Keys) -> Cells:
         first, second = self._groups(keys)
-        cells, _ = self._look_up(keys, first, second)
+        if keys.size > _FEW:
+            return self._look_up(keys, first, second)[0]
+        # Both groups at once: more memory to read, half the calls.
+        groups = np.concatenate((first, second))
+        hits = (self._lines.take(groups, axis=0).reshape(2, -1, WIDTH) == keys[:, None]).ravel().nonzero()[0]
+        rows = hits >> 3
+        cells = np.full(keys.size, -1, np.int64)
+        cells[rows % max(1, keys.size)] = (groups[rows] << 3) + (hits & 7)
         return cells
 
     def place(self, keys: Keys) -> tuple[Cells, Cells]:

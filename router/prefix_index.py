@@ -10,11 +10,10 @@ All entries are hints: a worker verifies page and generation before it reads. He
 first 64 bits: that two of ten million are alike has odds of one in 400,000, and would cost a refused hint.
 
 Why it is fast: one array has, for each key, the number of the set of workers that hold the page
-(index_sets.py), so that a prompt's whole chain of keys is looked up by some twenty numpy calls
-(index_table.py), whatever the number of workers; most of what they take is misses of the caches.
-From one page to the next the set hardly ever changes, as what a worker holds is prefix-closed: what is left
-in Python is a step for each change. Where a page is, each holder keeps for itself (index_holder.py), and only
-the chosen one is asked.
+(index_sets.py). From one page of a prompt to the next the set hardly ever changes, as what a worker holds is
+prefix-closed; so one page in sixteen is looked up, then what lies between two that differ, all at once by
+a few numpy calls (index_table.py), however many workers there are. Where a page is, each holder keeps for
+itself (index_holder.py), and only the chosen one is asked.
 
 Bounds: `max_pages` in all, an equal share of them for each worker, and never more than a worker has.
 """
@@ -30,12 +29,13 @@ from baton.control import PageEvents, Tier, Worker
 from baton.page_keys import KEY_BYTES
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
 from baton.router.index_match import Match, measure
-from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets
+from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets, SetIds
 from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 
 MAX_PAGES: Final = 2**22
 MAX_SETS: Final = 2**17
 MAX_EXPECTATIONS: Final = 2**16
+STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 NUM_SPARE_PAGES: Final = 1024  # of a worker's share: what is expected of it comes on top of what it has
 PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
 _NOWHERE: Final = Places(0, 0)
@@ -149,15 +149,13 @@ class PrefixIndex:
 
     def match(self, keys: bytes) -> Match:
         """keys: 16 bytes for each full page of the prompt, in order."""
-        lengths = np.zeros((2, self._num_slots), np.int32)
-        match = Match(*lengths)
-        if not keys:
-            return match
-        runs = self._runs(keys_of(keys))
-        measure([(start, places.anywhere) for start, places in runs], self._present, match.num_pages)
+        runs = self._runs(keys_of(keys)) if keys else [(0, _NOWHERE)]
         on_devices = [(start, places.devices) for start, places in runs]
-        measure(on_devices, self._present, match.num_device_pages)
-        return match
+        anywhere = [(start, places.anywhere) for start, places in runs]
+        lengths = measure(anywhere, self._present, self._num_slots)
+        if on_devices == anywhere:
+            return Match(lengths, lengths)
+        return Match(measure(on_devices, self._present, self._num_slots), lengths)
 
     def locate(self, worker_id: str, keys: bytes) -> Located:
         """Where on its device the worker has the first of these pages, as many as it has told of."""
@@ -223,11 +221,30 @@ class PrefixIndex:
 
     def _runs(self, keys: Keys) -> list[tuple[int, Places]]:
         """Where each run of pages with the same holders begins, and the end."""
-        cells = self._table.find(keys)
-        sets = np.where(cells >= 0, self._table.values[cells], EMPTY)
+        sets = self._sets_along(keys)
         starts = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist()]
         held_by = map(self._sets.places, sets[starts].tolist())
         return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
+
+    def _sets_along(self, keys: Keys) -> SetIds:
+        """One page in STRIDE is looked up, and what is between two that differ: what a worker holds is
+        prefix-closed, so that between two pages with the same holders no page has others."""
+        if keys.size <= 2 * STRIDE:
+            return self._sets_of(keys)
+        some = np.arange(0, keys.size, STRIDE)
+        some[-1] = keys.size - 1
+        found = self._sets_of(keys[some])
+        sets = np.repeat(found, STRIDE)[: keys.size]
+        sets[some[-1]] = found[-1]
+        before = some[:-1][found[1:] != found[:-1]]
+        between = (before[:, None] + np.arange(1, 2 * STRIDE)).ravel()
+        between = between[between < keys.size]
+        sets[between] = self._sets_of(keys[between])
+        return sets
+
+    def _sets_of(self, keys: Keys) -> SetIds:
+        cells = self._table.find(keys)
+        return np.where(cells >= 0, self._table.values[cells], EMPTY).astype(np.int32, copy=False)
 
     def _follow(self, holder: Holder, events: PageEvents, num_stale: int) -> None:
         keys = keys_of(events.keys)[num_stale:]

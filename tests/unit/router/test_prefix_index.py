@@ -257,3 +257,16 @@ def test_what_was_exported_is_the_same_where_it_is_restored() -> None:
     assert other.apply(W0.id, stored(CHAIN[9 * KEY_BYTES :], 9))
     assert held(other, W0.id) == 20
     other.check_integrity()
+
+
+def test_long_prompts_match_as_far_as_each_worker_holds_them() -> None:
+    workers = [a_worker("w", id=f"{number:032x}", num_pages=1000) for number in range(9)]
+    lengths = np.random.default_rng(3)
+    for num_pages in (31, 32, 33, 34, 47, 48, 49, 63, 64, 65, 300):
+        index = an_index(*workers)
+        prompt = RNG.bytes(num_pages * KEY_BYTES)
+        expected = {}
+        for worker in workers:
+            expected[worker.id] = int(lengths.integers(0, num_pages + 1))
+            index.apply(worker.id, stored(prompt[: expected[worker.id] * KEY_BYTES]))
+        assert {worker.id: held(index, worker.id, prompt) for worker in workers} == expected

@@ -137,6 +137,25 @@ def test_redis_matches_a_chain_in_both_tiers_for_the_living_only() -> None:
     play(scene)
 
 
+def test_redis_matches_long_prompts_as_far_as_each_worker_holds_them() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        workers = [a_worker(f"w{number}", num_pages=5000) for number in range(6)]
+        prompt = RNG.bytes(307 * KEY_BYTES)
+        expected = dict(zip((w.id for w in workers), (1, 16, 17, 160, 306, 307), strict=True))
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            for worker in workers:
+                router.join(worker)
+                router.says(worker, prompt[: expected[worker.id] * KEY_BYTES])
+            await until(lambda: router.link.num_untold == 0)
+            assert await pages_in_redis(redis, prompt) == expected
+            assert await pages_in_redis(redis, RNG.bytes(100 * KEY_BYTES)) == {}
+            assert await pages_in_redis(redis, b"") == {}
+
+    play(scene)
+
+
 def test_a_later_life_fences_the_one_before() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
