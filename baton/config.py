@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.config_tree import build
+from baton.config_tree import build, check_between
 from baton.errors import ConfigError
 
 # Far beyond any step that a machine could finish; they bound what is allocated for one.
@@ -30,11 +30,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     preferred_batch_sizes: tuple[int, ...] = ()  # a waiting window closes early when it reaches one of these
 
     def __post_init__(self) -> None:
-        _between("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        _between("scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS)
-        _between("scheduler.max_queue_delay_ms", self.max_queue_delay_ms, 0, MAX_QUEUE_DELAY_MS)
+        check_between("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        check_between(
+            "scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_NUM_BATCHED_TOKENS
+        )
+        check_between("scheduler.max_queue_delay_ms", self.max_queue_delay_ms, 0, MAX_QUEUE_DELAY_MS)
         for size in self.preferred_batch_sizes:
-            _between("scheduler.preferred_batch_sizes", size, 1, self.max_num_seqs)
+            check_between("scheduler.preferred_batch_sizes", size, 1, self.max_num_seqs)
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +52,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"cache.page_size: expected a power of two, got {self.page_size}")
         if self.kv_cache_memory_bytes is not None:
             _at_least("cache.kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _between("cache.gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
+        check_between("cache.gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
         if self.gpu_memory_utilization == 0:
             raise ConfigError("cache.gpu_memory_utilization: expected more than 0, got 0")
         _at_least("cache.host_cache_memory_bytes", self.host_cache_memory_bytes, 0)
@@ -72,7 +74,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, an answer of one
-        _between("seed", self.seed, 0, 2**63 - 1)
+        check_between("seed", self.seed, 0, 2**63 - 1)
 
 
 class EngineConfig(EngineSettings, frozen=True):
@@ -153,8 +155,3 @@ def log_level() -> int:
 def _at_least(key: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value >= low):
         raise ConfigError(f"{key}: expected at least {low}, got {value}")
-
-
-def _between(key: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{key}: expected {low} to {high}, got {value}")

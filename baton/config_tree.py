@@ -5,6 +5,7 @@ unknown key with the nearest known one.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
@@ -161,6 +162,12 @@ def _bounds(meta: object) -> str:
 
 def _show(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
+
+
+def check_between(key: str, value: float, low: float, high: float) -> None:
+    """Raises ConfigError unless the value is a number from `low` to `high`; both may be it."""
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ConfigError(f"{key}: expected {low} to {high}, got {value}")
 
 
 def parse_bytes(text: str) -> int:

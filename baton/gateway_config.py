@@ -1,11 +1,11 @@
 """The settings of a gateway process."""
 
 import ipaddress
-import math
 from typing import Final
 
 import msgspec
 
+from baton.config_tree import check_between
 from baton.control import Address
 from baton.errors import ConfigError
 
@@ -32,13 +32,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ping_interval_s: float = 15.0  # of silence in a stream
 
     def __post_init__(self) -> None:
-        _within("max_connections", self.max_connections, 1, MAX_CONNECTIONS)
-        _within("max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
-        _within("max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
-        _within("send_buffer_bytes", self.send_buffer_bytes, 4096, 2**26)
+        check_between("gateway.max_connections", self.max_connections, 1, MAX_CONNECTIONS)
+        check_between("gateway.max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
+        check_between("gateway.max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
+        check_between("gateway.send_buffer_bytes", self.send_buffer_bytes, 4096, 2**26)
         for field in msgspec.structs.fields(type(self)):
             if field.name.endswith("_s"):
-                _within(field.name, getattr(self, field.name), 0.01, MAX_TIMEOUT_S)
+                check_between(f"gateway.{field.name}", getattr(self, field.name), 0.01, MAX_TIMEOUT_S)
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
@@ -55,7 +55,7 @@ class GatewayConfig(GatewaySettings, frozen=True):
         if not self.model:
             raise ConfigError("gateway.model: expected a directory, got an empty string")
         super().__post_init__()
-        _within("port", self.port, 0, 65_535)
+        check_between("gateway.port", self.port, 0, 65_535)
         if self.tenants_file is None and not is_loopback(self.host):
             raise ConfigError(
                 f"gateway.host: {self.host!r} can be reached from other machines, which needs keys: "
@@ -71,8 +71,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"gateway.{name}: expected {low} to {high}, got {value}")
