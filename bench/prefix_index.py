@@ -10,10 +10,11 @@ import argparse
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time, thread_time_ns
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -34,7 +35,8 @@ MESSAGE_PAGES: Final = (752, 64)
 REDIS_PROMPTS: Final = 200
 
 
-class Loaded(NamedTuple):
+@dataclass(frozen=True)
+class Loaded:
     index: PrefixIndex
     workers: list[Worker]
     prompts: list[bytes]

@@ -19,14 +19,14 @@ Bounds: `max_pages` in all, an equal share of them for each worker, and never mo
 """
 
 from collections import Counter, deque
-from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from baton.clock import Clock
 from baton.control import PageEvents, Tier, Worker
 from baton.page_keys import KEY_BYTES
+from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
 from baton.router.index_match import Match, measure
 from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets, SetIds
@@ -34,18 +34,10 @@ from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 
 MAX_PAGES: Final = 2**22
 MAX_SETS: Final = 2**17
-MAX_EXPECTATIONS: Final = 2**16
 STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 NUM_SPARE_PAGES: Final = 1024  # of a worker's share: what is expected of it comes on top of what it has
 PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
 _NOWHERE: Final = Places(0, 0)
-
-
-class Expectation(NamedTuple):
-    until_s: float
-    number: int  # no two have the same
-    holder: Holder
-    keys: Keys
 
 
 class PrefixIndex:
@@ -63,18 +55,13 @@ class PrefixIndex:
         self._present = 0  # a bit for each slot that is a worker's; others' entries are being purged
         self._num_slots = 0  # that were ever used
         self._purges: deque[tuple[int, list[Change]]] = deque()  # slot, what is left of its entries
-        self._expectations: list[Expectation] = []  # a heap: the first ends first
-        self._num_expectations = 0
+        self._expectations = Expectations()
         self._stamp = 0
 
     @property
     def num_pages(self) -> int:
         """That some worker holds."""
         return len(self._table)
-
-    @property
-    def num_sets(self) -> int:
-        return len(self._sets)
 
     def join(self, worker: Worker) -> None:
         """Once for each life of a worker."""
@@ -171,19 +158,15 @@ class PrefixIndex:
         if holder is None or not keys:
             return
         self._stamp += 1
-        self._num_expectations = (self._num_expectations + 1) % 2**32
-        distinct = np.unique(keys_of(keys))
-        number = self._num_expectations
+        distinct, number = np.unique(keys_of(keys)), self._expectations.number()
         self._change(holder.slot, holder.expect(distinct, number, self._stamp))
-        heappush(self._expectations, Expectation(self._clock.now_s() + ttl_s, number, holder, distinct))
-        if len(self._expectations) > MAX_EXPECTATIONS:
-            self._disappoint(heappop(self._expectations))
+        now_s = self._clock.now_s()
+        self._expectations.add(Expectation(now_s + ttl_s, number, holder, distinct))
+        self._end_expectations(now_s)
 
     def tick(self) -> None:
         """End the expectations whose time is over, and take out some entries of those who left."""
-        now_s = self._clock.now_s()
-        while self._expectations and self._expectations[0].until_s <= now_s:
-            self._disappoint(heappop(self._expectations))
+        self._end_expectations(self._clock.now_s())
         self._purge(PURGED_AT_ONCE)
 
     def next_number(self, worker_id: str) -> int | None:
@@ -212,11 +195,8 @@ class PrefixIndex:
         for holder in self._holders.values():
             for tier, keys in enumerate(holder.keys()):
                 cells = self._table.find(keys)
-                places = [
-                    self._sets.places(set_id) for set_id in self._table.values[cells[cells >= 0]].tolist()
-                ]
-                bit = 1 << holder.slot
-                assert all((place.anywhere if tier else place.devices) & bit for place in places)
+                for set_id in self._table.values[cells[cells >= 0]].tolist():
+                    assert self._sets.places(set_id)[tier] >> holder.slot & 1
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
 
     def _runs(self, keys: Keys) -> list[tuple[int, Places]]:
@@ -295,9 +275,10 @@ class PrefixIndex:
         self._table.values[cells] = sets
         self._table.remove(cells[sets == EMPTY])
 
-    def _disappoint(self, expectation: Expectation) -> None:
-        holder = expectation.holder  # if it has been forgotten since, it has nothing any more
-        self._change(holder.slot, holder.disappoint(expectation.keys, expectation.number))
+    def _end_expectations(self, now_s: float) -> None:
+        for expectation in self._expectations.over(now_s):
+            holder = expectation.holder  # if it has been forgotten since, it has nothing any more
+            self._change(holder.slot, holder.disappoint(expectation.keys, expectation.number))
 
     def _purge(self, num_entries: int) -> None:
         while self._purges and num_entries > 0:

@@ -4,7 +4,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.control import PageEvents, Tier
 from baton.page_keys import KEY_BYTES
-from baton.router import prefix_index
+from baton.router import index_expectations
 from baton.router.index_sets import EMPTY, MAX_SLOTS, PlaceSets
 from baton.router.index_table import WIDTH, KeyTable, keys_of
 from baton.router.prefix_index import NUM_SPARE_PAGES, PrefixIndex
@@ -144,7 +144,7 @@ def test_expectations_end_each_in_its_own_time() -> None:
 
 
 def test_there_is_an_end_to_expectations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_EXPECTATIONS", 4)
+    monkeypatch.setattr(index_expectations, "MAX_EXPECTATIONS", 4)
     index = an_index(W0)
     for number in range(20):
         index.expect(W0.id, CHAIN[number * KEY_BYTES : (number + 1) * KEY_BYTES], 100.0)
