@@ -46,9 +46,13 @@ class PageNews:
         self._reader, self._is_asked_anew, self._next_s = router, True, self._clock.now_s()
 
     @property
+    def reader(self) -> Peer | None:
+        """The router of now, if it has asked: no other has a use for it."""
+        return self._reader if self._reader is self._colleagues.router else None
+
+    @property
     def is_wanted(self) -> bool:
-        """Whether the router of now has asked; else nobody has a use for it."""
-        return self._reader is not None and self._reader is self._colleagues.router
+        return self.reader is not None
 
     def tell(self, engine: Knowing) -> None:
         """To be called after each step; says nothing where there is nothing to say, or just was."""

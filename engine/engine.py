@@ -40,7 +40,7 @@ from baton.engine.request_checks import check_request
 from baton.engine.sampler import Sampled, Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import FilledPages, Progress, Sequence
-from baton.engine.stats import EngineStats, take_stats
+from baton.engine.stats import EngineStats, StepFigures, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import WorkerLost
 from baton.kernels.layer_groups import LayerGroups
@@ -68,6 +68,7 @@ class Engine:
         self._followers = followers
         self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
+        self._last_step: tuple[Batch, float] | None = None
         self._seeds = random.Random(runner.config.seed)
         self._meter = PreemptionMeter(runner.pool)
         config, layout = runner.config, runner.layout
@@ -182,6 +183,10 @@ class Engine:
         self._expire()
         return take_stats(self.scheduler)
 
+    def last_step(self) -> StepFigures | None:
+        """Of the latest step that computed anything; it is worked out now, so ask for few of them."""
+        return None if self._last_step is None else StepFigures.of(*self._last_step)
+
     # Steps.
 
     def has_work(self) -> bool:
@@ -217,7 +222,10 @@ class Engine:
         batch = self.scheduler.apply(plan)
         started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch, watch))
-        self._meter.observe(batch, perf_counter() - started_s)
+        step_s = perf_counter() - started_s
+        self._meter.observe(batch, step_s)
+        if batch.chunks:
+            self._last_step = batch, step_s
         for sequence in sampled.failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)

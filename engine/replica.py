@@ -8,7 +8,7 @@ from baton.engine.leases import Owner
 from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
 from baton.engine.sequence import FilledPages, Progress
-from baton.engine.stats import EngineStats
+from baton.engine.stats import EngineStats, StepFigures
 from baton.request import Request, StepOutput
 
 
@@ -47,3 +47,5 @@ class Replica(Protocol):
     def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges: ...
 
     def stats(self) -> EngineStats: ...
+
+    def last_step(self) -> StepFigures | None: ...

@@ -1,8 +1,11 @@
 """What an engine tells of itself: for load reports and metrics."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from baton.engine.pages import PageState
+from baton.engine.plan import Batch
 from baton.engine.scheduler import Scheduler
 
 
@@ -21,6 +24,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     total_queried_tokens: int  # that looked for a prefix in the cache
     total_hit_tokens: int  # and found it
     total_preemptions: int
+
+
+class StepFigures(NamedTuple):
+    """What a step was made of, and what it took."""
+
+    num_sequences: int
+    num_new_tokens: int  # of prompts
+    num_context_tokens: int  # that its sequences attend to, their new ones included
+    step_s: float
+
+    @classmethod
+    def of(cls, batch: Batch, step_s: float) -> "StepFigures":
+        prompts = batch.chunks[batch.num_decodes :]
+        return cls(
+            num_sequences=len(batch.chunks),
+            num_new_tokens=sum(chunk.num_tokens for chunk in prompts),
+            num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in batch.chunks),
+            step_s=step_s,
+        )
 
 
 def take_stats(scheduler: Scheduler) -> EngineStats:

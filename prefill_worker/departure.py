@@ -58,6 +58,11 @@ class Departure:
         return self.prefill.request
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Which attempt at which request it is."""
+        return self.request.request_id, self.request.attempt
+
+    @property
     def transfer(self) -> bytes:
         return self.prefill.transfer
 

@@ -10,10 +10,9 @@ What the router said of the holder is a hint: the holder compares page and gener
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from baton.control import Prefill, PullSource, Worker
+from baton.control import PullSource
 from baton.engine.replica import Replica
 from baton.engine.sequence import FilledPages
 from baton.kvtransfer.ended import Ended
@@ -21,7 +20,7 @@ from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.pulls import PlannedPull, Pull, Pulls, plan_pull
-from baton.request import Request
+from baton.prefill_worker.departure import Departure
 
 MAX_PULLS: Final = 64  # at a time; who comes then computes
 
@@ -31,30 +30,19 @@ logger = logging.getLogger(__name__)
 class Pulled(NamedTuple):
     """The end of a pull: `filled` None where all is to be computed."""
 
-    owner: str
+    departure: Departure
     filled: FilledPages | None
     pull: Pull
 
 
-class _Source(NamedTuple):
-    named: PullSource
-    page_size: int  # of its pages, in tokens
-    link: Link
-
-    def plan(self, page_sizes: tuple[int, int], first: int, stop: int) -> PlannedPull | None:
-        named = self.named
-        held = list(zip(named.pages, named.generations, strict=False))
-        return plan_pull(held, page_sizes, first, min(stop, named.num_tokens))
-
-
 class _Fetch(NamedTuple):
-    owner: str
+    departure: Departure
     claim: FilledPages
     plan: PlannedPull
 
 
 class PulledPrefixes:
-    """Owners are sequences' names in the engine. `counters`: pulls that ended well, or not, and bytes."""
+    """`counters`: pulls that ended well, or not, and bytes."""
 
     def __init__(self, engine: Replica, endpoint: PageEndpoint, links: KvLinks, pulls: Pulls) -> None:
         self.counters: Counter[str] = Counter()
@@ -65,30 +53,32 @@ class PulledPrefixes:
         self._fetches: dict[bytes, _Fetch] = {}  # by transfer, until that has ended
         self._dropped: set[bytes] = set()
 
-    def begin(self, prefill: Prefill, owner: str, members: Mapping[str, Worker]) -> bool:
-        """Whether a transfer has begun, of which `take` will tell. members: workers that live, by id."""
-        source = prefill.source
+    def begin(self, departure: Departure) -> bool:
+        """Whether a transfer has begun, of which `take` will tell."""
+        source = departure.prefill.source
         if source is None:
             return False
-        holder, link = members.get(source.worker), self._links.to(source.worker)
-        has_begun = holder is not None and link is not None and len(self._fetches) < MAX_PULLS
-        if holder is not None and link is not None and has_begun:
-            has_begun = self._fetch(prefill.request, owner, _Source(source, holder.page_size, link))
+        link = self._links.to(source.worker)
+        may_begin = link is not None and len(self._fetches) < MAX_PULLS
+        has_begun = link is not None and may_begin and self._fetch(departure, source, link)
         self.counters["pulls_not_begun"] += not has_begun
         return has_begun
 
-    def _fetch(self, request: Request, owner: str, source: _Source) -> bool:
+    def _fetch(self, departure: Departure, source: PullSource, link: Link) -> bool:
+        request, owner = departure.request, departure.engine_id
         token_ids = request.token_ids + request.generated_token_ids
-        page_sizes = self._engine.pages.page_size, source.page_size
+        page_sizes = self._engine.pages.page_size, link.hello.layout.page_size
         if request.sampling.prompt_logprobs is not None:
             return False  # every position has to be computed
         claim = self._engine.claim_prefix(token_ids, request.cache_salt, owner, multiple_of=max(page_sizes))
-        plan = source.plan(page_sizes, claim.num_tokens, len(token_ids) - 1)  # one is left to compute
-        transfer = None if plan is None else self._ask(source.link, plan, owner)
+        held = list(zip(source.pages, source.generations, strict=False))
+        stop = min(source.num_tokens, len(token_ids) - 1)  # one is left to compute
+        plan = plan_pull(held, page_sizes, claim.num_tokens, stop)
+        transfer = None if plan is None else self._ask(link, plan, owner)
         if plan is None or transfer is None:
             self._engine.release(claim)
             return False
-        self._fetches[transfer] = _Fetch(owner, claim, plan)
+        self._fetches[transfer] = _Fetch(departure, claim, plan)
         return True
 
     def _ask(self, link: Link, plan: PlannedPull, owner: str) -> bytes | None:
@@ -105,7 +95,8 @@ class PulledPrefixes:
         pull = self._pulls.take(ended)
         if pull is None:
             return None
-        owner, claim, plan = self._fetches.pop(ended.transfer)
+        departure, claim, plan = self._fetches.pop(ended.transfer)
+        owner = departure.engine_id
         pages = pull.pages or ()
         if ended.transfer in self._dropped:
             self._dropped.remove(ended.transfer)
@@ -115,16 +106,16 @@ class PulledPrefixes:
             logger.info("request %s: its prefix is computed here: %s", owner, pull.reason)
             self.counters["pulls_failed"] += 1
             self._engine.release(claim)
-            return Pulled(owner, None, pull)
+            return Pulled(departure, None, pull)
         self.counters["pulls"] += 1
         self.counters["pulled_bytes"] += pull.num_bytes
         filled = FilledPages(claim.pages + pages, claim.num_tokens + plan.num_tokens, owner)
-        return Pulled(owner, filled, pull)
+        return Pulled(departure, filled, pull)
 
-    def drop(self, owner: str) -> None:
+    def drop(self, departure: Departure) -> None:
         """Nobody wants it any more; nothing happens where none has begun."""
         for transfer, fetch in self._fetches.items():
-            if fetch.owner == owner and transfer not in self._dropped:
+            if fetch.departure is departure and transfer not in self._dropped:
                 self._dropped.add(transfer)
                 self._engine.release(fetch.claim)
                 self._endpoint.abort(transfer, "not wanted any more")

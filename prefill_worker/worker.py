@@ -10,7 +10,6 @@ The life of a prompt is in departure.py. What comes in between:
 All calls come from one thread, and nothing here waits. `step` is the loop's body.
 """
 
-import logging
 from typing import Final
 
 import msgspec
@@ -23,7 +22,6 @@ from baton.control import (
     Cancel,
     Drain,
     Failure,
-    Hello,
     Kind,
     Load,
     Members,
@@ -41,15 +39,13 @@ from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.pulls import Pulls
 from baton.node import Peer
-from baton.page_news import PageNews
 from baton.prefill_worker.departure import Departure, Stage, refusal
 from baton.prefill_worker.last_chunks import LastChunks
 from baton.prefill_worker.pulled_prefixes import PulledPrefixes
+from baton.prefill_worker.reports import Reports
 from baton.request import FinishReason, StepOutput
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
-
-logger = logging.getLogger(__name__)
 
 
 class PrefillWorker:
@@ -64,12 +60,13 @@ class PrefillWorker:
         num_layer_groups: int = 1,
     ) -> None:
         """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
+        self.hello = colleagues.hello
         self.is_draining = False
         self._engine = engine
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._beats = beats
-        self._page_news = PageNews(colleagues, beats.clock)
+        self._reports = Reports(colleagues, beats.clock)
         self._links = links
         self._prefixes = PulledPrefixes(engine, endpoint, links, Pulls(endpoint, beats.clock))
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
@@ -81,17 +78,12 @@ class PrefillWorker:
         self._num_tokens = self._kv_bytes = 0
 
     @property
-    def hello(self) -> Hello:
-        return self._colleagues.hello
-
-    @property
     def is_idle(self) -> bool:  # no page waits here to be fetched, either
         return not self._departures and not self._endpoint.num_open
 
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]:
-        requests = [departure.request for departure in self._departures.values()]
-        return tuple((request.request_id, request.attempt) for request in requests)
+        return tuple(departure.key for departure in self._departures.values())
 
     def load(self) -> Load:
         return msgspec.structs.replace(
@@ -117,11 +109,13 @@ class PrefillWorker:
         for transfer in self._endpoint.take_granted():
             self._compute(transfer)
         if self._engine.has_work():
+            self._reports.step_begins()
             for output in self._engine.step(self._last_chunks):
                 self._hand_off(output)
             self._offer_what_is_computed()
+            self._reports.step_ended(self._engine)
         self._colleagues.flush()
-        self._page_news.tell(self._engine)
+        self._reports.tell(self._engine)
 
     # Colleagues.
 
@@ -148,7 +142,7 @@ class PrefillWorker:
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
             case PagesWanted() if self._colleagues.is_router(peer):
-                self._page_news.want(peer)
+                self._reports.want(peer)
             case Prefill() if peer.hello.process is Kind.WORKER:
                 self._begin(peer, message)
             case Cancel():
@@ -167,8 +161,7 @@ class PrefillWorker:
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         for departure in list(self._departures.values()):
-            request = departure.request
-            is_it = (request.request_id, request.attempt) == (cancel.request_id, cancel.attempt)
+            is_it = departure.key == (cancel.request_id, cancel.attempt)
             if is_it and departure.decode == peer.hello.id:
                 self._give_up(departure, "not wanted any more")
 
@@ -200,13 +193,14 @@ class PrefillWorker:
             self._refuse(peer.hello.id, prefill, Failure.BUSY, str(error))
         else:
             self._departures[prefill.transfer] = departure
+            self._reports.arrived(departure)
 
     def _compute(self, transfer: bytes) -> None:
         """Its pages have been granted."""
         departure = self._departures.get(transfer)
         if departure is None or departure.stage is not Stage.ASKING:
             return
-        if self._prefixes.begin(departure.prefill, departure.engine_id, self._colleagues.members):
+        if self._prefixes.begin(departure):
             departure.stage = Stage.PULLING
         else:
             self._start(departure, None)
@@ -215,8 +209,8 @@ class PrefillWorker:
         """Go on with the prefix that has come, or without."""
         pulled = self._prefixes.take(ended)
         if pulled is not None:
-            waiting = (each for each in self._departures.values() if each.engine_id == pulled.owner)
-            self._start(next(waiting), pulled.filled)
+            self._reports.pulled(pulled.departure, pulled.pull)
+            self._start(pulled.departure, pulled.filled)
 
     def _start(self, departure: Departure, filled: FilledPages | None) -> None:
         try:
@@ -234,6 +228,7 @@ class PrefillWorker:
     def _offer_what_is_computed(self) -> None:
         for departure in self._by_engine_id.values():
             self._offer(departure)
+            self._reports.computing(departure)
 
     def _offer(self, departure: Departure) -> None:
         offer = departure.take_offer()
@@ -251,6 +246,7 @@ class PrefillWorker:
         if not fits(event):
             self._fail(departure, Failure.INVALID, TOO_LARGE)
             return
+        self._reports.computed(departure, output)
         self._num_tokens += output.token_id is not None
         self._colleagues.emit(departure.prefill.gateway, event)
         self._colleagues.tell(departure.decode, Prefilled(event=event))
@@ -268,11 +264,12 @@ class PrefillWorker:
         departure.stage = Stage.LEAVING
 
     def _transfer_ended(self, ended: Ended) -> None:
+        if ended.times is not None:
+            self._kv_bytes += ended.times.num_bytes
         departure = self._departures.pop(ended.transfer, None)
         if departure is None:
             return
-        if ended.times is not None:
-            self._kv_bytes += ended.times.num_bytes
+        self._reports.ended(departure, ended)
         if departure.stage is not Stage.LEAVING:
             self._let_engine_go(departure)
             self._refuse(departure.decode, departure.prefill, Failure.BUSY, ended.reason)
@@ -291,9 +288,10 @@ class PrefillWorker:
         self._endpoint.abort(departure.transfer, reason)
         self._let_engine_go(departure)
         self._departures.pop(departure.transfer, None)
+        self._reports.forget(departure)
 
     def _let_engine_go(self, departure: Departure) -> None:
-        self._prefixes.drop(departure.engine_id)
+        self._prefixes.drop(departure)
         if self._by_engine_id.pop(departure.engine_id, None) is None:
             return
         if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept

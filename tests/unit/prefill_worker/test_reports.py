@@ -1,0 +1,93 @@
+"""What a prefill worker tells a router that asks for it."""
+
+from baton.control import Dispatch, Measured, PageEvents, PagesWanted, PrefillTimes, StepTimes
+from baton.kvtransfer.messages import Commit
+from tests.unit.prefill_worker.test_pulled_prefixes import PROMPT, begin, warm
+from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
+from tests.worker_pair_cases import MakePair, a_request
+
+
+def events(pair: WorkerPair) -> list[PageEvents]:
+    return [each for each in pair.said[ROUTER.id] if isinstance(each, PageEvents)]
+
+
+def prefills(pair: WorkerPair) -> list[PrefillTimes]:
+    told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
+    return [times for each in told for times in each.prefills]
+
+
+def test_a_router_that_does_not_ask_is_told_nothing(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.answer(a_request())
+    pair.quiet_down()
+    assert not events(pair) and not prefills(pair)
+
+
+def test_pages_are_told_as_they_become_known(make_pair: MakePair) -> None:
+    pair = make_pair()
+    for host in (pair.prefill, pair.decode):
+        pair.tell(host, ROUTER, PagesWanted())
+    pair.turns_until(lambda: len(events(pair)) == 2)
+    assert all(each.is_afresh and not each.pages for each in events(pair))
+    pair.answer(a_request())
+    # Forty of the prompt's tokens at one, all whole pages of prompt and answer at the other.
+    pair.turns_until(lambda: sorted({len(each.pages) for each in events(pair)})[1:] != [])
+    pair.turns_until(lambda: sum(len(each.pages) for each in events(pair)) == 10 + 12)
+
+
+def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.decode.endpoint.holds = Commit
+    request = a_request()
+    pair.dispatch(request)
+    pair.turns_until(lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding)
+    assert not prefills(pair)
+    pair.decode.endpoint.release()
+    pair.turns_until(lambda: bool(prefills(pair)))
+    (times,) = prefills(pair)
+    assert (times.request_id, times.attempt) == (request.request_id, 0)
+    assert (times.num_tokens, times.num_new_tokens) == (41, 41)
+    assert times.waited_s > 0 and times.computed_s > 0 and times.exposed_s > 0
+    assert times.moved_bytes >= 41 * 512 and not times.pulled_bytes
+
+
+def test_what_was_pulled_is_told_too(make_pair: MakePair) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    begin(pair, a_request(1, PROMPT), source)
+    pair.turns_until(lambda: bool(prefills(pair)))
+    (times,) = prefills(pair)
+    assert (times.num_tokens, times.num_new_tokens) == (70, 2)
+    assert times.pulled_bytes == 68 * 512 and 0 < times.pulled_s <= times.waited_s
+
+
+def test_a_prompt_that_is_not_wanted_any_more_has_no_times(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.decode.endpoint.holds = Commit
+    request = a_request()
+    pair.tell(pair.decode, ROUTER, Dispatch(request=request, gateway=GATEWAY.id, prefill=pair.prefill.id))
+    pair.turns_until(lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding)
+    pair.cancel(request)
+    pair.decode.endpoint.release()
+    pair.quiet_down()
+    pair.answer(a_request(2))
+    pair.turns_until(lambda: bool(prefills(pair)))
+    assert [times.request_id for times in prefills(pair)] == [a_request(2).request_id]
+
+
+def test_some_steps_are_told(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.answer(a_request())
+
+    def steps() -> list[StepTimes]:
+        told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
+        return [step for each in told for step in each.steps]
+
+    pair.turns_until(lambda: bool(steps()))
+    step = steps()[0]
+    assert (step.num_sequences, step.num_new_tokens, step.num_context_tokens) == (1, 41, 41)
+    assert step.step_s > 0
