@@ -4,16 +4,18 @@ The decode worker is the holder here: to pages it is one worker like another.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
 
-from baton.control import Dispatch, Members, PullSource
+from baton.control import Dispatch, Members, PullSource, WorkerRole
 from baton.engine.engine import Engine
 from baton.kvtransfer.messages import Commit, Pull
 from baton.request import Request
 from tests.tiny_models import VOCAB_SIZE
-from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
+from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, Host, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
 
 PROMPT: Final = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
@@ -185,6 +187,30 @@ def test_a_cancel_when_the_pages_have_just_come_gives_them_back(make_pair: MakeP
         owners = [page for page in range(96) if ledger.owners(page)]
     pair.cancel(request)
     pair.quiet_down()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_holder_that_dies_is_not_waited_for(
+    make_pair: MakePair, alone: Engine, tiny_model: Path, transport: str
+) -> None:
+    pair = make_pair(transport=transport)
+    holder = Host(WorkerRole.PREFILL, tiny_model, transport, {"cache": {"page_size": 4}})
+    worker = msgspec.structs.replace(holder.worker, id="5" * 32, name="prefill-1")
+    members = Members(workers=(pair.prefill.worker, pair.decode.worker, worker))
+    pair.tell(pair.prefill, ROUTER, members)
+    holder.endpoint.holds = Pull
+    request = a_request(1, PROMPT)
+    begin(pair, request, PullSource(worker.id, 68, tuple(range(17)), (1,) * 17))
+
+    def is_asked() -> bool:
+        holder.endpoint.poll()
+        return holder.endpoint.is_holding
+
+    pair.turns_until(is_asked)
+    holder.close()
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_failed=1)
 
 
 def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
