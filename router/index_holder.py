@@ -23,6 +23,7 @@ EXPECTED: Final = np.uint64(
 )  # where the page id would be; below it the expectation's number
 _PAGE_SHIFT: Final = np.uint64(32)
 _PAGE_MASK: Final = np.uint64((2**31 - 1) << 32)
+MOST_ROOM: Final = 4  # times the limit: a table grows once more where keys crowd, or are made to
 _LEAST_KEYS: Final = 512  # of a new table
 
 
@@ -64,6 +65,8 @@ class Holder:
         """All that it has said it holds: nothing that is only expected."""
         cells = self._table.taken()
         cells = cells[~_is_expected(self._table.values[cells])]
+        # In the order of the cells they would fill another's table from one end.
+        cells = cells[np.argsort(self._table.keys[cells])]
         return self._table.keys[cells], self._table.values[cells]
 
     def clear(self) -> list[Change]:
@@ -124,8 +127,12 @@ class Holder:
     def _cells_for(self, keys: Keys) -> tuple[Cells, Cells]:
         """Their cells, made where there were none; which rows are new; -1 for the rare one without room."""
         if len(self._table) + keys.size > self._table.num_keys:
-            self._grow(len(self._table) + keys.size)
-        return self._table.place(keys)
+            self._grow(max(len(self._table) + keys.size, min(2 * self._table.num_keys, self.limit)))
+        cells, new = self._table.place(keys)
+        if cells.size and cells.min() < 0 and self._table.num_keys < MOST_ROOM * self.limit:
+            self._grow(2 * self._table.num_keys)
+            cells, _ = self._table.place(keys)
+        return cells, new
 
     def _write(self, cells: Cells, values: Values, stamp: int) -> None:
         if cells.size and cells.min() < 0:
@@ -135,7 +142,7 @@ class Holder:
 
     def _grow(self, num_keys: int) -> None:
         old, cells = self._table, self._table.taken()
-        self._table = self._new_table(max(num_keys, min(2 * old.num_keys, self.limit)))
+        self._table = self._new_table(num_keys)
         new_cells, _ = self._table.place(old.keys[cells])
         cells, new_cells = cells[new_cells >= 0], new_cells[new_cells >= 0]
         self._table.values[new_cells] = old.values[cells]

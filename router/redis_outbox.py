@@ -155,7 +155,8 @@ class Outbox:
             self._queue.clear()
             self._stale = dict.fromkeys(self.workers)
             self._queue.extend(map(self.join, self.workers.values()))
-        self._queue.append(command)
+        if command.script != "apply" or command.worker_id not in self._stale:
+            self._queue.append(command)
 
     def _mark_stale(self, worker_id: str) -> None:
         if worker_id in self.workers:

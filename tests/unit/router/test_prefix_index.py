@@ -270,3 +270,18 @@ def test_long_prompts_match_as_far_as_each_worker_holds_them() -> None:
             expected[worker.id] = int(lengths.integers(0, num_pages + 1))
             index.apply(worker.id, stored(prompt[: expected[worker.id] * KEY_BYTES]))
         assert {worker.id: held(index, worker.id, prompt) for worker in workers} == expected
+
+
+def test_keys_that_crowd_in_a_table_get_a_larger_one_but_not_without_end() -> None:
+    index = an_index(W0)
+    mixer = int(KeyTable(8, np.int32)._mixer)
+    crowd = np.zeros((1000, 2), "<u8")
+    inverse = pow(mixer, -1, 2**64)
+    crowd[:, 0] = [number * inverse % 2**64 for number in range(1, 1001)]  # all in the first group
+    index.apply(W0.id, stored(crowd.tobytes()))
+    assert WIDTH <= index.num_held(W0.id) <= 1000
+    holder_table = index._holders[W0.id]._table
+    assert holder_table.num_keys <= 8 * (W0.num_pages + NUM_SPARE_PAGES)
+    index.check_integrity()
+    index.apply(W0.id, stored(CHAIN, 1000))
+    assert held(index, W0.id) == 20

@@ -12,6 +12,7 @@ import pytest
 
 from baton.control import PageEvents, Tier
 from baton.page_keys import KEY_BYTES
+from baton.router import redis_link, redis_outbox
 from baton.router.redis_client import Connection
 from baton.router.redis_link import RedisMatcher
 from baton.router.redis_messages import SharedDispatch, SharedEnded
@@ -208,7 +209,7 @@ def test_a_redis_that_hangs_holds_nobody_up() -> None:
                 router.says(W0, CHAIN)
                 while router.link.is_up:
                     started_s = time.monotonic()
-                    router.says(W0, RNG.bytes(KEY_BYTES))
+                    router.says(W0, CHAIN[:KEY_BYTES])
                     assert router.held(W0) == 40
                     longest_s = max(longest_s, time.monotonic() - started_s)
                     await asyncio.sleep(0)
@@ -317,3 +318,25 @@ def test_without_a_redis_the_replica_is_all_there_is() -> None:
             assert not router.link.is_up
 
     asyncio.run(scene())
+
+
+def test_the_workers_of_a_router_that_died_are_dead_when_their_leases_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redis_outbox, "LEASE_MS", 300)
+    monkeypatch.setattr(redis_link, "RENEW_S", 0.05)
+
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        async with running(second):
+            async with running(first):
+                await until(lambda: first.link.is_up and second.link.is_up)
+                first.join(W0)
+                second.join(W1)
+                first.says(W0, CHAIN)
+                second.says(W1, CHAIN)
+                await until(lambda: second.held(W0) == 40)
+            await until(lambda: second.index.slot(W0.id) is None)
+            await until_redis_says(redis, {W1.id: 40})
+
+    play(scene)

@@ -1,0 +1,71 @@
+import asyncio
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.router import redis_server
+from baton.router.redis_client import Connection
+from baton.router.redis_scripts import Names
+from baton.router.redis_server import PrivateRedis, find_program
+from tests.unit.router.redis_routers import until
+
+needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+
+@needs_redis
+def test_only_this_user_can_reach_it_and_nothing_is_left_of_it() -> None:
+    async def scene() -> Path:
+        async with PrivateRedis() as redis:
+            socket = Path(redis.url.removeprefix("unix://"))
+            assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+            assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+            connection = Connection(redis.url, Names.of("f"))
+            assert await connection.call("SET", "a", "b")
+            await connection.aclose()
+        return socket.parent
+
+    assert not asyncio.run(scene()).exists()
+
+
+@needs_redis
+def test_it_is_started_again_at_the_same_place() -> None:
+    async def scene() -> None:
+        async with PrivateRedis() as redis:
+            url, pid = redis.url, redis.pid
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not redis.is_running)
+            await redis.start()
+            assert redis.url == url
+            assert redis.pid != pid
+            assert redis.is_running
+
+    asyncio.run(scene())
+
+
+def test_without_a_program_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("no-such-server",))
+    with pytest.raises(ConfigError, match="install one, or set redis to none"):
+        asyncio.run(PrivateRedis().start())
+
+
+def test_a_program_that_ends_at_once_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("false",))
+    with pytest.raises(ConfigError, match="ended at once"):
+        asyncio.run(PrivateRedis().start())
+
+
+@pytest.mark.parametrize("url", ["", "http://a", "sentinel://a:1", "sentinel://a/service", "redis://a:b"])
+def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis"):
+        Connection(url, Names.of("f"))
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h:1/0", "unix:///tmp/s", "sentinel://:word@a:26379,b:26379/mymaster?db=1"]
+)
+def test_all_kinds_of_urls_are_understood(url: str) -> None:
+    Connection(url, Names.of("f"))
