@@ -1,4 +1,4 @@
-"""Whom a worker is connected to, and what is ready to be said to them.
+"""Whom a worker, or a gateway, is connected to, and what is ready to be said to them.
 
 1. A worker keeps a connection to the router, and to the workers of `wanted` roles that the router lists.
 2. Gateways and other workers connect to it; each is known by the id in its Hello. A newer connection of the
