@@ -76,7 +76,24 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
             num_gateways=1,
             counters={"routed": 5},
         ),
+        c.Explain(request_id=ID),
+        c.Decisions(decisions=(decision(),)),
     ]
+
+
+def decision() -> c.Decision:
+    chosen = c.Weighed(decode=ID, prefill=OTHER_ID, source=ID, num_held_tokens=64, terms={"queue_s": 0.5})
+    return c.Decision(
+        request_id=ID,
+        attempt=1,
+        age_s=2.0,
+        reason="cost",
+        num_tokens=100,
+        chosen=chosen,
+        weighed=(chosen, c.Weighed(decode=ID)),
+        first_token_s=0.75,
+        measured=c.PrefillTimes(ID, 1, 0.1, 0.2, 100, 120),
+    )
 
 
 def test_every_message_survives_the_wire() -> None:
