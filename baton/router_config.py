@@ -6,7 +6,7 @@ import msgspec
 
 from baton.errors import ConfigError
 
-PolicyName: TypeAlias = Literal["round-robin", "least-loaded"]
+PolicyName: TypeAlias = Literal["round-robin", "least-loaded", "prefix", "cost"]
 MAX_ATTEMPTS: Final = 2**20
 
 
@@ -14,8 +14,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What an operator sets."""
 
     policy: PolicyName = "least-loaded"
-    # Prompts up to here are computed where they are decoded. One page of the default size: less than that
-    # has no full page to hand over, and computing it costs a decode batch no more than a step does anyway.
+    # Prompts up to here are computed where they are decoded; the policy "cost" weighs it instead. One page of
+    # the default size: less than that has no full page to hand over, and computing it costs a decode batch no
+    # more than a step does anyway.
     local_prefill_tokens: int = 16
     max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
     seed: int = 0  # of the choice between workers that are loaded alike

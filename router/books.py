@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
+from baton.clock import Clock, ManualClock
 from baton.control import Beat, Worker
 from baton.request import Request
 
@@ -23,19 +24,37 @@ class Entry(NamedTuple):
     prefill: str  # "": the decode worker computes the prompt
     num_prompt_tokens: int  # that have to be computed, as far as is known
     num_tokens: int  # that its KV will hold
+    compute_s: float = 0.0  # that the prompt is expected to take
+
+    @property
+    def computer(self) -> str:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
 
 
 class Account:
     """One worker's."""
 
-    __slots__ = ("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens")
+    __slots__ = (
+        *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
+        *("num_computing", "work_s", "since_s"),
+    )
 
     def __init__(self) -> None:
+        self.num_computing = 0  # prompts that wait for their first token here
+        self.work_s = 0.0  # that these are expected to take, together
+        self.since_s = 0.0  # when the first of them came to be it
         self.num_attempts = 0
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that it works on and no entry names
         self.num_unknown_tokens = 0
+
+    def wait_s(self, now_s: float) -> float:
+        """Until a new prompt's turn, if they are computed in order: of what is begun a part is done."""
+        if not self.num_computing:
+            return 0.0
+        return self.work_s - min(now_s - self.since_s, self.work_s / self.num_computing)
 
     def share_of(self, worker: Worker) -> float:
         """Of its KV pages or of its places in the batch, whichever is scarcer."""
@@ -48,7 +67,9 @@ class Account:
 
 
 class Books:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        """clock: none: no time passes."""
+        self._clock = clock or ManualClock()
         self._entries: dict[Key, Entry] = {}
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
@@ -76,6 +97,11 @@ class Books:
             prefill.num_attempts += 1
             prefill.num_prompt_tokens += entry.num_prompt_tokens
         self._waiting.add(key)
+        computer = self._accounts[entry.computer]
+        if not computer.num_computing:
+            computer.since_s = self._clock.now_s()
+        computer.num_computing += 1
+        computer.work_s += entry.compute_s
 
     def started(self, key: Key) -> None:
         """Unknown keys are no offence, here and below: they may be another router's."""
@@ -83,6 +109,10 @@ class Books:
             return
         self._waiting.remove(key)
         entry = self._entries[key]
+        computer = self._accounts[entry.computer]
+        computer.num_computing -= 1
+        computer.since_s = self._clock.now_s()
+        computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
         if not entry.prefill:
             return
         prefill = self._accounts[entry.prefill]
@@ -98,6 +128,9 @@ class Books:
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_tokens -= entry.num_tokens
+
+    def get(self, key: Key) -> Entry | None:
+        return self._entries.get(key)
 
     def waiting_at(self, decode: str) -> list[tuple[Key, Entry]]:
         """What this decode worker was given and has not begun to answer, as far as is known."""
@@ -135,6 +168,8 @@ class Books:
             assert account.num_attempts == len(decoded) + len(filled), worker_id
             assert account.num_tokens == sum(entry.num_tokens for entry in decoded), worker_id
             assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filled), worker_id
+            computed = [key for key in self._waiting if self._entries[key].computer == worker_id]
+            assert account.num_computing == len(computed), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
 
 

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from baton.control import Submit, WorkerRole
 from baton.router.books import Books
+from baton.router.chooser import Choice, Chooser, Field
 from baton.router.membership import Member, Membership
-from baton.router.policy import POLICIES, Draw, View
+from baton.router.policy import POLICIES, Draw, View, least_loaded
 from baton.router_config import RouterSettings
 
 
@@ -23,14 +24,19 @@ class Pair(NamedTuple):
     decode: Member
     prefill: Member | None
     reason: str
+    choice: Choice | None = None
 
 
 class Pairing:
     """Remembers who reaches whom until the membership changes."""
 
-    def __init__(self, config: RouterSettings, members: Membership, books: Books) -> None:
+    def __init__(
+        self, config: RouterSettings, members: Membership, books: Books, chooser: Chooser | None = None
+    ) -> None:
+        """chooser: of the policies that look at the prompt."""
         self._config = config
-        self._policy = POLICIES[config.policy]
+        self._chooser = chooser
+        self._policy = POLICIES.get(config.policy, least_loaded)
         self._members = members
         self._books = books
         self._random = Random(config.seed)
@@ -52,12 +58,16 @@ class Pairing:
         decoders = _without(decoders, submit.avoid)
         if not decoders:
             return None
+        if self._chooser is not None and self._config.policy == "cost":
+            return self._choose_both(self._chooser, submit, decoders, reached)
         num_tokens = len(submit.request.token_ids) + len(submit.request.generated_token_ids)
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "no prefill worker")
+        if self._chooser is not None:
+            return self._choose_both(self._chooser, submit, paired, reached)
         decode = self._choose(paired, WorkerRole.DECODE)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         return Pair(decode, self._choose(partners, WorkerRole.PREFILL), self._config.policy)
@@ -67,6 +77,17 @@ class Pairing:
         self._decoders.clear()
         self._paired.clear()
         self._partners.clear()
+
+    def _choose_both(
+        self, chooser: Chooser, submit: Submit, decoders: list[Member], reached: frozenset[str]
+    ) -> Pair:
+        partners = {each.id: _without(self._partners_of(each, reached), submit.avoid) for each in decoders}
+        fillers = {member.id: member for each in partners.values() for member in each}
+        ids = {decode: {member.id for member in each} for decode, each in partners.items()}
+        field = Field(decoders, list(fillers.values()), lambda decode, prefill: prefill in ids[decode])
+        choice = chooser.choose(submit.request, field)
+        decode = next(each for each in decoders if each.id == choice.candidate.decode)
+        return Pair(decode, fillers.get(choice.candidate.prefill), self._config.policy, choice)
 
     def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
         turn = self._turns[role]

@@ -15,16 +15,18 @@ from baton.control import (
     AnyMessage,
     AttemptFailed,
     Beat,
-    Dispatch,
+    Decisions,
     Drain,
     Ended,
+    Explain,
     Failure,
     Hello,
     Kind,
+    Measured,
     Members,
+    PageEvents,
     Reachable,
     Rejected,
-    Routed,
     Started,
     Status,
     StatusQuery,
@@ -33,9 +35,11 @@ from baton.control import (
 )
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
-from baton.router.books import Books, Entry, num_kv_tokens
+from baton.router.books import Books
+from baton.router.knowledge import Knowledge
 from baton.router.meeting import num_met
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
+from baton.router.orders import dispatch_of, entry_of, routed_of
 from baton.router.pairing import Pairing
 from baton.router_config import RouterSettings
 
@@ -61,11 +65,12 @@ class Router:
         """id: of this life of the process, 32 hex digits."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
-        self.books = Books()
+        self.books = Books(clock)
         self.members = Membership(clock)
+        self.knowledge = Knowledge(config, clock, self.books, self.counters)
         self._config = config
         self._clock = clock
-        self._pairing = Pairing(config, self.members, self.books)
+        self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
@@ -109,6 +114,8 @@ class Router:
         elif isinstance(message, Drain):
             self._drain(message)
             peer.send(self.status())
+        elif isinstance(message, Explain):
+            self._explain(peer, message)
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
 
@@ -119,6 +126,7 @@ class Router:
         gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
         if gone:
             self.books.forget(gone)
+        self.knowledge.tick()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
@@ -152,6 +160,7 @@ class Router:
             case Started():
                 for key in message.attempts:
                     self.books.started(key)
+                    self.knowledge.decisions.started(key)
             case Ended():
                 for key in message.attempts:
                     self.books.ended(key)
@@ -160,6 +169,8 @@ class Router:
                 self._pairing.forget()
             case StatusQuery():
                 peer.send(self.status())
+            case Explain():
+                self._explain(peer, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
 
@@ -176,16 +187,12 @@ class Router:
         if pair is None:
             self._reject(gateway, submit, "no decode worker can be reached")
             return
-        decode, prefill, reason = pair
-        prefill_id = prefill.id if prefill is not None else ""
-        num_prompt_tokens = len(request.token_ids) + len(request.generated_token_ids)
-        entry = Entry(gateway.peer.hello.id, decode.id, prefill_id, num_prompt_tokens, num_kv_tokens(request))
-        self.books.enter(key, entry)
-        self.counters["dispatched" if prefill_id else "dispatched_local"] += 1
-        decode.peer.send(Dispatch(request=request, gateway=entry.gateway, prefill=prefill_id))
-        gateway.peer.send(
-            Routed(request_id=key[0], attempt=key[1], decode=decode.id, prefill=prefill_id, reason=reason)
-        )
+        gateway_id = gateway.peer.hello.id
+        self.books.enter(key, entry_of(gateway_id, request, pair))
+        self.knowledge.decided(submit, pair)
+        self.counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
+        pair.decode.peer.send(dispatch_of(gateway_id, request, pair))
+        gateway.peer.send(routed_of(request, pair))
 
     def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
         self.counters["rejected"] += 1
@@ -199,6 +206,9 @@ class Router:
             )
         )
 
+    def _explain(self, peer: Peer, explain: Explain) -> None:
+        peer.send(Decisions(decisions=tuple(self.knowledge.decisions.of(explain.request_id))))
+
     # Workers.
 
     def _worker_joined(self, peer: Peer) -> None:
@@ -210,6 +220,7 @@ class Router:
         if former is not None:
             self._gone(former, f"{worker.id} has taken its place")
             former.peer.close()
+        self.knowledge.joined(worker, peer)
         # The newcomer gets the list even where it is not news to the others.
         self._announced = None
         self._announce()
@@ -224,12 +235,17 @@ class Router:
                 self.books.beat(member.worker, message)
             case Reachable():
                 self.members.reach(member, message.workers)
+            case PageEvents():
+                self.knowledge.pages(peer, message)
+            case Measured():
+                self.knowledge.measured(member.id, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _gone(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         self.counters["workers_gone"] += 1
+        self.knowledge.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         for (request_id, attempt), entry in self.books.waiting_at(member.id):

@@ -1,0 +1,185 @@
+"""How long work takes at each worker, learnt from what work has taken.
+
+Times are linear in a few known quantities, with coefficients of at least nothing: a `Fit`. Each worker has
+its own, which begins as what is known of all workers, and that as a plain guess (the PRIORs). Coefficients
+are in seconds: a byte's, a token's.
+"""
+
+from collections import OrderedDict
+from operator import mul
+from typing import Final, NamedTuple
+
+from baton.control import Measured, PrefillTimes, StepTimes
+
+MAX_PAIRS: Final = 4096
+_NOISE: Final = 0.1  # of a measurement, as a share of it
+_LEAST_NOISE_S: Final = 2e-4
+_SURPRISE: Final = 3.0  # times the noise
+_BELIEVED: Final = 4  # surprises in a row
+_FORGET: Final = 0.99  # of what was learnt, at each measurement
+_FORGET_SURPRISED: Final = 0.5
+_DOUBT: Final = 3.0  # of a prior: its standard deviation as a multiple of it
+_NUM_SWEEPS: Final = 6
+
+# seconds; a new token; a pair of a new token and one that it attends to
+PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
+# seconds; a sequence; a token that is attended to; a new token of a prompt
+STEP_PRIOR: Final = (8e-3, 5e-5, 5e-8, 1e-4)
+# seconds; a byte
+PULL_PRIOR: Final = (5e-3, 1e-9)
+HANDOFF_PRIOR: Final = (2e-3, 2e-11)
+BYTES_A_TOKEN_PRIOR: Final = 2**17
+
+
+class Fit:
+    """`coefficients`: seconds for one of each quantity; the least squares of relative errors, none below 0.
+
+    What took much longer than it should weighs little, as errors are relative; where it goes on, what was
+    learnt before is forgotten.
+    """
+
+    __slots__ = ("_num_surprises", "_scales", "_squares", "_state", "_sums", "coefficients", "num_measured")
+
+    def __init__(self, prior: tuple[float, ...]) -> None:
+        self.coefficients = prior
+        self.num_measured = 0
+        self._num_surprises = 0  # in a row; below 0: it took less than was expected
+        self._scales = [max(each, 1e-13) for each in prior]  # what follows is in these
+        self._state = [1.0 for _ in prior]
+        self._squares = [[0.0 for _ in prior] for _ in prior]  # of quantities, weighted and fading
+        self._sums = [0.0 for _ in prior]  # of quantities times seconds
+
+    def predict(self, *quantities: float) -> float:
+        return sum(each * of for each, of in zip(self.coefficients, quantities, strict=True))
+
+    def learn(self, taken_s: float, *quantities: float) -> None:
+        self.num_measured += 1
+        predicted_s = self.predict(*quantities)
+        noise_s = _NOISE * max(predicted_s, taken_s) + _LEAST_NOISE_S
+        forget = self._forget(taken_s - predicted_s, noise_s)
+        inputs = [of * scale for of, scale in zip(quantities, self._scales, strict=True)]
+        weight = 1 / noise_s**2
+        for row, sums_to in enumerate(inputs):
+            self._sums[row] = self._sums[row] * forget + weight * sums_to * taken_s
+            squares = self._squares[row]
+            for column, other in enumerate(inputs):
+                squares[column] = squares[column] * forget + weight * sums_to * other
+        self._solve()
+
+    def heir(self) -> "Fit":
+        """A new one, which expects what this one has found."""
+        return Fit(self.coefficients)
+
+    def _forget(self, surprise_s: float, noise_s: float) -> float:
+        if abs(surprise_s) < _SURPRISE * noise_s:
+            self._num_surprises = 0
+            return _FORGET
+        direction = 1 if surprise_s > 0 else -1
+        self._num_surprises = max(0, self._num_surprises * direction) * direction + direction
+        return _FORGET if abs(self._num_surprises) < _BELIEVED else _FORGET_SURPRISED
+
+    def _solve(self) -> None:
+        """By coordinates, from the last solution on: the problem is convex."""
+        prior = 1 / _DOUBT**2
+        for _ in range(_NUM_SWEEPS):
+            for row, squares in enumerate(self._squares):
+                own = squares[row] + prior
+                others = sum(map(mul, squares, self._state)) - squares[row] * self._state[row]
+                self._state[row] = max(0.0, (self._sums[row] + prior - others) / own)
+        self.coefficients = tuple(map(mul, self._state, self._scales))
+
+
+class Transfer(NamedTuple):
+    """Between two workers."""
+
+    pull: Fit
+    handoff: Fit
+
+
+class Speeds:
+    """One worker's."""
+
+    __slots__ = ("mean_compute_s", "prefill", "step")
+
+    def __init__(self, prefill: Fit, step: Fit) -> None:
+        self.prefill = prefill
+        self.step = step
+        self.mean_compute_s = 0.0  # of a prompt
+
+    def compute_s(self, num_new_tokens: int, num_tokens: int) -> float:
+        fixed_s, token_s, pair_s = self.prefill.coefficients
+        num_pairs = num_new_tokens * (num_tokens - 0.5 * num_new_tokens)
+        return fixed_s + token_s * num_new_tokens + pair_s * num_pairs
+
+    def learn_prefill(self, times: PrefillTimes) -> None:
+        taken_s = max(0.0, times.computed_s)
+        num_pairs = times.num_new_tokens * (times.num_tokens - 0.5 * times.num_new_tokens)
+        self.prefill.learn(taken_s, 1.0, times.num_new_tokens, num_pairs)
+        self.mean_compute_s += (taken_s - self.mean_compute_s) * max(0.05, 1 / self.prefill.num_measured)
+
+    def learn_step(self, times: StepTimes) -> None:
+        quantities = (times.num_sequences, times.num_context_tokens, times.num_new_tokens)
+        self.step.learn(times.step_s, 1.0, *quantities)
+
+
+class CostModel:
+    """Of all workers. What one says changes its own numbers, and a little what newcomers begin with."""
+
+    def __init__(self) -> None:
+        self.bytes_a_token = float(BYTES_A_TOKEN_PRIOR)
+        self._all = Speeds(Fit(PREFILL_PRIOR), Fit(STEP_PRIOR))
+        self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
+        self._workers: dict[str, Speeds] = {}
+        self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least lately measured first
+
+    def of(self, worker_id: str) -> Speeds:
+        speeds = self._workers.get(worker_id)
+        if speeds is None:
+            speeds = Speeds(self._all.prefill.heir(), self._all.step.heir())
+            speeds.mean_compute_s = self._all.mean_compute_s
+            self._workers[worker_id] = speeds
+        return speeds
+
+    def forget(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+
+    def pull_s(self, source: str, worker: str, num_tokens: int) -> float:
+        pair = self._pairs.get((source, worker), self._between_all)
+        return pair.pull.predict(1.0, num_tokens * self.bytes_a_token)
+
+    def handoff_s(self, prefill: str, decode: str, num_tokens: int) -> float:
+        """After the first token, until decoding can go on."""
+        pair = self._pairs.get((prefill, decode), self._between_all)
+        return pair.handoff.predict(1.0, num_tokens * self.bytes_a_token)
+
+    def learn(self, worker_id: str, measured: Measured) -> None:
+        speeds = self.of(worker_id)
+        for prefill in measured.prefills:
+            if prefill.num_new_tokens:
+                speeds.learn_prefill(prefill)
+                self._all.learn_prefill(prefill)
+        for step in measured.steps:
+            speeds.learn_step(step)
+            self._all.learn_step(step)
+
+    def learn_pull(self, source: str, worker: str, times: PrefillTimes) -> None:
+        for pair in (self._pair(source, worker), self._between_all):
+            pair.pull.learn(times.pulled_s, 1.0, times.pulled_bytes)
+
+    def learn_handoff(self, prefill: str, decode: str, times: PrefillTimes) -> None:
+        for pair in (self._pair(prefill, decode), self._between_all):
+            pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
+
+    def learn_size(self, num_bytes: int, num_tokens: int) -> None:
+        """That so many tokens' pages had so many bytes."""
+        if num_bytes > 0 and num_tokens > 0:
+            self.bytes_a_token += 0.1 * (num_bytes / num_tokens - self.bytes_a_token)
+
+    def _pair(self, one: str, other: str) -> Transfer:
+        key = (one, other)
+        if key not in self._pairs:
+            self._pairs[key] = Transfer(self._between_all.pull.heir(), self._between_all.handoff.heir())
+        self._pairs.move_to_end(key)
+        if len(self._pairs) > MAX_PAIRS:
+            self._pairs.popitem(last=False)
+        return self._pairs[key]

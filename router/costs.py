@@ -1,0 +1,153 @@
+"""What an attempt would cost at each of several pairs of workers, in seconds: pure functions.
+
+    wait for the prompts before it, and for pages from a peer meanwhile; compute what is missing;
+    hand the pages over, as far as that is not hidden; join the batch;
+    and what those who are there already lose by it: a second of any client counts the same.
+
+Computing the prompt where it is decoded is one more candidate: nothing is handed over, and the batch waits.
+A prefix that only a busy worker holds is fetched or computed elsewhere when that is cheaper, and found there
+by its next reader: that is how hot prefixes spread.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+TIE: Final = 0.02  # costs this close, as a share, are alike: predictions are no better
+
+
+class Terms(NamedTuple):
+    """Seconds."""
+
+    queue_s: float = 0.0  # behind other prompts
+    pull_s: float = 0.0  # of a prefix from a peer, as far as the queue does not hide it
+    compute_s: float = 0.0
+    handoff_s: float = 0.0
+    join_s: float = 0.0
+    harm_s: float = 0.0  # lost by other requests, together
+    crowd_s: float = 0.0  # lost by the prompts that will wait behind this one
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.pull_s + self.compute_s
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+
+class Candidate(NamedTuple):
+    decode: str
+    prefill: str  # "": the decode worker computes the prompt
+    source: str  # of a prefix to be pulled; "": none
+    num_held_tokens: int  # that need not be computed
+    terms: Terms
+
+
+class Computer(NamedTuple):
+    """A worker that could compute the prompt."""
+
+    worker: str
+    wait_s: float  # until it could begin
+    num_held_tokens: int  # of the prompt, that it has
+    compute_s: Callable[[int, int], float]  # new tokens, all tokens
+
+
+class Source(NamedTuple):
+    """A worker that holds the first tokens of the prompt, for others to pull."""
+
+    worker: str
+    num_tokens: int
+    pull_s: Callable[[str, str, int], float]  # source, worker, tokens
+
+
+class Decoder(NamedTuple):
+    """A worker that could decode, and perhaps compute the prompt too."""
+
+    computer: Computer
+    num_running: int
+    step_s: float
+    room_s: float  # until there is room for it
+    token_harm_s: float  # that it lengthens each step by
+
+
+class Load(NamedTuple):
+    """What the prompt is, and what the cluster has to do anyway."""
+
+    num_tokens: int
+    num_output_tokens: int  # that are expected to be generated
+    crowd_rate: float  # prompts a second that come to a worker, and more where these hold up others in turn
+
+
+class Filled(NamedTuple):
+    """What the prompt costs where it is computed."""
+
+    computer: Computer
+    source: str
+    num_held_tokens: int
+    terms: Terms
+
+
+def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
+    """The cheapest of computing all that is missing and of pulling some of it first."""
+    last = load.num_tokens - 1  # which is computed wherever the others come from
+    held = min(computer.num_held_tokens, last)
+    best = _filled(computer, load, held, "", 0.0)
+    for source in sources:
+        num_tokens = min(source.num_tokens, last)
+        if source.worker == computer.worker or num_tokens <= held:
+            continue
+        pull_s = source.pull_s(source.worker, computer.worker, num_tokens - held)
+        filled = _filled(computer, load, num_tokens, source.worker, pull_s)
+        if filled.terms.total_s < best.terms.total_s:
+            best = filled
+    return best
+
+
+def _filled(computer: Computer, load: Load, held: int, source: str, pull_s: float) -> Filled:
+    compute_s = computer.compute_s(load.num_tokens - held, load.num_tokens)
+    terms = Terms(
+        queue_s=computer.wait_s,
+        pull_s=max(0.0, pull_s - computer.wait_s),
+        compute_s=compute_s,
+        # Whoever comes before this one is done waits that much longer.
+        crowd_s=compute_s * (computer.wait_s + compute_s) * load.crowd_rate,
+    )
+    return Filled(computer, source, held, terms)
+
+
+def decode_terms(decoder: Decoder, load: Load) -> Terms:
+    """Of decoding alone."""
+    harm_s = decoder.num_running * load.num_output_tokens * decoder.token_harm_s
+    return Terms(join_s=decoder.room_s + 0.5 * decoder.step_s, harm_s=harm_s)
+
+
+def local(decoder: Decoder, load: Load, sources: Sequence[Source]) -> Candidate:
+    """The prompt computed where it is decoded: whoever is in that batch waits for it."""
+    filled = fill(decoder.computer, load, sources)
+    decoding = decode_terms(decoder, load)
+    harm_s = decoding.harm_s + decoder.num_running * filled.terms.compute_s
+    terms = filled.terms._replace(join_s=decoder.room_s, harm_s=harm_s)
+    worker = decoder.computer.worker
+    return Candidate(worker, "", filled.source, filled.num_held_tokens, terms)
+
+
+def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Candidate:
+    decoding = decode_terms(decoder, load)
+    terms = filled.terms._replace(handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
+    prefill, decode = filled.computer.worker, decoder.computer.worker
+    return Candidate(decode, prefill, filled.source, filled.num_held_tokens, terms)
+
+
+def cheapest(candidates: Sequence[Candidate], random: int) -> Candidate:
+    """Among those that cost about the same by chance: what all took for the best would not be it for long."""
+    most_s = min(candidate.terms.total_s for candidate in candidates) * (1 + TIE)
+    equals = [candidate for candidate in candidates if candidate.terms.total_s <= most_s]
+    return equals[random % len(equals)]
+
+
+def longest(candidates: Sequence[Candidate], random: int) -> Candidate:
+    """Where most of the prompt is held; among equals the least waiting. Not local where there are others."""
+    remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
+    best = min((-each.num_held_tokens, each.terms.queue_s) for each in remotes)
+    equals = [each for each in remotes if (-each.num_held_tokens, each.terms.queue_s) == best]
+    return equals[random % len(equals)]

@@ -1,0 +1,77 @@
+"""Why attempts went where they went, kept for a while: predictions, and what was measured afterwards."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock
+from baton.control import Decision, PrefillTimes, Weighed
+from baton.router.books import Key
+from baton.router.costs import Candidate
+
+MAX_DECISIONS: Final = 4096
+MAX_ATTEMPTS: Final = 64  # told of one request
+_DAY_S: Final = 86_400.0
+
+
+def weighed(candidate: Candidate) -> Weighed:
+    return Weighed(
+        decode=candidate.decode,
+        prefill=candidate.prefill,
+        source=candidate.source,
+        num_held_tokens=candidate.num_held_tokens,
+        terms={name: min(value, _DAY_S) for name, value in candidate.terms._asdict().items()},
+    )
+
+
+class Decisions:
+    """The last MAX_DECISIONS."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[Key, tuple[float, Decision]] = OrderedDict()  # when, what
+        self._attempts: dict[str, list[Key]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, decision: Decision) -> None:
+        """A key that is there already is decided anew."""
+        key = (decision.request_id, decision.attempt)
+        self._forget(key)
+        self._kept[key] = (self._clock.now_s(), decision)
+        self._attempts.setdefault(decision.request_id, []).append(key)
+        if len(self._kept) > MAX_DECISIONS:
+            self._forget(next(iter(self._kept)))
+
+    def get(self, key: Key) -> Decision | None:
+        kept = self._kept.get(key)
+        return None if kept is None else kept[1]
+
+    def started(self, key: Key) -> None:
+        kept = self._kept.get(key)
+        if kept is not None and kept[1].first_token_s is None:
+            taken_s = min(self._clock.now_s() - kept[0], _DAY_S)
+            self._kept[key] = (kept[0], msgspec.structs.replace(kept[1], first_token_s=taken_s))
+
+    def measured(self, times: PrefillTimes) -> None:
+        key = (times.request_id, times.attempt)
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept[key] = (kept[0], msgspec.structs.replace(kept[1], measured=times))
+
+    def of(self, request_id: str) -> Iterator[Decision]:
+        now_s = self._clock.now_s()
+        for key in self._attempts.get(request_id, ())[-MAX_ATTEMPTS:]:
+            decided_s, decision = self._kept[key]
+            yield msgspec.structs.replace(decision, age_s=min(now_s - decided_s, _DAY_S))
+
+    def _forget(self, key: Key) -> None:
+        if self._kept.pop(key, None) is None:
+            return
+        keys = self._attempts[key[0]]
+        keys.remove(key)
+        if not keys:
+            del self._attempts[key[0]]

@@ -1,0 +1,92 @@
+"""One prompt as it would be at each worker: what is held there, what it would wait for and take."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from baton.control import PullSource, WorkerRole
+from baton.request import Request
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, num_kv_tokens
+from baton.router.cost_model import CostModel
+from baton.router.costs import Computer, Decoder, Load, Source
+from baton.router.index_match import Match
+from baton.router.membership import Member
+from baton.router.prefix_index import PrefixIndex
+from baton.router.prompt_keys import Family, PromptKeys, family_of
+
+MAX_SOURCES: Final = 2
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of all workers."""
+
+    books: Books
+    index: PrefixIndex
+    model: CostModel
+    keys: PromptKeys
+
+
+class Look:
+    def __init__(self, known: Known, request: Request, load: Load, now_s: float) -> None:
+        self.load = load
+        self._known = known
+        self._request = request
+        self._now_s = now_s
+        self._num_kv_tokens = num_kv_tokens(request)
+        self._found: dict[Family, tuple[bytes, Match]] = {}
+
+    def num_held_tokens(self, member: Member, *, on_device: bool = False) -> int:
+        """Of the prompt's first."""
+        slot = self._known.index.slot(member.id)
+        if slot is None:
+            return 0
+        match = self._match(family_of(member.worker))[1]
+        lengths = match.num_device_pages if on_device else match.num_pages
+        return int(lengths[slot]) * member.worker.page_size
+
+    def keys(self, member: Member) -> bytes:
+        """Of the prompt's pages, as this worker names them."""
+        return self._match(family_of(member.worker))[0]
+
+    def computer(self, member: Member) -> Computer:
+        speeds = self._known.model.of(member.id)
+        account = self._known.books.account(member.id)
+        wait_s = account.wait_s(self._now_s)
+        if member.worker.role is WorkerRole.PREFILL:
+            wait_s += account.num_unknown * speeds.mean_compute_s
+        return Computer(member.id, wait_s, self.num_held_tokens(member), speeds.compute_s)
+
+    def decoder(self, member: Member) -> Decoder:
+        worker, account = member.worker, self._known.books.account(member.id)
+        num_running = account.num_attempts + account.num_unknown
+        num_tokens = account.num_tokens + account.num_unknown_tokens
+        fit = self._known.model.of(member.id).step
+        step_s = fit.predict(1.0, num_running, num_tokens, 0.0)
+        num_slots = max(1, worker.num_pages * worker.page_size)
+        share = max(
+            (num_tokens + self._num_kv_tokens) / num_slots, (num_running + 1) / max(1, worker.max_num_seqs)
+        )
+        room_s = max(0.0, share - 1.0) * EXPECTED_OUTPUT_TOKENS * step_s
+        token_harm_s = fit.coefficients[1] + fit.coefficients[2] * self.load.num_tokens
+        return Decoder(self.computer(member), num_running, step_s, room_s, token_harm_s)
+
+    def sources(self, members: Iterable[Member]) -> Sequence[Source]:
+        """Those that hold most of the prompt on their devices."""
+        held = [(self.num_held_tokens(member, on_device=True), member.id) for member in members]
+        most = sorted((each for each in held if each[0]), reverse=True)[:MAX_SOURCES]
+        return [Source(worker, num_tokens, self._known.model.pull_s) for num_tokens, worker in most]
+
+    def locate(self, member: Member) -> PullSource | None:
+        """None: it is expected to hold them, and has not said yet where."""
+        located = self._known.index.locate(member.id, self.keys(member))
+        if not located.pages:
+            return None
+        num_tokens = len(located.pages) * member.worker.page_size
+        return PullSource(member.id, num_tokens, located.pages, located.generations)
+
+    def _match(self, family: Family) -> tuple[bytes, Match]:
+        if family not in self._found:
+            keys = self._known.keys.keys(family, self._request)
+            self._found[family] = (keys, self._known.index.match(keys))
+        return self._found[family]

@@ -1,0 +1,36 @@
+"""What the choice of a pair makes of an attempt: an entry in the books, and a word to either side."""
+
+from baton.control import Dispatch, Routed
+from baton.request import Request
+from baton.router.books import Entry, num_kv_tokens
+from baton.router.pairing import Pair
+
+
+def prefill_of(pair: Pair) -> str:
+    """Its id, or ""."""
+    return pair.prefill.id if pair.prefill is not None else ""
+
+
+def entry_of(gateway_id: str, request: Request, pair: Pair) -> Entry:
+    num_prompt_tokens = len(request.token_ids) + len(request.generated_token_ids)
+    compute_s = 0.0
+    if pair.choice is not None:
+        num_prompt_tokens -= pair.choice.candidate.num_held_tokens
+        compute_s = pair.choice.candidate.terms.compute_s
+    num_tokens = num_kv_tokens(request)
+    return Entry(gateway_id, pair.decode.id, prefill_of(pair), num_prompt_tokens, num_tokens, compute_s)
+
+
+def dispatch_of(gateway_id: str, request: Request, pair: Pair) -> Dispatch:
+    source = pair.choice.source if pair.choice is not None else None
+    return Dispatch(request=request, gateway=gateway_id, prefill=prefill_of(pair), source=source)
+
+
+def routed_of(request: Request, pair: Pair) -> Routed:
+    return Routed(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        decode=pair.decode.id,
+        prefill=prefill_of(pair),
+        reason=pair.reason,
+    )

@@ -1,0 +1,95 @@
+from random import Random
+
+import pytest
+
+from baton.control import Measured, PrefillTimes, StepTimes
+from baton.router.cost_model import PREFILL_PRIOR, CostModel, Fit
+from tests.node_peers import id_of
+
+
+def times(num_new: int, taken_s: float, num_tokens: int | None = None, **fields: float) -> PrefillTimes:
+    num_tokens = num_new if num_tokens is None else num_tokens
+    return PrefillTimes(id_of("r"), 0, 0.0, taken_s, num_new, num_tokens, **fields)  # type: ignore[arg-type]
+
+
+def taught(model: CostModel, worker: str, token_s: float, num: int = 64, fixed_s: float = 0.01) -> CostModel:
+    random = Random(1)
+    for _ in range(num):
+        num_new = random.randint(10, 4000)
+        taken_s = (fixed_s + token_s * num_new) * random.uniform(0.95, 1.05)
+        model.learn(worker, Measured(prefills=(times(num_new, taken_s),)))
+    return model
+
+
+@pytest.mark.parametrize("token_s", [1e-6, 1e-4, 3e-3])
+def test_prefill_is_predicted_within_a_tenth_from_any_prior(token_s: float) -> None:
+    model = taught(CostModel(), "p", token_s, num=256)
+    for num_tokens in (100, 1000, 4000):
+        predicted_s = model.of("p").compute_s(num_tokens, num_tokens)
+        assert predicted_s == pytest.approx(0.01 + token_s * num_tokens, rel=0.15)
+
+
+def test_newcomer_begins_with_what_the_others_have_shown() -> None:
+    model = taught(CostModel(), "p", 1e-3)
+    assert model.of("q").compute_s(1000, 1000) == pytest.approx(1.01, rel=0.2)
+    assert CostModel().of("q").prefill.coefficients == PREFILL_PRIOR
+
+
+def test_workers_have_their_own_speeds() -> None:
+    model = CostModel()
+    taught(model, "slow", 1e-3)
+    taught(model, "quick", 1e-4)
+    assert model.of("slow").compute_s(1000, 1000) > 5 * model.of("quick").compute_s(1000, 1000)
+
+
+def test_one_stall_is_no_lesson() -> None:
+    model = taught(CostModel(), "p", 1e-4)
+    before_s = model.of("p").compute_s(1000, 1000)
+    model.learn("p", Measured(prefills=(times(1000, 60.0),)))
+    assert model.of("p").compute_s(1000, 1000) < 2 * before_s
+
+
+def test_worker_that_has_become_slow_is_believed_in_the_end() -> None:
+    model = taught(CostModel(), "p", 1e-4)
+    taught(model, "p", 2e-3)
+    assert model.of("p").compute_s(1000, 1000) == pytest.approx(2.01, rel=0.25)
+
+
+def test_coefficients_are_never_negative_whatever_is_told() -> None:
+    random = Random(2)
+    fit = Fit(PREFILL_PRIOR)
+    for _ in range(500):
+        fit.learn(random.choice((0.0, 1e-9, 86_400.0)), 1.0, random.randint(0, 2**40), random.random() * 1e15)
+        assert all(0 <= each < float("inf") for each in fit.coefficients)
+
+
+def test_steps_grow_with_sequences_and_context() -> None:
+    model, random = CostModel(), Random(3)
+    for _ in range(256):
+        num, context = random.randint(1, 200), random.randint(0, 200_000)
+        step = StepTimes(num, 0, context, 0.01 + 1e-4 * num + 2e-7 * context)
+        model.learn("d", Measured(steps=(step,)))
+    predicted_s = model.of("d").step.predict(1.0, 100, 100_000, 0)
+    assert predicted_s == pytest.approx(0.04, rel=0.15)
+
+
+def test_near_pair_is_cheaper_by_what_was_measured() -> None:
+    model = CostModel()
+    for _ in range(64):
+        model.learn_pull("a", "near", times(1, 1.0, pulled_bytes=10**9, pulled_s=0.1))
+        model.learn_pull("a", "far", times(1, 1.0, pulled_bytes=10**9, pulled_s=4.0))
+    assert model.pull_s("a", "near", 8000) < 0.25 * model.pull_s("a", "far", 8000)
+
+
+def test_bytes_of_a_token_are_learnt() -> None:
+    model = CostModel()
+    for _ in range(100):
+        model.learn_size(1000 * 4096, 1000)
+    assert model.bytes_a_token == pytest.approx(4096, rel=0.01)
+
+
+def test_what_is_forgotten_begins_anew() -> None:
+    model = taught(CostModel(), "p", 1e-3)
+    own = model.of("p").prefill.num_measured
+    model.forget("p")
+    assert own and model.of("p").prefill.num_measured == 0

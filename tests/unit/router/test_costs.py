@@ -1,0 +1,118 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.costs import (
+    Candidate,
+    Computer,
+    Decoder,
+    Load,
+    Source,
+    Terms,
+    cheapest,
+    fill,
+    local,
+    longest,
+    remote,
+)
+
+IDLE = Load(num_tokens=1000, num_output_tokens=100, crowd_rate=0.0)
+
+
+def compute_s(num_new: int, num_tokens: int) -> float:
+    return 0.01 + 1e-3 * num_new
+
+
+def a_computer(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> Computer:
+    return Computer(worker, wait_s, num_held, compute_s)
+
+
+def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> Source:
+    return Source(worker, num_tokens, lambda source, computer, num: 0.005 + token_s * num)
+
+
+def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:
+    computer = a_computer(worker, wait_s, num_held)
+    return Decoder(computer, num_running, step_s=0.02, room_s=0.0, token_harm_s=1e-5)
+
+
+def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> Candidate:
+    return Candidate("d", prefill, "", num_held, Terms(queue_s=queue_s, compute_s=total_s - queue_s))
+
+
+def test_only_what_is_not_held_is_computed() -> None:
+    assert fill(a_computer(num_held=900), IDLE, []).terms.compute_s == compute_s(100, 1000)
+
+
+def test_the_last_token_is_computed_whatever_is_held() -> None:
+    filled = fill(a_computer(num_held=1000), IDLE, [a_source("q", 1000)])
+    assert (filled.num_held_tokens, filled.terms.compute_s) == (999, compute_s(1, 1000))
+
+
+def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
+    filled = fill(a_computer(), IDLE, [a_source("q", 800)])
+    assert (filled.source, filled.num_held_tokens) == ("q", 800)
+    assert filled.terms.pull_s == 0.005 + 1e-4 * 800
+    slow = fill(a_computer(), IDLE, [a_source("q", 800, token_s=2e-3)])
+    assert (slow.source, slow.num_held_tokens) == ("", 0)
+
+
+def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
+    assert fill(a_computer("q"), IDLE, [a_source("q", 800)]).source == ""
+    assert fill(a_computer(num_held=800), IDLE, [a_source("q", 800)]).source == ""
+
+
+def test_pull_is_hidden_behind_the_queue() -> None:
+    filled = fill(a_computer(wait_s=10.0), IDLE, [a_source("q", 800)])
+    assert (filled.source, filled.terms.pull_s, filled.terms.queue_s) == ("q", 0.0, 10.0)
+
+
+def test_of_two_sources_the_better_one_is_taken() -> None:
+    near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
+    assert fill(a_computer(), IDLE, [far, near]).source == "near"
+
+
+def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
+    crowded = IDLE._replace(crowd_rate=2.0)
+    short, long = (fill(a_computer(wait_s=wait_s), crowded, []).terms.crowd_s for wait_s in (0.0, 5.0))
+    assert 0 < short < long
+
+
+def test_local_prefill_makes_the_batch_wait() -> None:
+    alone, full = local(a_decoder(), IDLE, []), local(a_decoder(num_running=8), IDLE, [])
+    assert alone.terms.harm_s == 0.0
+    assert full.terms.harm_s >= 8 * full.terms.compute_s
+    assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
+
+
+def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
+    for num_running, expected in ((0, ""), (16, "p")):
+        decoder = a_decoder(num_running=num_running)
+        away = remote(fill(a_computer(), IDLE, []), decoder, 0.05, IDLE)
+        assert cheapest([local(decoder, IDLE, []), away], 0).prefill == expected
+
+
+def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
+    sources = [a_source("holder", 900)]
+    holder = fill(a_computer("holder", wait_s=3.0, num_held=900), IDLE, sources)
+    other = fill(a_computer("other"), IDLE, sources)
+    candidates = [remote(filled, a_decoder(), 0.0, IDLE) for filled in (holder, other)]
+    chosen = cheapest(candidates, 0)
+    assert (chosen.prefill, chosen.source) == ("other", "holder")
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_cheapest_is_within_a_tie_of_the_least(totals_s: list[float], random: int) -> None:
+    chosen = cheapest([a_candidate(total_s) for total_s in totals_s], random)
+    assert chosen.terms.total_s <= min(totals_s) * 1.0201
+
+
+def test_ties_are_broken_by_chance() -> None:
+    candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
+    assert {cheapest(candidates, random).prefill for random in range(3)} == set("abc")
+
+
+def test_longest_looks_at_nothing_but_what_is_held() -> None:
+    candidates = [a_candidate(9.0, "p", 64), a_candidate(1.0, "q", 32), a_candidate(0.1, "", 128)]
+    assert longest(candidates, 0).prefill == "p"
+    equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]
+    assert longest(equals, 0).prefill == "q"
