@@ -1,0 +1,129 @@
+"""Prompts whose prefix is fetched from another prefill worker: not one token may differ.
+
+The router's word, which pair and which source, is the test's.
+"""
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import pytest
+
+from baton.config import EngineConfig, engine_config
+from baton.control import Dispatch, PullSource, WorkerRole
+from baton.decode_worker.worker import DecodeWorker
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from baton.request import Request, SamplingParams
+from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
+from tests.parity.models import VOCAB_SIZE
+from tests.parity.test_cluster import MODEL, alone
+
+NUM_TOKENS: Final = 200
+ResultT = TypeVar("ResultT")
+
+
+def config(directory: Path, page_size: int, tensor_parallel_size: int = 1) -> EngineConfig:
+    cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21}
+    base: dict[str, Any] = {"model": str(directory), "device": "cpu", "cache": cache}
+    steps = {"max_num_batched_tokens": 48}
+    return engine_config({**base, "tensor_parallel_size": tensor_parallel_size, "scheduler": steps})
+
+
+@pytest.fixture
+def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
+    engine = load_engine(config(model_directory(MODEL), 16))
+    yield engine
+    engine.close()
+
+
+def on_its_thread(worker: WorkerThread, call: Callable[[], ResultT]) -> ResultT:
+    """Between two of its steps."""
+    done: queue.SimpleQueue[ResultT] = queue.SimpleQueue()
+    worker.hosted.endpoint.post(lambda: done.put(call()))
+    return done.get(timeout=TIMEOUT_S)
+
+
+def held(worker: WorkerThread, token_ids: Sequence[int]) -> PullSource:
+    """What the router would have been told of it."""
+
+    def look() -> PullSource:
+        engine = worker.hosted.engine
+        claim = engine.claim_prefix(token_ids, b"", "the router")
+        generations = tuple(map(engine.pages.generation, claim.pages))
+        engine.release(claim)
+        return PullSource(worker.hosted.node.hello.id, claim.num_tokens, claim.pages, generations)
+
+    return on_its_thread(worker, look)
+
+
+class Words(NamedTuple):
+    prefill: str
+    source: PullSource | None
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, Words]:
+    """What Dispatches say, by request."""
+    said: dict[str, Words] = {}
+    dispatch = DecodeWorker._dispatch
+
+    def dispatch_as_said(self: DecodeWorker, message: Dispatch) -> None:
+        word = said[message.request.request_id]
+        dispatch(self, msgspec.structs.replace(message, prefill=word.prefill, source=word.source))
+
+    monkeypatch.setattr(DecodeWorker, "_dispatch", dispatch_as_said)
+    return said
+
+
+def prompts() -> list[tuple[int, ...]]:
+    document = tuple((11 * i + i * i) % VOCAB_SIZE for i in range(NUM_TOKENS))
+    return [(*document[: NUM_TOKENS - index], *range(index, index + 20)) for index in range(4)]
+
+
+def a_request(name: str, token_ids: tuple[int, ...], temperature: float) -> Request:
+    sampling = SamplingParams(temperature=temperature, seed=7, max_tokens=24, ignore_eos=True)
+    return Request(request_id=name * 32, token_ids=token_ids, sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("page_sizes", "transport", "tensor_parallel_size"),
+    [
+        ((16, 16, 16), "auto", 1),
+        ((64, 16, 16), "tcp", 1),
+        pytest.param((16, 64, 16), "auto", 1, marks=pytest.mark.slow),
+        pytest.param((16, 16, 64), "gloo", 1, marks=pytest.mark.slow),
+        pytest.param((16, 64, 16), "auto", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_pulled_prefixes_give_the_tokens_of_one_engine(
+    page_sizes: tuple[int, int, int],
+    transport: Any,
+    tensor_parallel_size: int,
+    oracle: Engine,
+    words: dict[str, Words],
+    model_directory: Callable[..., Path],
+) -> None:
+    """Page sizes: of the holder, of who pulls, of the decode worker. The holder has so many ranks."""
+    directory = model_directory(MODEL)
+    holder_size, puller_size, decode_size = page_sizes
+    prefill = [config(directory, holder_size, tensor_parallel_size), config(directory, puller_size)]
+    with Cluster(prefill, [config(directory, decode_size)], transport=transport) as cluster:
+        holder, puller = cluster.workers_of(WorkerRole.PREFILL)
+        ids = {each.config.name: each.hosted.node.hello.id for each in (holder, puller)}
+        first = a_request("a", prompts()[0], 0.0)
+        words[first.request_id] = Words(ids[holder.config.name], None)
+        assert cluster.ask([first])[0].token_ids == alone(oracle, first)
+        named = zip("bcde", prompts(), (0.0, 1.0, 0.0, 1.5), strict=True)
+        asked = [a_request(name, prompt, temperature) for name, prompt, temperature in named]
+        for request in asked:
+            source = held(holder, request.token_ids)
+            assert source.num_tokens >= 192
+            words[request.request_id] = Words(ids[puller.config.name], source)
+        expected = [alone(oracle, request) for request in asked]
+        assert [answer.token_ids for answer in cluster.ask(asked)] == expected
+        counters = on_its_thread(puller, lambda: puller.hosted.node.load().counters)
+        assert counters["pulls"] >= 1 and not counters.get("pulls_failed"), counters
+        cluster.check_nothing_is_held()
