@@ -6,8 +6,9 @@ are in seconds: a byte's, a token's.
 """
 
 from collections import OrderedDict
-from operator import mul
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from baton.control import Measured, PrefillTimes, StepTimes
 
@@ -18,8 +19,7 @@ _SURPRISE: Final = 3.0  # times the noise
 _BELIEVED: Final = 4  # surprises in a row
 _FORGET: Final = 0.99  # of what was learnt, at each measurement
 _FORGET_SURPRISED: Final = 0.5
-_DOUBT: Final = 3.0  # of a prior: its standard deviation as a multiple of it
-_NUM_SWEEPS: Final = 6
+_DOUBT: Final = 1e4  # of a prior: its standard deviation as a multiple of it; it is to be found, not kept
 
 # seconds; a new token; a pair of a new token and one that it attends to
 PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
@@ -38,14 +38,13 @@ class Fit:
     learnt before is forgotten.
     """
 
-    __slots__ = ("_num_surprises", "_scales", "_squares", "_state", "_sums", "coefficients", "num_measured")
+    __slots__ = ("_num_surprises", "_scales", "_squares", "_sums", "coefficients", "num_measured")
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.coefficients = prior
         self.num_measured = 0
         self._num_surprises = 0  # in a row; below 0: it took less than was expected
         self._scales = [max(each, 1e-13) for each in prior]  # what follows is in these
-        self._state = [1.0 for _ in prior]
         self._squares = [[0.0 for _ in prior] for _ in prior]  # of quantities, weighted and fading
         self._sums = [0.0 for _ in prior]  # of quantities times seconds
 
@@ -79,14 +78,19 @@ class Fit:
         return _FORGET if abs(self._num_surprises) < _BELIEVED else _FORGET_SURPRISED
 
     def _solve(self) -> None:
-        """By coordinates, from the last solution on: the problem is convex."""
+        """What would be below 0 is left out, the worst first."""
         prior = 1 / _DOUBT**2
-        for _ in range(_NUM_SWEEPS):
-            for row, squares in enumerate(self._squares):
-                own = squares[row] + prior
-                others = sum(map(mul, squares, self._state)) - squares[row] * self._state[row]
-                self._state[row] = max(0.0, (self._sums[row] + prior - others) / own)
-        self.coefficients = tuple(map(mul, self._state, self._scales))
+        kept = list(range(len(self._sums)))
+        squares = np.array(self._squares) + prior * np.eye(len(kept))
+        sums = np.array(self._sums) + prior
+        state = np.zeros(len(kept))
+        while kept:
+            found = np.linalg.solve(squares[np.ix_(kept, kept)], sums[kept])
+            if found.min() >= 0:
+                state[kept] = found
+                break
+            del kept[int(found.argmin())]
+        self.coefficients = tuple((state * self._scales).tolist())
 
 
 class Transfer(NamedTuple):
