@@ -10,6 +10,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from baton.router.redis_scripts import Names
 
 MAX_QUEUED: Final = 8192
 MAX_BATCH: Final = 64
+MAX_CHUNKS: Final = 2
 CHUNK_PAGES: Final = 2048  # told at once of a stale worker: a few milliseconds of this process
 STREAM_ENTRIES: Final = 16_384
 MAX_REDIS_PAGES: Final = 2**24
@@ -43,10 +45,13 @@ class Outbox:
         self._counters = counters
         self._queue: deque[Command] = deque()
         self._stale: dict[str, None] = {}
+        self._afresh: Iterator[Command] | None = (
+            None  # of the worker that is told of; the queue comes after it
+        )
         self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._stale)
+        return len(self._queue) + len(self._stale) + (self._afresh is not None)
 
     def joined(self, worker: Worker) -> None:
         self.workers[worker.id] = worker
@@ -83,16 +88,22 @@ class Outbox:
         """The link is down: Redis may have missed anything."""
         self.is_open = False
         self._queue.clear()
+        self._afresh = None
         self._snapshots.clear()
         self._stale = dict.fromkeys(self.workers)
 
     def take_batch(self) -> list[Command]:
         """What goes next; empty when there is nothing to say."""
-        while not self._queue and self._stale:
+        while not self._queue and self._stale and self._afresh is None:
             worker_id = next(iter(self._stale))
             del self._stale[worker_id]
             if self._index.is_known(worker_id):  # else it is about to tell all, which is passed on
-                self._queue.extend(self._all_afresh(worker_id))
+                self._afresh = self._all_afresh(worker_id)
+        if self._afresh is not None:
+            chunks = list(islice(self._afresh, MAX_CHUNKS))
+            if chunks:
+                return chunks
+            self._afresh = None
         return [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
 
     def answered(self, command: Command, reply: Reply) -> None:
@@ -153,6 +164,7 @@ class Outbox:
         if len(self._queue) >= MAX_QUEUED:
             self._counters["redis_overflows"] += 1
             self._queue.clear()
+            self._afresh = None
             self._stale = dict.fromkeys(self.workers)
             self._queue.extend(map(self.join, self.workers.values()))
         if command.script != "apply" or command.worker_id not in self._stale:
@@ -179,14 +191,18 @@ class Outbox:
         return Command("apply", arguments, worker_id)
 
     def _all_afresh(self, worker_id: str) -> Iterator[Command]:
-        """Numbered so that the worker's own next change follows."""
-        number = self._index.next_number(worker_id) or 0
+        """Numbered so that the worker's own next change follows; made a chunk at a time."""
+        first = self._index.next_number(worker_id) or 0
         keys, values = self._index.export(worker_id)
-        first = number - keys.size
-        chunks = list(_chunks(keys, values)) or [(keys, values)]
-        for position, (some_keys, some_values) in enumerate(chunks):
-            yield self._apply(worker_id, events_of(some_keys, some_values, first, is_afresh=position == 0))
-            first += some_keys.size
+        return self._in_chunks(worker_id, keys, values, first - keys.size)
+
+    def _in_chunks(self, worker_id: str, keys: Keys, values: Values, first: int) -> Iterator[Command]:
+        is_afresh = True
+        for some_keys, some_values in _chunks(keys, values):
+            yield self._apply(worker_id, events_of(some_keys, some_values, first, is_afresh=is_afresh))
+            first, is_afresh = first + some_keys.size, False
+        if is_afresh:
+            yield self._apply(worker_id, events_of(keys, values, first, is_afresh=True))
 
 
 def short_keys(page_keys: bytes) -> bytes:

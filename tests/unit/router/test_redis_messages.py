@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from baton.errors import WireError
 from baton.router.redis_messages import (
+    AnyShared,
     SharedDispatch,
     SharedEnded,
     SharedJoined,
@@ -19,7 +20,7 @@ from tests.node_peers import a_worker, id_of
 
 W0 = a_worker("w0")
 ATTEMPTS = ((id_of("r"), 1),)
-MESSAGES = [
+MESSAGES: list[AnyShared] = [
     SharedDispatch(request_id=id_of("r"), attempt=0, decode=W0.id, num_prompt_tokens=1, num_tokens=2),
     SharedStarted(attempts=ATTEMPTS),
     SharedEnded(attempts=ATTEMPTS),
@@ -43,7 +44,7 @@ def test_anything_else_is_refused(body: bytes) -> None:
 
 
 @given(st.sampled_from(MESSAGES), st.integers(0, 200), st.integers(0, 255))
-def test_a_damaged_message_is_read_as_a_message_or_refused(message: SharedEnded, at: int, byte: int) -> None:
+def test_a_damaged_message_is_read_as_a_message_or_refused(message: AnyShared, at: int, byte: int) -> None:
     body = bytearray(encode(message))
     body[at % len(body)] = byte
     try:
