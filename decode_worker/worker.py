@@ -28,7 +28,6 @@ from baton.control import (
     Dispatch,
     Drain,
     Failure,
-    Hello,
     Kind,
     Load,
     Members,
@@ -43,12 +42,11 @@ from baton.decode_worker.attempt import Attempt, Stage
 from baton.decode_worker.early_cancels import EarlyCancels
 from baton.decode_worker.lost_gateways import LostGateways
 from baton.decode_worker.remote_prompts import RemotePrompts
+from baton.decode_worker.reports import Reports
 from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
-from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
-from baton.page_news import PageNews
 
 logger = logging.getLogger(__name__)
 
@@ -68,23 +66,21 @@ class DecodeWorker:
         local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
         """
         self.counters: Counter[str] = Counter()
+        self.hello = colleagues.hello
         self.is_draining = False
         self._engine = engine
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._beats = beats
-        self._page_news = PageNews(colleagues, beats.clock)
+        self._reports = Reports(colleagues, beats.clock)
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
         self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission)
-        self._answers = Answers(engine, colleagues)
+        self.admit = self._prompts.admit
+        self._answers = Answers(engine, colleagues, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
         self._early_cancels = EarlyCancels()
         self._lost_gateways = LostGateways(colleagues)
-
-    @property
-    def hello(self) -> Hello:
-        return self._colleagues.hello
 
     @property
     def is_idle(self) -> bool:
@@ -125,7 +121,7 @@ class DecodeWorker:
             else:
                 self._fail(attempt, failure, reason)
         self._colleagues.flush()
-        self._page_news.tell(self._engine)
+        self._reports.tell(self._engine)
 
     # Colleagues.
 
@@ -151,14 +147,13 @@ class DecodeWorker:
         match message:
             case Members() if self._colleagues.is_router(peer):
                 self._lost_prefill_workers(self._colleagues.changed(message))
-                self._colleagues.keep_up()
-                self._report()
+                self.tick()
             case Dispatch() if self._colleagues.is_router(peer):
                 self._dispatch(message)
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
             case PagesWanted() if self._colleagues.is_router(peer):
-                self._page_news.want(peer)
+                self._reports.want(peer)
             case Prefilled(event):
                 self._prefilled(self._asked_of(peer, event.request_id, event.attempt), event)
             case PrefillFailed():
@@ -207,6 +202,7 @@ class DecodeWorker:
             self._colleagues.tell(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
             return
         self._attempts[attempt.request_id] = attempt
+        self._reports.arrived(attempt)
         self._admission.wait(attempt)
 
     def _admit(self) -> None:
@@ -240,10 +236,6 @@ class DecodeWorker:
             return is_short
         self._prompts.ask(attempt, claim)
         return True
-
-    def admit(self, reserve: Reserve, num_pages: int) -> str | None:
-        """Who adopts the pages of this reservation; None: nobody here has asked for them, or no room."""
-        return self._prompts.admit(reserve, num_pages)
 
     # Its prompt comes.
 
@@ -304,4 +296,5 @@ class DecodeWorker:
                 self._prompts.drop(attempt)
             case Stage.RUNNING:
                 self._answers.abort(attempt)
+        self._reports.forget(attempt)
         del self._attempts[attempt.request_id]

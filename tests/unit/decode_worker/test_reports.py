@@ -1,0 +1,52 @@
+"""What a decode worker tells a router that asks for it: times of the prompts that it has computed itself."""
+
+from baton.control import Measured, PagesWanted, PrefillTimes
+from tests.worker_pair import ROUTER, WorkerPair
+from tests.worker_pair_cases import MakePair, a_request
+
+
+def prefills(pair: WorkerPair) -> list[PrefillTimes]:
+    told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
+    return [times for each in told for times in each.prefills]
+
+
+def test_a_prompt_that_is_computed_here_has_times(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    request = a_request(max_tokens=3)
+    pair.dispatch(request, is_local=True)
+    pair.turns_until(lambda: bool(prefills(pair)))
+    (times,) = prefills(pair)
+    assert (times.request_id, times.attempt) == (request.request_id, 0)
+    assert (times.num_tokens, times.num_new_tokens, times.moved_bytes) == (41, 41, 0)
+    assert times.waited_s >= 0 and times.computed_s > 0
+
+
+def test_what_was_known_or_answered_before_is_told_apart(make_pair: MakePair) -> None:
+    pair = make_pair()
+    (answer,) = pair.answer(a_request())
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    tokens = tuple(event.token_id for event in answer[:2] if event.token_id is not None)
+    again = a_request(attempt=1, generated_token_ids=tokens)
+    pair.dispatch(again, is_local=True)
+    pair.turns_until(lambda: bool(prefills(pair)))
+    (times,) = prefills(pair)
+    assert (times.num_tokens, times.num_new_tokens) == (43, 3)
+
+
+def test_a_prompt_that_comes_from_elsewhere_has_none_here(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.answer(a_request(1))
+    pair.dispatch(a_request(2, prompt=tuple(range(9))), is_local=True)
+    pair.turns_until(lambda: bool(prefills(pair)))
+    assert [times.request_id for times in prefills(pair)] == [a_request(2).request_id]
+
+
+def test_nothing_is_left_of_what_is_cancelled(make_pair: MakePair) -> None:
+    pair = make_pair(scheduler={"max_num_batched_tokens": 8})
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.dispatch(a_request(1), is_local=True)
+    pair.turn()
+    pair.cancel(a_request(1))
+    assert not pair.decode_worker._reports._stamps and not pair.decode_worker._reports._computing
