@@ -36,10 +36,10 @@ def read_key(path: Path) -> bytes:
     return key
 
 
-def write_key(path: Path, key: bytes) -> None:
+def write_secret(path: Path, secret: bytes) -> None:
     """Readable by this user alone, from the first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(key)
+        file.write(secret)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.cluster.cluster_key import write_key
+from baton.cluster.cluster_key import write_secret
 from baton.config import cache_directory
 from baton.control import Address
 from baton.errors import ConfigError
@@ -28,7 +28,7 @@ def recorded() -> Iterator[Callable[[ClusterRecord], None]]:
     path = _directory() / f"{os.getpid()}.json"
 
     def record(what: ClusterRecord) -> None:
-        write_key(path, msgspec.json.encode(what))
+        write_secret(path, msgspec.json.encode(what))
 
     try:
         yield record

@@ -4,7 +4,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cluster.cluster_key import write_key
+from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded
 from baton.control import Address
 from baton.errors import ConfigError
@@ -30,7 +30,7 @@ def test_a_cluster_is_found_while_it_runs(directory: Path) -> None:
 
 
 def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
-    write_key(directory / f"{os.getppid()}.json", msgspec.json.encode(RECORD))
+    write_secret(directory / f"{os.getppid()}.json", msgspec.json.encode(RECORD))
     with recorded() as record:
         record(msgspec.structs.replace(RECORD, port=9000))
         assert find_record(9000).port == 9000
@@ -42,13 +42,13 @@ def test_one_of_several_is_chosen_by_its_port(directory: Path) -> None:
 
 def test_what_a_killed_serve_has_left_is_taken_away(directory: Path) -> None:
     stale = directory / f"{2**22 + 1}.json"  # beyond the largest id of a process
-    write_key(stale, msgspec.json.encode(RECORD))
+    write_secret(stale, msgspec.json.encode(RECORD))
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
     assert not stale.exists()
 
 
 def test_a_record_that_is_none_is_passed_over(directory: Path) -> None:
-    write_key(directory / f"{os.getpid()}.json", b"{")
+    write_secret(directory / f"{os.getpid()}.json", b"{")
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.cli import main
-from baton.cluster.cluster_key import write_key
+from baton.cluster.cluster_key import write_secret
 
 BATON = (sys.executable, "-m", "baton.cluster.cli")
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    write_key(tmp_path / "key", b"0123456789abcdef")
+    write_secret(tmp_path / "key", b"0123456789abcdef")
     return tmp_path / "key"
 
 
