@@ -1,4 +1,4 @@
-"""One pair of ranks of an arriving transfer: whether it may still write, and what became of its digests."""
+"""One part of an arriving transfer: whether its source may still write, and what became of its digests."""
 
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.messages import DIGEST_BYTES, Commit, Wrote

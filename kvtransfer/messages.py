@@ -5,12 +5,12 @@ is made of it. Places in memory are page ids with their generations; no address 
 Times are durations, so the clocks of two machines need not agree.
 
 A transfer is one attempt to move one request's pages from one replica to another. It has a part for every
-pair of a source rank and a destination rank that share heads; parts are numbered from 0. Without tensor
-parallelism there is one part.
+pair of a source rank and a destination rank that share heads, and for each group of layers that leaves by
+itself (part_ranks.py); parts are numbered from 0. Two replicas of one rank, all layers together: one part.
 """
 
 from itertools import pairwise
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,8 @@ from msgspec import Meta
 from baton.errors import WireError
 from baton.layout import PageLayout
 from baton.wire import MAX_BODY_BYTES
+
+KindT = TypeVar("KindT")
 
 PROTOCOL: Final = 4
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
@@ -235,16 +237,21 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode(body: bytes) -> AnyMessage:
     """WireError, with the reason, for anything that `encode` does not make of a message in bounds."""
-    if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
-    try:
-        message = _DECODER.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"a message that is none: {error}", reason="malformed") from None
+    message = decode_by(_DECODER, body)
     complaint = _complaint(message)
     if complaint is not None:
         raise WireError(f"{type(message).__name__}: {complaint}", reason="malformed")
     return message
+
+
+def decode_by(decoder: "msgspec.msgpack.Decoder[KindT]", body: bytes) -> KindT:
+    """WireError, with the reason, for what is too long or none of the decoder's messages."""
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WireError(f"a message that is none: {error}", reason="malformed") from None
 
 
 def _complaint(message: AnyMessage) -> str | None:

@@ -16,12 +16,11 @@ write. Each PushPart is answered by PartWritten, and if all went well by PartHas
 PartStopped when nothing reads or writes for it any more. ForgetPart is the end of either.
 """
 
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import WireError
 from baton.kvtransfer.messages import (
     Digests,
     Epoch,
@@ -34,13 +33,12 @@ from baton.kvtransfer.messages import (
     Reason,
     TransferId,
     Unit,
+    decode_by,
 )
 from baton.kvtransfer.transport import Spans
 from baton.layout import PageLayout
-from baton.wire import MAX_BODY_BYTES
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
-Kind = TypeVar("Kind")
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
 
@@ -231,18 +229,9 @@ def encode(message: ToFollower | ToRankZero) -> bytes:
 
 def decode_for_follower(body: bytes) -> ToFollower:
     """WireError for what no rank 0 says."""
-    return _decode(_TO_FOLLOWER, body)
+    return decode_by(_TO_FOLLOWER, body)
 
 
 def decode_for_rank_zero(body: bytes) -> ToRankZero:
     """WireError for what no follower says."""
-    return _decode(_TO_RANK_ZERO, body)
-
-
-def _decode(decoder: "msgspec.msgpack.Decoder[Kind]", body: bytes) -> Kind:
-    if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"a message of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length")
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise WireError(f"a message that is none: {error}", reason="malformed") from None
+    return decode_by(_TO_RANK_ZERO, body)

@@ -1,4 +1,4 @@
-"""One pair of ranks of a leaving transfer: what is still to be written, and what is being written."""
+"""One part of a leaving transfer: what is still to be written, and what is being written."""
 
 from collections.abc import Sequence
 from itertools import pairwise
