@@ -1,0 +1,159 @@
+"""Which worker serves a request, and what that is worth: the production router on simulated workers.
+
+python -m baton.bench.router [--trace FILE] [--limit N] [--seed 0] [--json FILE]
+
+With a trace of Mooncake's format: its prompts on 8 prefill workers that keep 8,000 blocks of 512 tokens each,
+by each policy; arrivals as they are, and spread within their 3 s. Without: made workloads, in which the
+policy `cost` has to find by itself which prompts a decode worker had better compute; against fixed thresholds
+of `least-loaded`, which does not look at what is held where.
+All times are the simulation's, of a model and machines that bench/router_machine.py describes.
+"""
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+from math import floor
+from pathlib import Path
+from statistics import fmean, quantiles
+from time import perf_counter
+from typing import Final, NamedTuple
+
+import msgspec
+
+from baton.bench.report import Row, at_least, at_most, print_table, write_json
+from baton.bench.router_machine import Machine
+from baton.bench.router_workers import PrefillSim
+from baton.bench.router_workloads import WORKLOADS
+from baton.bench.router_world import Fleet, RouterWorld, config_of
+from baton.bench.traces import TraceRequest, read_trace
+from baton.router_config import PolicyName
+
+SCALE: Final = 32.0  # the trace's tokens in one that is replayed: a block of 512 is a page of 16
+PAGE_TOKENS: Final = 16
+BIN_S: Final = 3.0  # of the trace's arrivals
+POLICIES: Final[tuple[PolicyName, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
+THRESHOLDS: Final = (0, 128, 512, 2048, 2**30)  # tokens; the last: all prompts are local
+MIN_HIT: Final = 0.33
+MAX_IMBALANCE: Final = 1.10
+MAX_OF_ROUND_ROBIN: Final = 0.5
+
+
+class Result(NamedTuple):
+    hit: float  # of all prompt tokens, those that were not computed
+    imbalance: float  # the prompt tokens of the worker that was given most, by the mean
+    ttft_mean_s: float
+    ttft_p99_s: float
+    latency_mean_s: float  # to the last token
+    wall_s: float
+    counters: dict[str, int]
+
+
+def run_trace(
+    trace: Sequence[TraceRequest],
+    policy: PolicyName,
+    *,
+    seed: int = 0,
+    fleet: Fleet | None = None,
+    scale: float = SCALE,
+    local_prefill_tokens: int = 0,
+) -> Result:
+    """The trace's blocks are pages, of PAGE_TOKENS tokens as they are replayed."""
+    config = config_of(policy, seed, local_prefill_tokens)
+    world = RouterWorld(config, fleet or Fleet(), Machine(), scale, PAGE_TOKENS)
+    begun_s = perf_counter()
+    outcomes = world.replay(trace)
+    wall_s = perf_counter() - begun_s
+    given = [worker.given_tokens for worker in world.workers.values() if isinstance(worker, PrefillSim)]
+    waits_s = [each.first_token_s - each.arrival_s for each in outcomes]
+    return Result(
+        hit=sum(each.num_held for each in outcomes) / sum(each.num_tokens for each in outcomes),
+        imbalance=max(given) / fmean(given) if sum(given) else 1.0,
+        ttft_mean_s=fmean(waits_s),
+        ttft_p99_s=quantiles(waits_s, n=100)[98],
+        latency_mean_s=fmean(each.ended_s - each.arrival_s for each in outcomes),
+        wall_s=wall_s,
+        counters=dict(world.router.counters),
+    )
+
+
+def spread(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The same requests, evenly within the bin of their arrival."""
+    evenly: list[TraceRequest] = []
+    for number, group in groupby(trace, key=lambda each: floor(each.arrival_s / BIN_S)):
+        requests = list(group)
+        for place, request in enumerate(requests):
+            arrival_s = BIN_S * (number + (place + 0.5) / len(requests))
+            evenly.append(msgspec.structs.replace(request, arrival_s=arrival_s))
+    return evenly
+
+
+def trace_rows(trace: Sequence[TraceRequest], arrivals: str, seed: int) -> list[Row]:
+    rows: list[Row] = []
+    results = {policy: run_trace(trace, policy, seed=seed) for policy in POLICIES}
+    for policy, result in results.items():
+        name = f"{policy}, {arrivals}"
+        if policy != "cost":
+            rows.append(Row(f"{name}: hit", result.hit, ""))
+            rows.append(Row(f"{name}: imbalance", result.imbalance, ""))
+            rows.append(Row(f"{name}: TTFT mean", result.ttft_mean_s, "s"))
+            continue
+        pulls = f"{result.counters['pulls']} prefixes pulled from a peer"
+        rows.append(at_least(f"{name}: hit", result.hit, "", MIN_HIT, pulls))
+        rows.append(at_most(f"{name}: imbalance", result.imbalance, "", MAX_IMBALANCE))
+        bar_s = MAX_OF_ROUND_ROBIN * results["round-robin"].ttft_mean_s
+        rows.append(at_most(f"{name}: TTFT mean", result.ttft_mean_s, "s", bar_s, "half of round-robin's"))
+        rows.append(Row(f"{name}: TTFT p99", result.ttft_p99_s, "s"))
+    return rows
+
+
+def workload_rows(num_requests: int, seed: int) -> list[Row]:
+    """Mean time to the last token: it has the wait of the prompt, and what local prompts cost others."""
+    rows: list[Row] = []
+    fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, publishes_decode=True)
+    for name, make in WORKLOADS.items():
+        trace = make(num_requests, seed)
+        fixed = {
+            threshold: run_trace(
+                trace, "least-loaded", seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
+            ).latency_mean_s
+            for threshold in THRESHOLDS
+        }
+        best = min(fixed, key=lambda threshold: fixed[threshold])
+        tuned = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0)
+        share = tuned.counters.get("computed_locally", 0) / num_requests
+        note = f"the best fixed threshold, {best} tokens; {share:.0%} local"
+        rows.append(at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", fixed[best], note))
+    return rows
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's format")
+    parser.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
+    parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload (600)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    rows = []
+    if arguments.trace is not None:
+        trace = read_trace(arguments.trace, scale=SCALE, limit=arguments.limit)
+        rows += trace_rows(trace, "as they come", arguments.seed)
+        rows += trace_rows(spread(trace), "spread", arguments.seed)
+    else:
+        rows += workload_rows(arguments.requests, arguments.seed)
+    print_table("the router on simulated workers", rows)
+    if arguments.json is not None:
+        write_json(arguments.json, "the router on simulated workers", rows, {"seed": arguments.seed})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_options(parser)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
