@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of batching.json and batching.png")
     arguments = parser.parse_args()
     if not can_plot():
-        print("note: no batching.png without matplotlib: pip install 'baton[bench]'", flush=True)
+        print("note: no batching.png without matplotlib: pip install matplotlib", flush=True)
     print_table("batching", measure(Workload(repeats=arguments.repeats), arguments.out))
 
 

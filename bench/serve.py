@@ -137,7 +137,7 @@ def run_load(options: argparse.Namespace) -> None:
         }
         plot_latencies(samples, options.output / "serve.png")
     else:
-        print("no plot: matplotlib is not installed, see 'baton[bench]'")
+        print("no plot: pip install matplotlib")
 
 
 async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:

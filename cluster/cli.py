@@ -19,6 +19,7 @@ from baton.cluster import standard_output
 from baton.cluster.command_line import FAILED, USER_ERROR, OneLineParser, parser_of
 from baton.cluster.flag_names import hint_for, in_flags
 from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
+from baton.cluster.installing import install
 from baton.config import log_level
 from baton.errors import BatonError, ConfigError
 
@@ -98,7 +99,7 @@ def _needing_workers_libraries() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in WORKER_LIBRARIES:
             raise
-        raise ConfigError(f"{error.name} is not installed: pip install 'baton[worker]'") from None
+        raise ConfigError(f"{error.name} is not installed: {install('worker')}") from None
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

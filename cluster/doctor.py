@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.ray_runtime import MIN_RAY
@@ -64,11 +65,10 @@ def libraries(config: ServeConfig) -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            package = f"'baton[{extra}]'" if extra else "baton"
-            yield _error(f"{name} is not installed", f"pip install {package}")
+            yield _error(f"{name} is not installed", install(extra))
             continue
         if name == "ray" and tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
-            yield _error(f"ray {version} lets strangers run code", "pip install --upgrade 'baton[ray]'")
+            yield _error(f"ray {version} lets strangers run code", install("ray"))
         else:
             yield _ok(f"{name} {version}")
 

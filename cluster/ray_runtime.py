@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from baton.cluster.installing import install
 from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import prepare_ray
 from baton.control import Address
@@ -221,9 +222,7 @@ def _import_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError(
-            "ray is not installed: pip install 'baton[ray]', or serve with --runtime local"
-        ) from None
+        raise ConfigError(f"ray is not installed: {install('ray')}; or serve with --runtime local") from None
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < MIN_RAY:
         raise ConfigError(f"ray {ray.__version__} is too old: {'.'.join(map(str, MIN_RAY))} or newer is safe")

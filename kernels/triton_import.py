@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-MISSING = "tensors on a GPU need Triton: pip install 'baton[gpu]'"
+MISSING = "tensors on a GPU need Triton: pip install triton"
 
 
 class _MissingTriton:

@@ -28,4 +28,4 @@ def test_ops_run_on_the_cpu_and_launchers_name_the_missing_package() -> None:
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["tensors on a GPU need Triton: pip install 'baton[gpu]'"] * 2
+    assert run.stdout.splitlines() == ["tensors on a GPU need Triton: pip install triton"] * 2

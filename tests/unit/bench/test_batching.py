@@ -95,7 +95,7 @@ def test_without_matplotlib_all_but_the_plot_is_made(
     monkeypatch.setattr(sys, "argv", ["batching", "--out", str(tmp_path)])
     batching.main()
     note, *table = capsys.readouterr().out.splitlines()
-    assert note == "note: no batching.png without matplotlib: pip install 'baton[bench]'"
+    assert note == "note: no batching.png without matplotlib: pip install matplotlib"
     assert table and [path.name for path in tmp_path.iterdir()] == ["batching.json"]
 
 

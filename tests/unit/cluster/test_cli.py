@@ -128,7 +128,7 @@ def test_without_torch_it_says_what_to_install() -> None:
     process = start(*GENERATE, python=("-c", program))
     out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
-    assert err == "baton: error: torch is not installed: pip install 'baton[worker]'\n"
+    assert err == "baton: error: torch is not installed: pip install '.[worker]', in Baton's checkout\n"
 
 
 def test_verbose_shows_loading_and_the_cache(capsys: pytest.CaptureFixture[str]) -> None:

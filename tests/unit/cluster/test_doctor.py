@@ -92,8 +92,8 @@ def test_missing_libraries_are_told_with_what_installs_them(monkeypatch: pytest.
     monkeypatch.setattr(importlib.metadata, "version", version)
     bad = {finding.what: finding.mend for finding in findings(doctor.libraries) if finding.verdict == "error"}
     assert bad == {
-        "torch is not installed": "pip install 'baton[worker]'",
-        "ray 2.40.0 lets strangers run code": "pip install --upgrade 'baton[ray]'",
+        "torch is not installed": "pip install '.[worker]', in Baton's checkout",
+        "ray 2.40.0 lets strangers run code": "pip install '.[ray]', in Baton's checkout",
     }
     del versions["ray"]
     assert [
