@@ -22,7 +22,7 @@ from baton.gateway.frontend import Frontend
 from baton.node_thread import NodeThread
 from baton.request import Request
 from baton.router.router import Router
-from baton.router_config import RouterConfig
+from baton.router_config import PolicyName, RouterConfig
 from baton.worker_config import TransportChoice, WorkerConfig
 
 KEY: Final = b"the key of a cluster for tests"
@@ -141,6 +141,7 @@ class Cluster:
         *,
         transport: TransportChoice = "auto",
         local_prefill_tokens: int = 0,
+        policy: PolicyName = "round-robin",
     ) -> None:
         self._ends = contextlib.ExitStack()
         with contextlib.ExitStack() as ends:
@@ -148,7 +149,7 @@ class Cluster:
             ends.callback(router.close)
             address = router.net.listen("127.0.0.1")
             self.router = Router(
-                RouterConfig(policy="round-robin", local_prefill_tokens=local_prefill_tokens),
+                RouterConfig(policy=policy, local_prefill_tokens=local_prefill_tokens),
                 SystemClock(),
                 secrets.token_hex(16),
             )

@@ -1,0 +1,48 @@
+"""A whole cluster whose router predicts seconds: it learns from what workers tell, and no token differs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.config import engine_config
+from baton.engine.engine import Engine
+from baton.engine.loading import load_engine
+from tests.cluster_threads import Cluster, wait_for
+from tests.parity.test_cluster import MODEL, Topology, alone, requests
+
+
+@pytest.fixture
+def oracle(model_directory: Callable[..., Path]) -> Iterator[Engine]:
+    directory = model_directory(MODEL)
+    engine = load_engine(
+        engine_config({"model": str(directory), "device": "cpu", "cache": {"kv_cache_memory_bytes": 2**22}})
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_cost_policy_learns_from_its_workers_and_changes_no_token(
+    page_size: int, oracle: Engine, model_directory: Callable[..., Path]
+) -> None:
+    topology = Topology("2P+2D", 2, 2, prefill_page_size=page_size)
+    prefill, decode = topology.engines(model_directory(MODEL))
+    with Cluster(prefill, decode, policy="cost") as cluster:
+        for seed in (0, 0, 1):  # what the first leaves behind is found by the second
+            asked = requests(seed)
+            expected = [alone(oracle, request) for request in asked]
+            answers = cluster.ask(asked)
+            assert [answer.token_ids for answer in answers] == expected
+        knowledge = cluster.router.knowledge
+        workers = [member.id for member in cluster.router.members.all()]
+        wait_for(lambda: all(map(knowledge.index.is_known, workers)))
+        wait_for(lambda: sum(knowledge.model.of(each).prefill.num_measured for each in workers) > 0)
+        assert sum(map(knowledge.index.num_held, workers)) > 0
+        counters = cluster.router.counters
+        assert counters["decisions"] == 3 * len(asked)
+        assert counters["blind_decisions"] <= len(asked)
+        hits = [worker.hosted.engine.stats().total_hit_tokens for worker in cluster.workers]
+        assert sum(hits) > 0
+        cluster.check_nothing_is_held()
+        cluster.router.books.check_integrity()
