@@ -1,8 +1,9 @@
 """What stands in for two routers: an index and a link each, over a Redis of their own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from baton.clock import SystemClock
 from baton.control import PageEvents, Tier, Worker
 from baton.page_keys import KEY_BYTES
 from baton.router.prefix_index import PrefixIndex
-from baton.router.redis_link import RedisLink
+from baton.router.redis_link import RedisLink, RedisMatcher
 from baton.router.redis_messages import AnyShared
+from baton.router.redis_server import PrivateRedis
 from tests.node_peers import id_of
 
 RNG = np.random.default_rng(1)
@@ -81,3 +83,29 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+Scene: TypeAlias = Callable[[PrivateRedis], Coroutine[Any, Any, None]]
+
+
+def play(scene: Scene) -> None:
+    async def with_redis() -> None:
+        async with PrivateRedis() as redis:
+            await scene(redis)
+
+    asyncio.run(with_redis())
+
+
+async def pages_in_redis(redis: PrivateRedis, keys: bytes = CHAIN) -> dict[str, int]:
+    matcher = RedisMatcher(redis.url, "f")
+    try:
+        return await matcher.match(keys)
+    finally:
+        await matcher.aclose()
+
+
+async def until_redis_says(redis: PrivateRedis, expected: dict[str, int]) -> None:
+    async with asyncio.timeout(20):
+        while (found := await pages_in_redis(redis)) != expected:
+            assert found is not None
+            await asyncio.sleep(0.01)

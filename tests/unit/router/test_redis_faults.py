@@ -1,0 +1,207 @@
+"""Links to a redis-server that is killed, held up, emptied, set back, filled and written to by others."""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from baton.page_keys import KEY_BYTES
+from baton.router.redis_client import Connection
+from baton.router.redis_scripts import Names
+from baton.router.redis_server import PrivateRedis, find_program
+from tests.node_peers import a_worker, id_of
+from tests.unit.router.redis_routers import (
+    CHAIN,
+    RNG,
+    RouterStandIn,
+    pages_in_redis,
+    play,
+    running,
+    until,
+    until_redis_says,
+)
+
+pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
+
+
+def test_redis_that_is_killed_and_comes_back_empty_is_told_everything_again() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        async with running(first, second):
+            await until(lambda: first.link.is_up and second.link.is_up)
+            first.join(W0)
+            first.says(W0, CHAIN[: 10 * KEY_BYTES])
+            await until(lambda: second.held(W0) == 10)
+            os.kill(redis.pid, signal.SIGKILL)
+            await until(lambda: not first.link.is_up and not second.link.is_up)
+            first.says(W0, CHAIN[10 * KEY_BYTES : 30 * KEY_BYTES])
+            assert first.held(W0) == 30, "routing reads the replica"
+            await redis.start()
+            await until(lambda: first.link.is_up and second.link.is_up)
+            first.says(W0, CHAIN[30 * KEY_BYTES :])
+            await until_redis_says(redis, {W0.id: 40})
+            await until(lambda: second.held(W0) == 40)
+
+    play(scene)
+
+
+def test_a_redis_that_hangs_holds_nobody_up() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            os.kill(redis.pid, signal.SIGSTOP)
+            try:
+                longest_s = 0.0
+                router.says(W0, CHAIN)
+                while router.link.is_up:
+                    started_s = time.monotonic()
+                    router.says(W0, CHAIN[:KEY_BYTES])
+                    assert router.held(W0) == 40
+                    longest_s = max(longest_s, time.monotonic() - started_s)
+                    await asyncio.sleep(0)
+            finally:
+                os.kill(redis.pid, signal.SIGCONT)
+            assert longest_s < 1.0
+            await until_redis_says(redis, {W0.id: 40})
+
+    play(scene)
+
+
+def test_a_redis_set_back_to_an_old_snapshot_is_brought_up_to_date() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        folder = redis.url.removeprefix("unix://").removesuffix("/redis.sock")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            router.says(W0, CHAIN[: 10 * KEY_BYTES])
+            await until_redis_says(redis, {W0.id: 10})
+            connection = Connection(redis.url, Names.of("f"))
+            await connection.call("SAVE")
+            await connection.aclose()
+            shutil.copy(f"{folder}/dump.rdb", f"{folder}/old.rdb")
+            router.says(W0, CHAIN[10 * KEY_BYTES :])
+            router.says(W0, CHAIN[:KEY_BYTES], is_stored=False)
+            await until_redis_says(redis, {})
+            os.kill(redis.pid, signal.SIGKILL)
+            await until(lambda: not router.link.is_up)
+            shutil.copy(f"{folder}/old.rdb", f"{folder}/dump.rdb")
+            await redis.start()
+            assert (await pages_in_redis(redis)) in ({W0.id: 10}, {}), (
+                "it has the old state, or was told by now"
+            )
+            await until_redis_says(redis, {})
+            router.says(W0, CHAIN[:KEY_BYTES])
+            await until_redis_says(redis, {W0.id: 40})
+
+    play(scene)
+
+
+def test_a_redis_without_memory_refuses_and_routing_goes_on() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            connection = Connection(redis.url, Names.of("f"))
+            await connection.call("CONFIG", "SET", "maxmemory", "1")
+            router.says(W0, CHAIN)
+            await until(lambda: router.link.counters["redis_refused"] > 0)
+            assert router.held(W0) == 40
+            await connection.call("CONFIG", "SET", "maxmemory", "0")
+            await connection.aclose()
+            await until_redis_says(redis, {W0.id: 40})
+
+    play(scene)
+
+
+def test_what_others_wrote_into_redis_is_counted_and_passed_over() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        names = Names.of("f")
+        connection = Connection(redis.url, names)
+        await connection.call("HSET", names.workers, id_of("x"), b"\x00nonsense")
+        await connection.call("SET", f"{names.workers}:{W0.id}", b"\xff")
+        async with running(first, second):
+            await until(lambda: first.link.is_up and second.link.is_up)
+            await connection.call("XADD", names.events, "*", "m", b"\xc1")
+            await connection.call("XADD", names.events, "*", "w", W0.id, "p", b"\x93")
+            await connection.call("XADD", names.events, "*", "anything", "else")
+            first.join(W0)
+            first.says(W0, CHAIN)
+            await until(lambda: second.held(W0) == 40)
+            assert second.link.counters["redis_malformed"] >= 3
+        await connection.aclose()
+
+    play(scene)
+
+
+def test_scripts_that_redis_has_forgotten_are_loaded_again() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            await until_redis_says(redis, {})
+            connection = Connection(redis.url, Names.of("f"))
+            await connection.call("SCRIPT FLUSH")
+            await connection.aclose()
+            router.says(W0, CHAIN)
+            await until(lambda: router.link.counters["redis_failures"] > 0)
+            await until_redis_says(redis, {W0.id: 40})
+
+    play(scene)
+
+
+def test_without_a_redis_the_replica_is_all_there_is() -> None:
+    async def scene() -> None:
+        router = RouterStandIn("redis://127.0.0.1:1/0", "first")
+        async with running(router):
+            router.join(W0)
+            router.says(W0, CHAIN)
+            await until(lambda: router.link.counters["redis_failures"] >= 2)
+            assert router.held(W0) == 40
+            assert not router.link.is_up
+
+    asyncio.run(scene())
+
+
+def test_routing_stays_quick_while_redis_dies_and_is_told_all_again() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        workers = [a_worker(f"w{number}", num_pages=5000) for number in range(4)]
+        turns_s: list[float] = []
+
+        async def route_until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(30):
+                while not condition():
+                    started_s = time.thread_time()
+                    if not router.link.is_up:
+                        router.says(workers[0], CHAIN[:KEY_BYTES])
+                    assert router.held(workers[3]) == 40
+                    await asyncio.sleep(0)  # all else that this process has to do now
+                    turns_s.append(time.thread_time() - started_s)
+
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            for worker in workers:
+                router.join(worker)
+                router.says(worker, CHAIN)
+                router.says(worker, RNG.bytes(5000 * KEY_BYTES))
+            await until(lambda: router.link.num_untold == 0)
+            os.kill(redis.pid, signal.SIGKILL)
+            await route_until(lambda: not router.link.is_up)
+            await redis.start()
+            await route_until(lambda: router.link.is_up and router.link.num_untold == 0)
+            await until_redis_says(redis, {worker.id: 40 for worker in workers})
+        assert sorted(turns_s)[len(turns_s) * 99 // 100] < 0.02
+
+    play(scene)
