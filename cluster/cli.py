@@ -33,7 +33,9 @@ COMMANDS: Final = {
     "serve": "start a cluster: prefill and decode workers, a router, an OpenAI API",
     "chat": "talk to a cluster",
     "status": "workers, their pages and queues",
+    "explain": "why a request went where it went, and what it took",
     "drain": "let a worker finish what it has, and take nothing new",
+    "bench": "measure this machine, or a server: kv, serve",
     "sim": "run a whole cluster with faults in virtual time, from a seed",
     "doctor": "what this machine lacks, and how to mend it",
     "config": "settings: show, schema, validate",
@@ -54,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             standard_output.flush()
             raise
         logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
-        if arguments.command == "bench":
-            _bench(arguments)
-        elif arguments.command in COMMANDS:
+        if arguments.command in COMMANDS:
             return _run(arguments.command, arguments.options)
         else:
             flags = flags_of_settings(arguments)
@@ -75,21 +75,14 @@ def _run(name: str, options: Sequence[str]) -> int:
     command = importlib.import_module(f"baton.cluster.{name}_command")
     parser = parser_of(name, command.__doc__)
     command.add_options(parser)
-    return int(command.run(parser.parse(options)) or 0)
+    with _needing_workers_libraries():
+        return int(command.run(parser.parse(options)) or 0)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     with _needing_workers_libraries():
         from baton.cluster.generate_command import generate  # imports torch, for which --help need not wait
     generate(arguments)
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    with _needing_workers_libraries():
-        suite = importlib.import_module(f"baton.bench.{arguments.suite}")
-    parser = parser_of(f"bench {arguments.suite}", suite.__doc__)
-    suite.add_options(parser)
-    suite.run(parser.parse(arguments.options))
 
 
 @contextmanager
@@ -110,14 +103,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "generate", help="complete one prompt and print the text as it comes", allow_abbrev=False
     )
     add_options(generate)
-    bench = commands.add_parser("bench", help="measure this machine: `baton bench kv --help`", add_help=False)
-    bench.add_argument("suite", choices=("kv", "serve"))
-    bench.add_argument("options", nargs=argparse.REMAINDER)
     for name, help_ in COMMANDS.items():
         command = commands.add_parser(name, help=help_, add_help=False, prefix_chars="\0")
         command.add_argument("options", nargs="*")
     arguments, unknown = parser.parse_known_args(argv)
-    if arguments.command == "bench" or arguments.command in COMMANDS:
+    if arguments.command in COMMANDS:
         return arguments
     if arguments.prompt is None:
         _take_prompt(arguments, unknown)

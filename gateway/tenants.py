@@ -2,7 +2,7 @@
 
     tenants:
       acme:
-        keys: ["sha256:9f86d081..."]   # of the key that clients send, in hexadecimal
+        keys: ["sha256:f64e871c..."]   # of the key that clients send, in hexadecimal
         models: [tiny]                 # left out: every model
 
 `printf %s KEY | sha256sum` prints the digits. A tenant's name decides which cached prompts its requests may
