@@ -9,7 +9,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from baton.control import Address, AnyMessage, Drain, Hello, Kind, Status, StatusQuery
+from baton.control import (
+    Address,
+    AnyMessage,
+    Decision,
+    Decisions,
+    Drain,
+    Explain,
+    Hello,
+    Kind,
+    Status,
+    StatusQuery,
+)
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
@@ -18,7 +29,7 @@ ANSWER_TIMEOUT_S: Final = 5.0
 
 
 class Operator:
-    """A Node; `status` and `drain` are for whoever runs on its loop."""
+    """A Node; `status`, `explain` and `drain` are for whoever runs on its loop."""
 
     def __init__(self, router: Address, dial: Dial) -> None:
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
@@ -27,6 +38,16 @@ class Operator:
         self._router: Peer | None = None
         self._is_connected = asyncio.Event()
         self._answers: list[asyncio.Future[Status]] = []
+        self._explanations: list[asyncio.Future[tuple[Decision, ...]]] = []
+
+    async def explain(self, request_id: str) -> tuple[Decision, ...]:
+        """One an attempt. PeerGone or TimeoutError, as below."""
+        router = await self._connection()
+        answer: asyncio.Future[tuple[Decision, ...]] = asyncio.get_running_loop().create_future()
+        self._explanations.append(answer)
+        router.send(Explain(request_id=request_id))
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await answer
 
     async def status(self) -> Status:
         """PeerGone or TimeoutError when the router does not answer."""
@@ -65,14 +86,19 @@ class Operator:
             answer = self._answers.pop(0)
             if not answer.done():
                 answer.set_result(message)
+        elif isinstance(message, Decisions) and self._explanations:
+            explanation = self._explanations.pop(0)
+            if not explanation.done():
+                explanation.set_result(message.decisions)
 
     def left(self, peer: Peer) -> None:
         self._router = None
         self._is_connected.clear()
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            if not answer.done():
-                answer.set_exception(PeerGone("the router has closed the connection"))
+        for answers in (self._answers, self._explanations):
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(PeerGone("the router has closed the connection"))
+            answers.clear()
 
     def tick(self) -> None:
         if self._router is None:

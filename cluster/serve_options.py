@@ -24,7 +24,7 @@ SERVE_OPTIONS: Final = (
     Option("--prefill-block-size --prefill-page-size", "prefill.page_size", int, "N", "of prefill workers"),
     Option("--decode-block-size --decode-page-size", "decode.page_size", int, "N", "of decode workers"),
     Option("--transport", "transport", str, "NAME", "of KV pages: auto, shm, cuda_ipc, nccl, gloo or tcp"),
-    Option("--router-policy", "router.policy", str, "NAME", "least-loaded or round-robin (least-loaded)"),
+    Option("--router-policy", "router.policy", str, "NAME", "round-robin, prefix, cost (least-loaded)"),
     Option(
         "--local-prefill-tokens",
         "router.local_prefill_tokens",

@@ -90,7 +90,7 @@ class Deployment:
     def __init__(self, site: Site, random: Random) -> None:
         self.site = site
         settings = RouterSettings(
-            policy=random.choice(("least-loaded", "round-robin")),
+            policy=random.choice(("least-loaded", "round-robin", "cost")),
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
             seed=random.getrandbits(32),
         )
