@@ -111,8 +111,8 @@ def cluster_key_file() -> str | None:
 
 
 def api_key() -> str | None:
-    """A client's own, from BATON_API_KEY."""
-    return os.environ.get("BATON_API_KEY") or None
+    """A client's own, from BATON_API_KEY or, as other clients have it, OPENAI_API_KEY."""
+    return os.environ.get("BATON_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
 
 def environment_settings() -> dict[str, str]:

@@ -60,7 +60,10 @@ class ApiClient:
         except (OSError, http.client.HTTPException) as error:
             raise WorkerLost(f"the API at {where} does not answer: {error}") from None
         if answer.status == 401:
-            raise ConfigError(f"the API at {where} wants a key: set BATON_API_KEY")
+            wrong = (
+                "does not know the key" if "Authorization" in self._headers else "wants a key, none was given"
+            )
+            raise ConfigError(f"the API at {where} {wrong}: set BATON_API_KEY or OPENAI_API_KEY")
         if answer.status >= 400:
             kind = InvalidRequest if answer.status < 500 else WorkerLost
             raise kind(_message(answer.read(1 << 16)) or f"the API at {where} answers {answer.status}")

@@ -11,12 +11,6 @@ from baton.serve_config import ServeConfig
 
 RECALL_TOKENS: Final = 250
 RECALL_SEED: Final = 11
-EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # what to connect to
-
-
-def url(serving: Serving) -> str:
-    host = EVERYWHERE.get(serving.host, f"[{serving.host}]" if ":" in serving.host else serving.host)
-    return f"http://{host}:{serving.port}"
 
 
 def banner(config: ServeConfig, serving: Serving) -> str:
@@ -25,8 +19,8 @@ def banner(config: ServeConfig, serving: Serving) -> str:
     lines = [
         "",
         f"  Baton serves {config.model_name}: {workers}, {where}",
-        f"  API       {url(serving)}/v1",
-        f"  metrics   {url(serving)}/metrics",
+        f"  API       {serving.url}/v1",
+        f"  metrics   {serving.url}/metrics",
         "  workers   baton status",
         "",
         *_example(config, serving),
@@ -52,4 +46,4 @@ def _example(config: ServeConfig, serving: Serving) -> list[str]:
 
 def _curl(config: ServeConfig, serving: Serving, route: str, body: dict[str, object], key: str) -> str:
     text = msgspec.json.encode({"model": config.model_name, **body}).decode().replace("'", r"'\''")
-    return f"curl -s {url(serving)}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"
+    return f"curl -s {serving.url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"

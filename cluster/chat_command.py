@@ -1,6 +1,7 @@
 """Talk to a cluster: what is typed is sent with all that was said before, and answered as it is made.
 
-With MESSAGE it answers that one and ends. An empty line or Ctrl-D ends it.
+With MESSAGE it answers that one and ends. An empty line or Ctrl-D ends it. Where the API wants a key, that is
+BATON_API_KEY's or OPENAI_API_KEY's.
 """
 
 import argparse
@@ -20,6 +21,7 @@ PROMPT: Final = "> "
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="what to say")
     parser.add_argument("--url", metavar="URL", help="of the API (that of the cluster on this machine)")
+    parser.add_argument("--port", type=int, metavar="N", help="of the API of a cluster on this machine")
     parser.add_argument("--model", metavar="NAME", help="as the API names it (its first)")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer (512)")
@@ -27,9 +29,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The key is BATON_API_KEY's. Raises ConfigError and WorkerLost."""
+    """The key is BATON_API_KEY's or OPENAI_API_KEY's. Raises ConfigError and WorkerLost."""
     standard_output.check()
-    client = ApiClient(arguments.url or f"http://127.0.0.1:{find_record().port}", api_key())
+    if arguments.url and arguments.port is not None:
+        raise ConfigError("--port: --url has one already, leave one of them out")
+    client = ApiClient(arguments.url or find_record(arguments.port).url, api_key())
     settings = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     model = arguments.model or client.first_model()
     said: list[Message] = []

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -15,11 +16,24 @@ from baton.config import cache_directory
 from baton.control import Address
 from baton.errors import ConfigError
 
+EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    port: int  # of the API
+    host: str  # that the API listens on
+    port: int
     router: Address
     key: bytes
+
+    @property
+    def url(self) -> str:
+        return url(self.host, self.port)
+
+
+def url(host: str, port: int) -> str:
+    """Where to connect to what listens on `host`, which may mean every address of this machine."""
+    reached = EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{reached}:{port}"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgspec
 
 from baton.clock import Clock, SystemClock
+from baton.cluster.cluster_record import url
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
@@ -33,6 +34,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int  # of the API
     router: Address
+
+    @property
+    def url(self) -> str:
+        return url(self.host, self.port)
 
 
 class Cluster:

@@ -44,7 +44,7 @@ async def _serve(config: ServeConfig, key: bytes) -> None:
     with recorded() as record:
 
         def on_ready(serving: Serving) -> None:
-            record(ClusterRecord(port=serving.port, router=serving.router, key=key))
+            record(ClusterRecord(host=serving.host, port=serving.port, router=serving.router, key=key))
             print(banner(config, serving), flush=True)
 
         runtime = make_runtime(config, key)

@@ -2,12 +2,15 @@ import io
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
 from baton.cluster.api_client import ApiClient
 from baton.cluster.cli import main
+from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.control import Address
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 
 
@@ -76,7 +79,7 @@ def test_an_answer_comes_in_pieces(url: str, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("key", ConfigError, "wants a key: set BATON_API_KEY"),
+        ("key", ConfigError, "wants a key, none was given: set BATON_API_KEY or OPENAI_API_KEY"),
         ("bad", InvalidRequest, "temperature is too high"),
         ("broken", WorkerLost, "answers 502"),
         ("lost", WorkerLost, "a worker died"),
@@ -101,6 +104,30 @@ def test_a_conversation_goes_on_with_what_was_said(
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))
     assert main(["chat", "--url", url, "--system", "be short"]) == 0
     assert capsys.readouterr().out == "2:one\n4:two\n"  # with the system's turn, and the answer to the first
+
+
+@pytest.mark.parametrize("variable", ["BATON_API_KEY", "OPENAI_API_KEY"])
+def test_a_key_that_is_not_known_is_told_from_none(
+    url: str, variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "sk-1")
+    assert main(["chat", "--url", url, "key"]) == 2
+    assert "does not know the key: set BATON_API_KEY" in capsys.readouterr().err
+
+
+def test_the_cluster_of_a_port_is_found_where_it_listens(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    port = int(url.rpartition(":")[2])
+    with recorded() as record:
+        record(ClusterRecord(host="0.0.0.0", port=port, router=Address("127.0.0.1", 7000), key=b"k" * 16))
+        assert main(["chat", "--port", str(port), "hello"]) == 0
+        assert capsys.readouterr().out == "1:hello\n"
+        assert main(["chat", "--port", "1", "hello"]) == 2
+        assert "no cluster of yours with its API at port 1" in capsys.readouterr().err
+    assert main(["chat", "--port", "1", "--url", url, "hello"]) == 2
+    assert "--port: --url has one already" in capsys.readouterr().err
 
 
 def test_one_message_is_answered(url: str, capsys: pytest.CaptureFixture[str]) -> None:

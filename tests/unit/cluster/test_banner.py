@@ -1,9 +1,7 @@
 import json
 import shlex
 
-import pytest
-
-from baton.cluster.banner import banner, url
+from baton.cluster.banner import banner
 from baton.cluster.llm import LLM
 from baton.cluster.serve import Serving
 from baton.config_tree import build
@@ -36,11 +34,3 @@ def test_another_model_is_asked_in_a_chat() -> None:
     assert command[2] == "http://127.0.0.1:8123/v1/chat/completions"
     assert "Authorization: Bearer YOUR_KEY" in command
     assert json.loads(command[-1])["model"] == "it's mine"
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1")],
-)
-def test_the_url_can_be_connected_to(host: str, expected: str) -> None:
-    assert url(Serving(host=host, port=80, router=SERVING.router)) == f"http://{expected}:80"

@@ -5,11 +5,11 @@ import msgspec
 import pytest
 
 from baton.cluster.cluster_key import write_secret
-from baton.cluster.cluster_record import ClusterRecord, find_record, recorded
+from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
 from baton.control import Address
 from baton.errors import ConfigError
 
-RECORD = ClusterRecord(port=8000, router=Address("127.0.0.1", 7000), key=b"k" * 16)
+RECORD = ClusterRecord(host="127.0.0.1", port=8000, router=Address("127.0.0.1", 7000), key=b"k" * 16)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,14 @@ def test_what_a_killed_serve_has_left_is_taken_away(directory: Path) -> None:
     with pytest.raises(ConfigError, match="no cluster"):
         find_record()
     assert not stale.exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("127.0.0.2", "127.0.0.2")],
+)
+def test_the_url_can_be_connected_to(host: str, expected: str) -> None:
+    assert url(host, 80) == f"http://{expected}:80"
 
 
 def test_a_record_that_is_none_is_passed_over(directory: Path) -> None:
