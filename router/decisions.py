@@ -22,7 +22,7 @@ def weighed(candidate: Candidate) -> Weighed:
         prefill=candidate.prefill,
         source=candidate.source,
         num_held_tokens=candidate.num_held_tokens,
-        terms={name: min(value, _DAY_S) for name, value in candidate.terms._asdict().items()},
+        terms={name: min(max(value, 0.0), _DAY_S) for name, value in candidate.terms._asdict().items()},
     )
 
 
