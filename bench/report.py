@@ -9,7 +9,9 @@ from typing import Final
 
 from baton.bench.machine import machine_description
 
-RESULTS: Final = Path(__file__).parent / "results"
+_TREE: Final = Path(__file__).resolve().parents[1]
+# Of a checkout; an installed Baton keeps them where it is started, not among the libraries.
+RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
 _HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
 
 

@@ -21,10 +21,10 @@ from typing import Final
 import uvloop
 
 from baton.bench.machine import machine_description, one_line
-from baton.bench.report import RESULTS, Row, can_plot, print_table, write_json
+from baton.bench.report import Row, can_plot, print_table, write_json
 from baton.bench.serve_client import Address, Client
 from baton.bench.serve_figures import Sample, Slo
-from baton.bench.serve_load import Load, Run, Server, Shape, model_of
+from baton.bench.serve_load import Load, Model, Run, Server, Shape, model_of
 from baton.bench.serve_overhead import (
     BATON,
     IDLE,
@@ -45,11 +45,13 @@ from baton.bench.serve_rows import Bars, rows_of
 from baton.bench.serve_vllm_pair import VllmPair
 from baton.bench.serve_workload import INPUT, OUTPUT, Job, Lengths, poisson, random_jobs, trace_jobs
 from baton.bench.traces import read_trace
+from baton.config import api_key
 from baton.errors import ConfigError
 
 NUM_REQUESTS: Final = 32
 WARM_UP_SEED: Final = 999
 NUM_WARM_UP: Final = 4
+VOCAB_SIZE: Final = 32_000  # of models whose servers say nothing of it
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
     )
     parser.add_argument("--model", help="as requests name it; without it the first that each server lists")
-    parser.add_argument("--api-key", default="", help="for all servers")
+    parser.add_argument("--api-key", default=api_key() or "", help="for all servers (BATON_API_KEY)")
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"a round ({NUM_REQUESTS})")
     load.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
@@ -71,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson")
     load.add_argument("--input", type=_lengths, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)")
     load.add_argument("--output-tokens", type=_lengths, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)")
-    load.add_argument("--vocab-size", type=int, default=32_000, help="prompts have ids below (32000)")
+    load.add_argument("--vocab-size", type=int, help="prompts have ids below (what servers list, or 32000)")
     load.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
     load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
     load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
@@ -93,7 +95,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
     overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
     overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="for JSON and plots")
+    parser.add_argument(
+        "--output", type=Path, default=Path(), metavar="FOLDER", help="for JSON and plots (.)"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -142,13 +146,14 @@ def run_load(options: argparse.Namespace) -> None:
 
 async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
     clients = {name: _client(url, options.api_key) for name, url in servers.items()}
-    models = {name: options.model or await model_of(client) for name, client in clients.items()}
+    models = await _find_models(clients, options)
     shape = _shape(options)
     warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=options.vocab_size)
     for name, client in clients.items():
         warmed = await Load(client, models[name], shape._replace(concurrency=NUM_WARM_UP)).run(warm_up)
         if not warmed.summary.num_ok:
-            raise ConfigError(f"{name} answers nothing that counts: {', '.join(warmed.summary.failures)}")
+            why = ", ".join(warmed.summary.failures) + (f": {warmed.said}" if warmed.said else "")
+            raise ConfigError(f"{name} answers nothing that counts: {why}")
     runs: defaultdict[str, list[Run]] = defaultdict(list)
     for number in range(options.rounds):
         jobs = _jobs(options, options.seed + number)
@@ -160,6 +165,17 @@ async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict
     for client in clients.values():
         client.close()
     return {name: runs[name] for name in servers}
+
+
+async def _find_models(clients: Mapping[str, Server], options: argparse.Namespace) -> dict[str, str]:
+    """By server, the model's name. Where no vocabulary is given, it is set to the smallest that one lists."""
+    if options.model is None:
+        listed = {name: await model_of(client) for name, client in clients.items()}
+    else:
+        listed = dict.fromkeys(clients, Model(options.model, None))
+    sizes = [model.vocab_size for model in listed.values() if model.vocab_size is not None]
+    options.vocab_size = options.vocab_size or min(sizes, default=VOCAB_SIZE)
+    return {name: model.name for name, model in listed.items()}
 
 
 def _client(url: str, api_key: str) -> Server:
@@ -252,7 +268,9 @@ def _options_json(options: argparse.Namespace) -> dict[str, object]:
 def _keep(
     options: argparse.Namespace, name: str, title: str, rows: list[Row], extra: Mapping[str, object]
 ) -> None:
-    write_json(options.output / f"{name}.json", title, rows, extra)
+    path = options.output / f"{name}.json"
+    write_json(path, title, rows, extra)
+    print(f"kept in {path}", flush=True)
 
 
 def _progress(text: str) -> None:

@@ -25,7 +25,14 @@ WORST_SHARE: Final = 0.1
 
 
 class Bad(Exception):
-    """An answer that does not count; the message is short, for answers are counted by it."""
+    """An answer that does not count; the message is short, for answers are counted by it.
+
+    `said`: the server's own words, where it has given any.
+    """
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(message)
+        self.said = said
 
 
 class Sample(NamedTuple):
@@ -124,15 +131,20 @@ def unary(answer: Answer, start_s: float, num_tokens: int) -> Sample:
 def _check_status(answer: Answer) -> None:
     if answer.status != 200:
         try:
-            detail = _reason(json.loads(answer.body))
+            content = json.loads(answer.body)
         except ValueError:
-            detail = ""
-        raise Bad(f"status {answer.status} {detail}".strip())
+            raise Bad(f"status {answer.status}") from None
+        raise Bad(f"status {answer.status} {_reason(content)}", _said(content))
 
 
 def _reason(content: Any) -> str:
     error = content.get("error") if isinstance(content, dict) else None
     return str(error.get("code") or error.get("type") if isinstance(error, dict) else error)[:60]
+
+
+def _said(content: Any) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
+    return str(error.get("message") or "")[:200] if isinstance(error, dict) else ""
 
 
 def _check_end(reason: str | None, num_said: int, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from baton.bench.serve_client import Address, Answer
 from baton.bench.serve_figures import Bad, Sample, Slo, Summary, streamed, summarise, unary
-from baton.bench.serve_workload import Job
+from baton.bench.serve_workload import FIRST_TOKEN, Job
 from baton.errors import ConfigError, PeerGone
 
 
@@ -38,6 +38,7 @@ class Run(NamedTuple):
     summary: Summary
     samples: list[Sample]
     max_lag_s: float  # by which the client came late with a request, at worst
+    said: str = ""  # by the server of the first answer that does not count
 
 
 class Load:
@@ -49,6 +50,7 @@ class Load:
         self._shape = shape
         self._samples: list[Sample] = []
         self._failures: list[str] = []
+        self._said = ""
         self._max_lag_s = 0.0
         self._ended_s = 0.0
 
@@ -71,7 +73,7 @@ class Load:
             await asyncio.gather(*(work() for _ in range(shape.concurrency)))
         duration_s = max(self._ended_s - begin_s, 1e-9)
         summary = summarise(self._samples, self._failures, duration_s, shape.slo)
-        return Run(summary, self._samples, self._max_lag_s)
+        return Run(summary, self._samples, self._max_lag_s, self._said)
 
     async def _when_due(self, job: Job, body: bytes, begin_s: float) -> None:
         due_s = begin_s + job.arrival_s
@@ -86,14 +88,26 @@ class Load:
             self._samples.append(read(answer, start_s, job.num_tokens))
         except (Bad, PeerGone, OSError) as error:
             self._failures.append(str(error) or type(error).__name__)
+            self._said = self._said or getattr(error, "said", "")
         self._ended_s = time.perf_counter()
 
 
-async def model_of(client: Server) -> str:
-    """The first that the server lists. ConfigError when it lists none."""
+class Model(NamedTuple):
+    """As a server lists it."""
+
+    name: str
+    vocab_size: int | None  # None: the server does not say
+
+
+async def model_of(client: Server) -> Model:
+    """The first that the server lists. ConfigError when it lists none, or wants a key."""
     try:
         answer = await client.get("/v1/models")
-        return str(json.loads(answer.body)["data"][0]["id"])
-    except (OSError, PeerGone, ValueError, LookupError, TypeError) as error:
+        if answer.status not in (401, 403):
+            card = json.loads(answer.body)["data"][0]
+            size = card.get("vocab_size")
+            return Model(str(card["id"]), size if isinstance(size, int) and size > FIRST_TOKEN else None)
+    except (OSError, PeerGone, ValueError, LookupError, TypeError, AttributeError) as error:
         message = f"{client.address.url} lists no model at /v1/models: {error!r}; is it up? Or name --model"
         raise ConfigError(message) from error
+    raise ConfigError(f"{client.address.url} wants a key that it knows: --api-key KEY, or BATON_API_KEY")

@@ -138,7 +138,7 @@ async def measure(
     models = {}
     for name, url in servers.items():
         with contextlib.closing(Client(Address(url))) as client:
-            models[name] = "limit" if name in (UVICORN, SOCKET) else await model_of(client)
+            models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
         for point in points:
             await Hammer(Address(url), models[name], point).run(WARM_UP_S)
     for number in range(rounds):

@@ -35,7 +35,8 @@ def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
     for summary in summaries:
         failures.update(summary.failures)
     why = "; ".join(f"{count} x {reason}" for reason, count in failures.most_common())
-    rows = [at_most(f"{name}: failed requests", failures.total(), "", 0, why[:160])]
+    said = next((f": {run.said}" for run in runs if run.said), "")
+    rows = [at_most(f"{name}: failed requests", failures.total(), "", 0, (why + said)[:240])]
     if not num_ok:
         return rows
     rates = [summary.tokens_per_s for summary in summaries]

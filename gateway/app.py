@@ -120,6 +120,7 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": min(lengths, default=None),
+        "vocab_size": model.text.tokenizer.vocab_size if model.text.has_tokenizer else None,
     }
 
 

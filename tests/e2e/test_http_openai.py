@@ -215,6 +215,7 @@ def test_vllms_extras(client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.model_extra is not None and model.model_extra["max_model_len"] == 4096
+    assert model.model_extra["vocab_size"] == 1001
     assert client.models.retrieve("tiny").id == "tiny"
 
 

@@ -44,6 +44,7 @@ def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.Capt
     assert status == 0
     output = capsys.readouterr().out
     assert "closed loop, 6 requests, 6 at once" in output
+    assert f"kept in {tmp_path}/serve.json\n" in output
     for name in ("baton: output", "bare: output", "baton: ITL p50", "baton / bare: TTFT p50"):
         assert name in output
     kept = json.loads((tmp_path / "serve.json").read_text())
@@ -121,6 +122,40 @@ def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.Cap
         status = int(ended.code or 0)
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Lists a model of a small vocabulary, and tells the largest id that it is asked about."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "m", "vocab_size": 9}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self._answer(400, {"error": {"code": "no", "message": f"the largest is {max(asked['prompt'])}"}})
+
+    def _answer(self, status: int, body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_prompts_are_of_the_vocabulary_that_is_listed_and_a_refusal_is_told_in_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        status = main(["bench", "serve", "--target", f"http://127.0.0.1:{server.server_port}"])
+        server.shutdown()
+        thread.join()
+    assert status == 2
+    assert "answers nothing that counts: status 400 no: the largest is 8\n" in capsys.readouterr().err
 
 
 def test_a_server_that_answers_nothing_that_counts_is_told(

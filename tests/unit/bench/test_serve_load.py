@@ -9,7 +9,7 @@ import pytest
 from baton.bench.serve_client import Address, Client, Connection
 from baton.bench.serve_figures import Slo
 from baton.bench.serve_hammer import Hammer, Point
-from baton.bench.serve_load import Load, Shape, model_of
+from baton.bench.serve_load import Load, Model, Shape, model_of
 from baton.bench.serve_overhead import limit
 from baton.bench.serve_workload import Job, poisson, random_jobs
 from baton.errors import ConfigError, PeerGone
@@ -146,11 +146,13 @@ def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
 
 def test_what_fails_is_counted_by_its_reason() -> None:
     async def run() -> None:
-        refusal = whole(b'{"error":{"code":"too_busy"}}', b"429 Too Many Requests")
+        body = b'{"error":{"code":"too_busy","message":"come back later"}}'
+        refusal = whole(body, b"429 Too Many Requests")
         async with answering(refusal) as url:
             with closing(Client(Address(url))) as client:
                 ran = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)])
         assert ran.summary.failures == {"status 429 too_busy": 1} and ran.summary.num_ok == 0
+        assert ran.said == "come back later"
         with closing(Client(Address(url))) as client:
             gone = await Load(client, "m", Shape(concurrency=1)).run([Job((1,), 1)] * 2)
         assert sum(gone.summary.failures.values()) == 2
@@ -158,17 +160,28 @@ def test_what_fails_is_counted_by_its_reason() -> None:
     asyncio.run(run())
 
 
-async def model_at(url: str) -> str:
+async def model_at(url: str) -> Model:
     with closing(Client(Address(url))) as client:
         return await model_of(client)
 
 
 def test_a_server_names_its_model() -> None:
-    async def ask() -> str:
-        async with answering(whole(b'{"data": [{"id": "tiny"}]}')) as url:
+    async def ask(card: bytes) -> Model:
+        async with answering(whole(b'{"data": [' + card + b"]}")) as url:
             return await model_at(url)
 
-    assert asyncio.run(ask()) == "tiny"
+    assert asyncio.run(ask(b'{"id": "tiny"}')) == Model("tiny", None)
+    assert asyncio.run(ask(b'{"id": "tiny", "vocab_size": 512}')) == Model("tiny", 512)
+    assert asyncio.run(ask(b'{"id": "tiny", "vocab_size": "many"}')) == Model("tiny", None)
+
+
+def test_a_server_that_wants_a_key_is_told_from_one_without_models() -> None:
+    async def ask() -> None:
+        async with answering(whole(b"{}", b"401 Unauthorized")) as url:
+            await model_at(url)
+
+    with pytest.raises(ConfigError, match="wants a key that it knows: --api-key KEY"):
+        asyncio.run(ask())
 
 
 def test_a_server_without_models_is_an_error_that_says_so() -> None:
