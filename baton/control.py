@@ -451,7 +451,11 @@ _DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(A
 
 def encode(message: AnyMessage) -> bytes:
     """A frame's body. WireError for what no frame holds: nothing of it has been sent then."""
-    body = _ENCODER.encode(message)
+    try:
+        body = _ENCODER.encode(message)
+    except (OverflowError, TypeError, ValueError) as error:  # a number of too many bits, half a character
+        what = f"a {type(message).__name__} that can't be written: {error}"
+        raise WireError(what, reason="message") from error
     if len(body) > MAX_BODY_BYTES:
         raise WireError(
             f"a {type(message).__name__} of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length"

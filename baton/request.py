@@ -14,7 +14,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
-MAX_INTEGER = 2**64  # beyond it a value is not even printed
+MAX_INTEGER = 2**63 - 1  # of any value, also where a float is meant: what every message can carry
 
 
 class FinishReason(StrEnum):
@@ -127,12 +127,14 @@ def _check_integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
     if abs(value) > MAX_INTEGER:
-        raise InvalidRequest(f"{name} must fit 64 bits, got a number of {value.bit_length()} bits")
+        raise InvalidRequest(f"{name} must fit 64 bits and a sign, got {value.bit_length()} bits")
 
 
 def _check(name: str, value: float, low: float, high: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
+    if isinstance(value, int):
+        _check_integer(name, value)
     # Written so that NaN fails: every comparison with NaN is false.
     if low <= value <= (sys.float_info.max if high is None else high):
         return

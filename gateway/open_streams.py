@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import MAX_EVENTS, Cancel, Ended, Routed, Started, Submit
-from baton.errors import BatonError, WorkerLost
+from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, why_not_again
 from baton.gateway.stream_log import State, Stream
 
@@ -49,9 +49,14 @@ class OpenStreams:
         return self._streams.get(stream.request_id) is stream
 
     def open(self, stream: Stream) -> None:
+        """Raises InvalidRequest, and keeps nothing of it, for what no message can carry."""
         self.counters["opened"] += 1
         self._streams[stream.request_id] = self._waiting[stream.request_id] = stream
-        self._submit(stream)
+        try:
+            self._hand_on(stream)
+        except InvalidRequest:
+            self._forget(stream)
+            raise
 
     def cancel(self, stream: Stream) -> None:
         self.counters["cancelled"] += 1
@@ -207,7 +212,14 @@ class OpenStreams:
             self._colleagues.router.send(message)
 
     def _submit(self, stream: Stream) -> None:
-        """Now, if there is a router; the stream stays WAITING otherwise."""
+        """What no message can carry ends this one alone: the others that wait for the router go on."""
+        try:
+            self._hand_on(stream)
+        except InvalidRequest as error:
+            self.fail(stream, error)
+
+    def _hand_on(self, stream: Stream) -> None:
+        """Now, if there is a router; the stream stays WAITING otherwise. Raises InvalidRequest."""
         now_s = self._clock.now_s()
         error = why_not_again(stream, self.is_connected, self._limits, now_s)
         if error is not None:
@@ -221,7 +233,10 @@ class OpenStreams:
             self.fail(stream, WorkerLost(f"its {len(stream.log)} tokens can't be sent on to another worker"))
             return
         self.flush()
-        router.send(Submit(request=request, beside=stream.beside, avoid=tuple(stream.avoid)))
+        try:
+            router.send(Submit(request=request, beside=stream.beside, avoid=tuple(stream.avoid)))
+        except WireError as error:
+            raise InvalidRequest(f"the request can't be sent on: {error}") from error
         stream.state, stream.heard_s = State.SUBMITTED, now_s
         del self._waiting[stream.request_id]
 

@@ -13,10 +13,10 @@ import msgspec
 from starlette.types import Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from baton.errors import BatonError
 from baton.gateway.answer_stream import DONE, Framing
 from baton.gateway.api_errors import ClientGone, as_api_error
 from baton.gateway.call import Call
+from baton.gateway.gate import log_failure
 from baton.gateway.inference import Inference
 from baton.gateway.socket_outlet import SocketOutlet
 
@@ -62,8 +62,13 @@ class StreamSocket:
                     await self._inference.follow(stream)
                 if stream.is_given_up:
                     raise ClientGone
-        except BatonError as error:
-            outlet.write(as_api_error(error).body() + b"\n" + DONE + b"\n")
+        except (ClientGone, WebSocketDisconnect):
+            raise
+        except Exception as error:  # also a bug of ours: it ends this answer, not the connection
+            answered = as_api_error(error)
+            if answered.status >= 500:
+                log_failure(error, scope["state"]["request_id"])
+            outlet.write(answered.body() + b"\n" + DONE + b"\n")
 
     async def _call(self, data: bytes, scope: Scope) -> Call:
         reader = self._inference.reader

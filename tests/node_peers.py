@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from baton.control import Address, AnyMessage, Hello, Kind, Worker, WorkerRole
+from baton.control import Address, AnyMessage, Hello, Kind, Worker, WorkerRole, encode
 from baton.node import Node
 from baton.request import Request, SamplingParams
 
@@ -73,7 +73,8 @@ class TestPeer:
         return self.hello.id
 
     def send(self, message: AnyMessage) -> None:
-        """From the node."""
+        """From the node; as a real one, it takes nothing that no message holds."""
+        encode(message)
         if self.is_open:
             self.received.append(message)
 

@@ -168,6 +168,14 @@ def test_sampling_out_of_range_is_refused_as_it_is_decoded() -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
+@pytest.mark.parametrize("reason", [2**64, "half a pair: \ud800"])
+def test_what_can_not_be_written_is_refused_before_it_is_sent(reason: Any) -> None:
+    failed = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason=reason)
+    with pytest.raises(WireError, match="an? AttemptFailed that can't be written") as caught:
+        encode(failed)
+    assert caught.value.reason == "message"
+
+
 def test_longest_prompt_of_a_large_context_fits_a_frame() -> None:
     request = Request(request_id=ID, token_ids=(150_000,) * 131_072)
     assert decode(encode(c.Submit(request=request))) == c.Submit(request=request)

@@ -28,7 +28,7 @@ from baton.request import FinishReason, Request, SamplingParams, StepOutput, Tok
         ({"logit_bias": {5: 101.0}}, r"logit_bias\[5\] must be between -100.0 and 100.0, got 101.0"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, r"len\(logit_bias\) must be between 0 and 1024"),
         ({"seed": -1}, "seed must be between 0 and"),
-        ({"seed": 2**63}, "seed must be between 0 and"),
+        ({"seed": 2**63}, "seed must fit 64 bits"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20, got -1"),
     ],
@@ -70,6 +70,20 @@ def test_bad_sampling_is_refused_on_the_wire() -> None:
         msgspec.msgpack.decode(frame, type=Request)
 
 
+def test_the_largest_numbers_survive_the_wire() -> None:
+    most = 2**63 - 1
+    sampling = SamplingParams(
+        max_tokens=most,
+        min_tokens=most,
+        top_k=most,
+        seed=most,
+        stop_token_ids=(most,),
+        logit_bias={most: 1.0},
+    )
+    request = Request(request_id="r", token_ids=(1,), sampling=sampling)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
 def test_an_output_survives_the_wire() -> None:
     logprobs = TokenLogprobs(token_id=7, logprob=-0.5, rank=1, top=((7, -0.5), (8, -1.0)))
     output = StepOutput(
@@ -84,6 +98,13 @@ def test_an_output_survives_the_wire() -> None:
         ({"temperature": "0.7"}, "temperature must be a number, got '0.7'"),
         ({"temperature": None}, "temperature must be a number, got None"),
         ({"max_tokens": 10**400}, "max_tokens must fit 64 bits"),
+        ({"max_tokens": 2**64}, "max_tokens must fit 64 bits"),
+        ({"max_tokens": 2**63}, "max_tokens must fit 64 bits"),
+        ({"min_tokens": 2**63, "max_tokens": None}, "min_tokens must fit 64 bits"),
+        ({"top_k": 2**63}, "top_k must fit 64 bits"),
+        ({"stop_token_ids": (2**63,)}, "must fit 64 bits"),
+        ({"logit_bias": {2**63: 1.0}}, "must fit 64 bits"),
+        ({"temperature": 2**64}, "temperature must fit 64 bits"),
         ({"n": 1.5}, "n must be an integer, got 1.5"),
         ({"top_k": True}, "top_k must be an integer, got True"),
         ({"logit_bias": {"5": 1.0}}, "must be an integer, got '5'"),

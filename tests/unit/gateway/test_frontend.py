@@ -1,6 +1,7 @@
 """One request from its opening to its end, without faults."""
 
 import pytest
+from msgspec.structs import force_setattr
 
 from baton.control import (
     MAX_REQUEST_BYTES,
@@ -215,6 +216,33 @@ def test_request_too_large_for_a_message_is_the_clients_error(request_: Request)
     with pytest.raises(InvalidRequest, match="too large"):
         g.open(request_)
     assert g.frontend.num_open == 0
+
+
+def what_no_message_holds(name: str) -> Request:
+    """SamplingParams refuse such a number; whatever else comes to that may not harm others either."""
+    request = a_request(name, sampling=SamplingParams(max_tokens=8, temperature=0.0))
+    force_setattr(request.sampling, "max_tokens", 2**64)
+    return request
+
+
+def test_request_that_no_message_holds_is_refused_and_leaves_nothing() -> None:
+    g = gateway("d0")
+    with pytest.raises(InvalidRequest, match="can't be sent on"):
+        g.open(what_no_message_holds("bad"))
+    assert g.frontend.num_open == 0
+    g.open(a_request())
+    assert g.submitted().request == a_request()
+
+
+def test_request_that_no_message_holds_ends_alone_when_a_router_joins() -> None:
+    g = gateway("d0")
+    g["router"].leave()
+    before, bad, after = g.open(a_request("a")), g.open(what_no_message_holds("bad")), g.open(a_request("b"))
+    g.join_router("another")
+    g.tick()
+    assert isinstance(bad.error, InvalidRequest) and "can't be sent on" in str(bad.error)
+    assert [submit.request for submit in g["router"].take(Submit)] == [a_request("a"), a_request("b")]
+    assert (before.error, after.error, g.frontend.num_open) == (None, None, 2)
 
 
 def test_largest_request_fits_every_message_that_carries_it() -> None:
