@@ -1,6 +1,6 @@
 """Why a request went where it went: what it was expected to cost at each pair of workers, and what it took.
 
-REQUEST_ID is the id that the gateway gave it, of one choice: 32 hex digits.
+REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex digits.
 """
 
 import argparse
@@ -27,9 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     standard_output.check()
-    if not re.fullmatch("[0-9a-f]{32}", arguments.request_id):
+    request_id = arguments.request_id.rpartition("-")[2]
+    if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
-    decisions, status = asyncio.run(_ask(*router_of(arguments), arguments.request_id))
+    decisions, status = asyncio.run(_ask(*router_of(arguments), request_id))
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(decisions).decode()}\n")
         return
