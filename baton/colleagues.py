@@ -55,11 +55,13 @@ class Colleagues:
 
     def with_pages(self) -> list[Worker]:
         """Listed workers that pages go to or may be fetched from: they have the same weights, or decode."""
-        own, members = self.hello.worker, self.members.values()
+        own = self.hello.worker
         if own is None:
             return []
-        alike = [each for each in members if each.fingerprint == own.fingerprint and each.id != own.id]
-        return alike + [each for each in members if each.role is WorkerRole.DECODE and each not in alike]
+        others = [each for each in self.members.values() if each.id != own.id]
+        return [
+            each for each in others if each.role is WorkerRole.DECODE or each.fingerprint == own.fingerprint
+        ]
 
     def joined(self, peer: Peer) -> None:
         self._peers[peer.hello.id] = peer

@@ -1,5 +1,7 @@
 """Whom a worker knows, what it asks for, and how its tokens are bundled."""
 
+import msgspec
+
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
 from baton.control import (
     Address,
@@ -198,3 +200,14 @@ class TestTokens:
         desk.join(GATEWAY)
         desk.colleagues.flush()
         assert desk.post.take() == []
+
+
+def test_pages_are_exchanged_with_decode_workers_and_with_all_of_the_same_weights() -> None:
+    desk = Desk()
+    own = desk.hello.worker
+    assert own is not None
+    alike, decoder = a_worker(1), a_worker(2, WorkerRole.DECODE)
+    other = msgspec.structs.replace(a_worker(3), fingerprint="others")
+    other_decoder = msgspec.structs.replace(a_worker(4, WorkerRole.DECODE), fingerprint="others")
+    desk.colleagues.changed(Members(workers=(own, alike, decoder, other, other_decoder)))
+    assert desk.colleagues.with_pages() == [alike, decoder, other_decoder]
