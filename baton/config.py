@@ -21,6 +21,10 @@ MAX_NUM_SEQS: Final = 2**16
 MAX_NUM_BATCHED_TOKENS: Final = 2**20
 MAX_QUEUE_DELAY_MS: Final = 60_000  # nobody waits longer for company
 
+PREFIX: Final = "BATON_"
+# Those that are no setting of a cluster, and are read here.
+VARIABLES: Final = ("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_LEVEL")
+
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
@@ -117,7 +121,7 @@ def api_key() -> str | None:
 
 def environment_settings() -> dict[str, str]:
     """Every BATON_* variable by its name."""
-    return {name: value for name, value in os.environ.items() if name.startswith("BATON_")}
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
 def visible_gpus() -> tuple[str, ...]:

@@ -14,7 +14,8 @@ from baton.cluster import standard_output
 from baton.cluster.command_line import parser_of
 from baton.cluster.serve_options import add_options as add_serve_options
 from baton.cluster.serve_options import settings
-from baton.cluster.settings import Settings, variable
+from baton.cluster.settings import Settings
+from baton.cluster.variables import variable
 from baton.config_tree import leaves
 from baton.errors import ConfigError
 from baton.serve_config import ServeConfig

@@ -1,7 +1,4 @@
-"""Settings from the command line, the environment, a file and the defaults, in that order, and their origins.
-
-The environment's name of `engine.cache.page_size` is BATON_ENGINE_CACHE_PAGE_SIZE.
-"""
+"""Settings from the command line, the environment, a file and the defaults, in this order, with origins."""
 
 import argparse
 from collections.abc import Mapping
@@ -12,12 +9,12 @@ import msgspec
 import yaml
 
 from baton.cluster.flag_names import SPELLED
+from baton.cluster.variables import check_variables, variable
 from baton.config_tree import build, flatten, from_text, known_keys, leaves, nest, unknown_key
 from baton.errors import ConfigError
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-PREFIX: Final = "BATON_"
 MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -73,12 +70,9 @@ def flags_given(struct_type: type[msgspec.Struct], arguments: argparse.Namespace
     }
 
 
-def variable(key: str) -> str:
-    return PREFIX + key.upper().replace(".", "_")
-
-
 def _of_environment(struct_type: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Given]:
     given = {}
+    check_variables(environment)
     for key, field in leaves(struct_type).items():
         name = variable(key)
         if name in environment:

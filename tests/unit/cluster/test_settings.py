@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.settings import MAX_FILE_BYTES, Given, Settings, read_mapping, variable
+from baton.cluster.settings import MAX_FILE_BYTES, Given, Settings, read_mapping
+from baton.cluster.variables import variable
 from baton.config_tree import leaves
 from baton.errors import ConfigError
 from baton.serve_config import ServeConfig
@@ -42,6 +43,11 @@ def test_every_setting_has_a_variable_of_its_own() -> None:
     names = [variable(key) for key in leaves(ServeConfig)]
     assert len(names) == len(set(names))
     assert variable("engine.cache.page_size") == "BATON_ENGINE_CACHE_PAGE_SIZE"
+
+
+def test_a_misspelt_variable_is_told() -> None:
+    with pytest.raises(ConfigError, match="unknown variable BATON_PROT; did you mean BATON_PORT"):
+        settings(environment={"BATON_PROT": "1"}, model="tiny")
 
 
 def test_variables_hold_lists_mappings_and_sizes() -> None:
