@@ -23,7 +23,7 @@ def test_a_variable_that_sets_nothing_is_told_with_the_one_that_was_meant(given:
 def test_what_is_known_and_what_others_set_is_let_be() -> None:
     check_variables(dict.fromkeys(VARIABLES, "x"))
     check_variables({"BATON_UID": "0", "BATON_GID": "0", "BATON_TWIRLING": "yes"})
-    check_variables({"BATON_GATEWAY_HOST": "h", "BATON_LOCAL_PREFILL_TOKENS": "1"})  # of other commands
+    check_variables({"BATON_STRICT": "true", "BATON_LOCAL_PREFILL_TOKENS": "1"})  # of other commands
     check_variables(
         {
             "BATON_SERVICE_HOST": "10.0.0.1",
