@@ -34,7 +34,6 @@ COMMANDS: Final = {
     "chat": "talk to a cluster",
     "status": "workers, their pages and queues",
     "explain": "why a request went where it went, and what it took",
-    "explain": "why a request went where it went, and what it took",
     "drain": "let a worker finish what it has, and take nothing new",
     "bench": "measure this machine, or a server: kv, serve",
     "sim": "run a whole cluster with faults in virtual time, from a seed",
