@@ -25,7 +25,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     send_buffer_bytes: int = 128 * 2**10  # of the kernel, a connection
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
-    idle_timeout_s: float = 15.0  # of a connection between two requests
+    idle_timeout_s: float = 15.0  # of a connection between two requests; four times as long for a WebSocket
     stall_timeout_s: float = 30.0  # of a client that reads nothing of what is written to it
     max_open_requests: int = 4096  # choices being answered at once
     max_wait_s: float = 30.0  # of a request that no worker has room for

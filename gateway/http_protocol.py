@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from baton.gateway.api_errors import ApiError
 from baton.gateway.http_refusals import (
     BAD_REQUEST,
+    BAD_UPGRADE,
     BODY_TOO_LARGE,
     HEADERS_TOO_LARGE,
     TOO_MANY,
@@ -146,9 +147,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._uses_the_reserve():
             self._refuse(TOO_MANY)
             return
+        is_upgrade = self.parser.should_upgrade() and self._should_upgrade()
+        if is_upgrade and not self._may_upgrade():
+            self._refuse(BAD_UPGRADE)
+            return
         self._must_come_within(self._limits.body_timeout_s)
         super().on_headers_complete()
-        if self.parser.should_upgrade() and self._should_upgrade():
+        if is_upgrade:
             return
         # The task that serves the request runs later: it finds this in its scope.
         outlet = ResponseBody(self.cycle)
@@ -195,7 +200,16 @@ class LimitedProtocol(HttpToolsProtocol):
         most = self._limits.max_connections
         return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
 
+    def _may_upgrade(self) -> bool:
+        """A GET without a body, and nothing before it that is being answered: that would lose its connection."""
+        has_body = any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
+        return self.parser.get_method() == b"GET" and not has_body and not self._outlets
+
     def _upgrade(self) -> None:
+        """The WebSocket has a deadline of its own from here on."""
         self._forget_deadline()
         if self._refusal is None and self._should_upgrade():
             self.handle_websocket_upgrade()

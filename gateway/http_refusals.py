@@ -15,6 +15,9 @@ REASONS: Final = {
 RETRY_AFTER_S: Final = 1.0
 
 BAD_REQUEST: Final = ApiError(400, "the request is not valid HTTP/1.1", code="bad_request")
+BAD_UPGRADE: Final = ApiError(
+    400, "a WebSocket begins with a GET that has no body and a valid handshake", code="bad_upgrade"
+)
 HEADERS_TOO_LARGE: Final = ApiError(431, "the request's headers are too large", code="headers_too_large")
 BODY_TOO_LARGE: Final = ApiError(413, "the request's body is too large", code="body_too_large")
 TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="request_timeout")

@@ -14,6 +14,7 @@ from uvicorn.server import Server
 
 from baton.errors import ConfigError
 from baton.gateway.http_protocol import LimitedProtocol, Limits
+from baton.gateway.socket_protocol import LimitedSocket
 from baton.gateway_config import GatewayConfig
 
 BACKLOG: Final = 1024
@@ -100,10 +101,11 @@ def listening_socket(config: GatewayConfig) -> socket.socket:
 
 def _uvicorn_config(app: ASGIApp, config: GatewayConfig, limits: Limits) -> Config:
     protocol: Any = functools.partial(LimitedProtocol, limits)
+    socket_protocol: Any = functools.partial(LimitedSocket, limits.header_timeout_s)
     return Config(
         app,
         http=protocol,
-        ws="websockets-sansio",
+        ws=socket_protocol,
         ws_max_size=config.max_body_bytes,
         ws_max_queue=WEBSOCKET_QUEUE,
         ws_per_message_deflate=False,

@@ -135,7 +135,7 @@ def _parts(
         model=model,
         inference=inference,
         text_routes=TextRoutes(reader, model),
-        stream_socket=StreamSocket(inference),
+        stream_socket=StreamSocket(inference, config.idle_timeout_s),
         canary=Canary(model.service, clock),
         metrics=metrics,
         exporter=Exporter(metrics, model.service, model=model.name, vllm_names=config.vllm_metric_names),

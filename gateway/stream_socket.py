@@ -3,6 +3,8 @@
 The client sends a message, the body of a chat or of a completion; `stream` need not be set. The chunks of its
 answer come as messages of their own, then `[DONE]`. A message that comes meanwhile ends the answer:
 `{"cancel": true}` does no more than that, another body is the next call. Closing ends it as well.
+
+A client that asks for nothing is closed: soon while it never has, later between two calls.
 """
 
 import asyncio
@@ -24,18 +26,28 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
 
 
+IDLE_TIMES: Final = 4  # as long as an HTTP connection, which clients take up again by themselves
+GOING_AWAY: Final = 1001  # the code of a close
+
+
 class StreamSocket:
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, idle_timeout_s: float) -> None:
         self._inference = inference
+        self._idle_timeout_s = idle_timeout_s
 
     async def serve(self, websocket: WebSocket) -> None:
-        """Until the client closes."""
+        """Until the client closes, or is idle for too long."""
         await websocket.accept()
         outlet = SocketOutlet(websocket)
         hearing = asyncio.create_task(_hear(websocket))
+        patience_s = self._idle_timeout_s
         try:
             while True:
-                data = await hearing
+                await asyncio.wait((hearing,), timeout=patience_s)
+                if not hearing.done():
+                    await websocket.close(GOING_AWAY, "nothing was asked for")
+                    return
+                data, patience_s = hearing.result(), self._idle_timeout_s * IDLE_TIMES
                 hearing = asyncio.create_task(_hear(websocket))
                 if not _is_cancel(data):
                     await self._answer(data, websocket.scope, outlet, hearing)
