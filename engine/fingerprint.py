@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
+from baton.engine.checkpoint_files import weight_files
 from baton.engine.safetensors_file import SafetensorsHeader, read_safetensors_header
-from baton.engine.weights import weight_files
 
 DIGEST_BYTES: Final = 16
 SAMPLE_BYTES: Final = 4096  # of each tensor

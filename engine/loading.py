@@ -17,6 +17,7 @@ from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
 from baton.engine.hf_config import ModelConfig, read_model_config
 from baton.engine.kv_pool import ZerosOnCpu
+from baton.engine.model_limits import check_split
 from baton.engine.model_runner import ModelRunner, choose_device, choose_dtype
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import parameter_bytes
@@ -45,7 +46,7 @@ def load_engine(
     directory = Path(config.model).resolve()
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)
-    _check_split(model, config.tensor_parallel_size)
+    check_split(model, config.tensor_parallel_size)
     _check_memory(model, config)
     followers = Followers(config, companion) if config.tensor_parallel_size > 1 else None
     try:
@@ -62,14 +63,6 @@ def load_engine(
         if followers:
             followers.close(timeout_s=0.0)
         raise
-
-
-def _check_split(model: ModelConfig, num_ranks: int) -> None:
-    """Before any process is started: ConfigError unless every rank can have an equal part."""
-    tp = TensorParallel(rank=0, size=num_ranks)
-    tp.shard(model.num_kv_heads, what="KV heads")
-    tp.shard(model.num_heads, what="attention heads")
-    tp.shard(model.intermediate_size, what="intermediate_size")
 
 
 def _check_memory(model: ModelConfig, config: EngineConfig) -> None:

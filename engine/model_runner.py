@@ -21,6 +21,7 @@ from baton.engine.kv_memory import check_fits, count_pages
 from baton.engine.kv_pool import KvPool, ZerosOnCpu
 from baton.engine.layers import Parameters
 from baton.engine.model_input import ModelInput
+from baton.engine.model_limits import choose_max_model_len
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import check_parameters, parameter_bytes, parameter_shapes
 from baton.engine.step_arrays import StepArrays, padding_step
@@ -149,12 +150,3 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
         logger.warning("float16 weights are computed in float32: the CPU kernels take no float16")
         return "float32"
     return model.dtype
-
-
-def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    asked = config.max_model_len
-    if asked is not None and asked > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len: the model has positions for {model.max_position_embeddings} tokens, got {asked}"
-        )
-    return asked or model.max_position_embeddings

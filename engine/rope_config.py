@@ -4,7 +4,7 @@ import msgspec
 
 from baton.engine.json_file import JsonObject
 from baton.errors import ModelError
-from baton.kernels.rope_table import ROPE_TYPES, RopeScaling
+from baton.kernels.rope_scaling import ROPE_TYPES, RopeScaling
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):

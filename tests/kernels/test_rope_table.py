@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kernels.rope_table import RopeScaling, rope_table
+from baton.kernels.rope_scaling import RopeScaling
+from baton.kernels.rope_table import rope_table
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from baton.engine.hf_config import read_model_config
-from baton.engine.model_runner import ModelRunner, choose_device, choose_max_model_len
+from baton.engine.model_limits import choose_max_model_len
+from baton.engine.model_runner import ModelRunner, choose_device
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import parameter_bytes, parameter_shapes
 from baton.engine.step_arrays import StepBuilder

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from baton.engine.json_file import JsonObject, read_json
 from baton.engine.rope_config import RopeConfig, read_rope_config
 from baton.errors import ModelError
-from baton.kernels.rope_table import RopeScaling, attention_factor
+from baton.kernels.rope_scaling import RopeScaling, attention_factor
 
 THETA = 5000.0
 MAX_POSITIONS = 256

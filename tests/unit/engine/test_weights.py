@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton.engine.weights import ReportingCheckpoint, SafetensorsCheckpoint, open_checkpoint, weight_files
+from baton.engine.checkpoint_files import weight_files
+from baton.engine.weights import ReportingCheckpoint, SafetensorsCheckpoint, open_checkpoint
 from baton.errors import ModelError
 
 INDEX = "model.safetensors.index.json"

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels.rope import rope, rope_reference
-from baton.kernels.rope_table import RopeScaling, rope_table
+from baton.kernels.rope_scaling import RopeScaling
+from baton.kernels.rope_table import rope_table
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")
