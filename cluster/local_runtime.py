@@ -10,7 +10,16 @@ from typing import Final
 
 import msgspec
 
-from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
+from baton.cluster.process_spec import (
+    DRAINED,
+    Failed,
+    Loading,
+    ProcessSpec,
+    Report,
+    Started,
+    assignment,
+    share_out,
+)
 from baton.config import environment_of_child, visible_gpus
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
@@ -26,6 +35,7 @@ class LocalProcess:
         self.name = name
         self._process = process
         self._loading: Loading | None = None
+        self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
         self._report: asyncio.Future[Report] = asyncio.ensure_future(self._read_report())
 
     @property
@@ -46,9 +56,12 @@ class LocalProcess:
         status = await self._process.wait()
         if status < 0:
             return f"ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}" if status else ""
+        if status == DRAINED or (status == 0 and self._is_asked):
+            return ""
+        return f"ended with status {status}"
 
     def stop(self) -> None:
+        self._is_asked = True
         if self._process.returncode is None:
             self._process.terminate()
 

@@ -2,7 +2,8 @@
 
 1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
 2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed to.
-3. SIGTERM lets it drain, and end with status 0; a second one ends it at once.
+3. SIGTERM lets it drain, and end with status 0; a second one ends it at once. Only what `baton drain` has
+   drained ends with DRAINED: whatever a machine's SIGTERM means, it is not "stay away".
 4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
 
 What the processes do is imported here when it is known which one this is: a router needs no torch.
@@ -22,7 +23,16 @@ import msgspec
 import uvloop
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import USER_ERROR, Assignment, Failed, Loading, Progress, Report, Started
+from baton.cluster.process_spec import (
+    DRAINED,
+    USER_ERROR,
+    Assignment,
+    Failed,
+    Loading,
+    Progress,
+    Report,
+    Started,
+)
 from baton.config import log_level
 from baton.errors import BatonError
 from baton.worker_config import Ready, WorkerConfig
@@ -38,7 +48,10 @@ LOG_FORMAT: Final = "%(levelname)s %(name)s %(message)s"
 
 
 def run(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None = None) -> None:
-    """Serve until `stop` is set; on any thread. `progress` hears of a worker's weights. Raises BatonError."""
+    """Serve until `stop` is set, or a worker is drained, which leaves it unset; on any thread.
+
+    `progress` hears of a worker's weights. Raises BatonError.
+    """
     match given.kind:
         case "router":
             _run_router(given, ready, stop)
@@ -112,7 +125,7 @@ def main() -> int:
     except BaseException as error:
         _report(reports, Failed(f"{type(error).__name__}: {error}", is_users_error=False))
         raise
-    return 0
+    return 0 if stop.is_set() else DRAINED
 
 
 class _Throttled:

@@ -10,7 +10,9 @@ from baton.control import Address, Name
 
 ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
 
-USER_ERROR: Final = 2  # exit status: the operator must change something, as for the command line
+# Exit statuses beside 0, which says that it was told to end, by whomever.
+USER_ERROR: Final = 2  # the operator must change something, as for the command line
+DRAINED: Final = 4  # the operator has drained it, and nothing else has told it to end
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ class Process(Protocol):
         """How far it has come before it serves; None where it has not said."""
 
     async def watch(self) -> str:
-        """Waits until it is gone, and says how it ended; "" when it was asked to and did."""
+        """Waits until it is gone, and says how it ended; "" when it was drained, or told to by `stop`."""
 
     def stop(self) -> None:
         """Ask it to drain and end."""

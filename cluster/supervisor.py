@@ -1,8 +1,8 @@
 """Keeps one process of the cluster alive.
 
 1. `start` starts it and waits until it serves.
-2. `keep` watches it. What ends by itself is started again, after a pause that grows while that goes on.
-   What has drained, because an operator asked for it, stays away.
+2. `keep` watches it. What ends is started again, after a pause that grows while that goes on, also after a
+   SIGTERM from elsewhere. What has drained, because an operator asked for it by `baton drain`, stays away.
 3. `stop` lets it drain within its time, and then ends it.
 """
 

@@ -1,7 +1,7 @@
 """What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
 
 serves: says so and waits for SIGTERM. fails, fails-us: says why not. loads: says how far, then serves.
-crashes: ends without a word.
+crashes: ends without a word. drains: serves, and ends as one that an operator has drained.
 falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
 """
 
@@ -12,7 +12,7 @@ import threading
 
 import msgspec
 
-from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
+from baton.cluster.process_spec import DRAINED, Assignment, Failed, Loading, Report, Started
 from baton.control import Address
 
 
@@ -44,6 +44,9 @@ def main() -> None:
         case "loads":
             for num_bytes in (1, 3):
                 say(Loading(num_bytes, 4))
+        case "drains":
+            say(Started(Address("127.0.0.1", 1)))
+            sys.exit(DRAINED)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say(Started(Address("127.0.0.1", len(given.key))))

@@ -60,6 +60,22 @@ def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) ->
     assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
 
 
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_worker_that_somebody_else_has_told_to_end_is_started_again(cluster: Served, name: str) -> None:
+    before = cluster.status()[name].worker.id
+    os.kill(cluster.pid_of(name), signal.SIGTERM)
+    until(lambda: cluster.has_replaced(name, before))
+    assert cluster.complete(COPY[0]) == COPY[1]
+
+
+def test_a_router_that_somebody_else_has_told_to_end_is_started_again(cluster: Served) -> None:
+    pid = cluster.listening_on(find_record(cluster.port).router.port)
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: are_gone({pid}))
+    until(cluster.answers)
+    assert any("router ended with status 0; it is started again" in line for line in cluster.said)
+
+
 def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluster: Served) -> None:
     record = find_record(cluster.port)
     for port in (record.router.port, cluster.port):
@@ -81,6 +97,14 @@ def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> 
         assert cluster.process.wait(60) == 0
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert are_gone(pids)
+
+
+def test_a_worker_that_the_operator_drains_stays_away() -> None:
+    with served(*OPTIONS) as cluster:
+        assert "drains" in cluster.baton("drain", "prefill-0", "--port", str(cluster.port))
+        until(lambda: any("prefill-0 has drained and stays away" in line for line in cluster.said))
+        until(lambda: "prefill-0" not in cluster.status())
+        assert cluster.complete(COPY[0]) == COPY[1]
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,23 @@ def test_what_ends_by_itself_is_started_again(tmp_path: Path) -> None:
 def test_what_has_drained_stays_away() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         await process.start()
-        keeping = asyncio.create_task(process.keep())
-        runtime.spawned[0].stop()  # as an operator's drain does: it ends with status 0
-        await asyncio.wait_for(keeping, 10)
+        await asyncio.wait_for(process.keep(), 10)
         assert (len(runtime.spawned), process.is_ready) == (1, False)
+
+    supervised(spec("drains"), test)
+
+
+def test_what_somebody_elses_sigterm_has_ended_is_started_again() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        os.kill(runtime.spawned[0].pid, signal.SIGTERM)  # it ends in order, with status 0
+        async with asyncio.timeout(20):
+            while not process.num_restarts or not process.is_ready:
+                await asyncio.sleep(0.01)
+        assert await runtime.spawned[0].watch() == "ended with status 0"
+        await process.stop(1.0)
+        await keeping
 
     supervised(spec("serves"), test)
 
