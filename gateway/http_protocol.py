@@ -201,7 +201,7 @@ class LimitedProtocol(HttpToolsProtocol):
         return len(self.connections) > most - most // 10 and self.url not in RESERVED_PATHS
 
     def _may_upgrade(self) -> bool:
-        """A GET without a body, and nothing before it that is being answered: that would lose its connection."""
+        """A GET without a body, and nothing before it is being answered: that would lose its connection."""
         has_body = any(
             name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
             for name, value in self.headers
