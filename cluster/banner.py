@@ -5,8 +5,9 @@ from typing import Final
 import msgspec
 
 from baton.bench.tiny.tasks import recall_cases
-from baton.cluster.model_directory import TINY
+from baton.cluster.model_directory import TINY, resolve_model
 from baton.cluster.serve import Serving
+from baton.cluster.serve_checks import speech_of
 from baton.serve_config import ServeConfig
 
 RECALL_TOKENS: Final = 250
@@ -32,16 +33,26 @@ def banner(config: ServeConfig, serving: Serving) -> str:
 def _example(config: ServeConfig, serving: Serving) -> list[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.tenants else ""
     if config.model != TINY:
-        body: dict[str, object] = {"messages": [{"role": "user", "content": "What is a baton?"}]}
-        return ["  Try it:", "", _curl(config, serving, "chat/completions", body, key)]
+        return ["  Try it:", "", _curl(config, serving, *_question(config), key)]
     (case,) = recall_cases(1, RECALL_TOKENS, seed=RECALL_SEED)
     question = case.prompt.rpartition("\n")[2]
-    body = {"prompt": case.prompt, "max_tokens": 4, "temperature": 0}
+    body: dict[str, object] = {"prompt": case.prompt, "max_tokens": 4, "temperature": 0}
     return [
         f"  Try it. The answer to {question} is{case.answer}, as the prompt says:",
         "",
         _curl(config, serving, "completions", body, key),
     ]
+
+
+def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
+    """A route, and a body that the model can answer there."""
+    match speech_of(resolve_model(config.model)):
+        case "chat":
+            return "chat/completions", {"messages": [{"role": "user", "content": "What is a baton?"}]}
+        case "text":
+            return "completions", {"prompt": "A baton is", "max_tokens": 32}
+        case "token ids":
+            return "completions", {"prompt": [1, 2, 3], "max_tokens": 8, "return_token_ids": True}
 
 
 def _curl(config: ServeConfig, serving: Serving, route: str, body: dict[str, object], key: str) -> str:

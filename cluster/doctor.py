@@ -14,8 +14,8 @@ import msgspec
 
 from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
-from baton.cluster.model_directory import resolve_model
 from baton.cluster.ray_runtime import MIN_RAY
+from baton.cluster.serve_checks import check_model, check_tenants, speech_of
 from baton.config import visible_gpus
 from baton.errors import BatonError
 from baton.gateway_config import is_loopback
@@ -83,9 +83,31 @@ def compiler(config: ServeConfig) -> Iterator[Finding]:
 
 def model(config: ServeConfig) -> Iterator[Finding]:
     try:
-        yield _ok(f"model: {resolve_model(config.model)}")
+        directory = check_model(config)
+        speech = speech_of(directory)
     except BatonError as error:
-        yield _error(str(error), "give the directory of a model that is on this machine")
+        yield _error(
+            str(error), "give the directory of a whole model of this machine, and settings that fit it"
+        )
+        return
+    yield _ok(f"model: {directory}")
+    if speech == "token ids":
+        yield _warning(f"{directory} has no tokenizer.json: prompts are token ids", "put its tokenizer there")
+    elif speech == "text":
+        yield _warning(
+            f"{directory} has no chat template: it completes text", "put chat_template.jinja there"
+        )
+
+
+def tenants(config: ServeConfig) -> Iterator[Finding]:
+    if config.tenants is None:
+        return
+    try:
+        check_tenants(config)
+    except BatonError as error:
+        yield _error(str(error), "`printf %s KEY | sha256sum` prints what stands behind sha256:")
+    else:
+        yield _ok(f"tenants: {config.tenants}")
 
 
 def gpus(config: ServeConfig) -> Iterator[Finding]:
@@ -205,6 +227,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     libraries,
     compiler,
     model,
+    tenants,
     gpus,
     shared_memory,
     open_files,

@@ -8,15 +8,16 @@ import argparse
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 from baton.cluster.banner import banner
 from baton.cluster.cluster_key import cluster_key
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.local_runtime import LocalRuntime
-from baton.cluster.model_directory import resolve_model
 from baton.cluster.ray_runtime import RayRuntime
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve import Serving, serve
+from baton.cluster.serve_checks import check_model, check_tenants, speech_of
 from baton.cluster.serve_options import add_options, settings
 from baton.errors import ConfigError
 from baton.serve_config import ServeConfig
@@ -30,12 +31,23 @@ def run(arguments: argparse.Namespace) -> None:
     if "model" not in given.given:
         raise ConfigError('MODEL: expected a directory, or "tiny", got none')
     config = given.build()
-    if config.ray_address is None:
-        resolve_model(config.model)  # said before anything is started
+    try:
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(given.in_words_of_origin(str(error))) from None
     try:
         asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+
+
+def _check(config: ServeConfig) -> None:
+    """Before anything is started. Of a Ray cluster this machine may be one that has no model."""
+    check_tenants(config)
+    if config.ray_address is None or Path(config.model).is_dir():
+        directory = check_model(config)
+        if speech_of(directory) == "token ids":
+            _say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
 async def _serve(config: ServeConfig, key: bytes) -> None:

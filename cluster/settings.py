@@ -47,13 +47,14 @@ class Settings(Generic[StructT]):
         try:
             return build(self._struct_type, nest({key: given.value for key, given in self.given.items()}))
         except ConfigError as error:
-            raise ConfigError(self._in_words_of_origin(str(error))) from None
+            raise ConfigError(self.in_words_of_origin(str(error))) from None
 
     def origin(self, key: str) -> str:
         given = self.given.get(key)
         return given.origin if given else "default"
 
-    def _in_words_of_origin(self, message: str) -> str:
+    def in_words_of_origin(self, message: str) -> str:
+        """What is wrong with a setting, told with whoever gave it."""
         # A struct's own checks know its last names alone: `cache.page_size` of `engine.cache.page_size`.
         key, colon, rest = message.partition(":")
         for known, given in self.given.items():

@@ -1,5 +1,6 @@
 import json
 import shlex
+from pathlib import Path
 
 from baton.cluster.banner import banner
 from baton.cluster.llm import LLM
@@ -8,6 +9,7 @@ from baton.config_tree import build
 from baton.control import Address
 from baton.request import SamplingParams
 from baton.serve_config import ServeConfig
+from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
 SERVING = Serving(host="127.0.0.1", port=8123, router=Address("127.0.0.1", 7000))
 
@@ -28,9 +30,21 @@ def test_the_answer_that_is_promised_is_the_models() -> None:
     assert len(completion.prompt_token_ids) >= 250
 
 
-def test_another_model_is_asked_in_a_chat() -> None:
-    config = build(ServeConfig, {"model": "/models/it's mine", "tenants": "tenants.yaml"})
+def test_another_model_is_asked_in_a_chat(tmp_path: Path) -> None:
+    directory = tmp_path / "it's mine"
+    directory.mkdir()
+    without_weights(directory)
+    config = build(ServeConfig, {"model": str(directory), "tenants": "tenants.yaml"})
     command = curl(banner(config, SERVING))
     assert command[2] == "http://127.0.0.1:8123/v1/chat/completions"
     assert "Authorization: Bearer YOUR_KEY" in command
     assert json.loads(command[-1])["model"] == "it's mine"
+
+
+def test_a_model_without_template_or_tokenizer_is_asked_in_what_it_takes(tmp_path: Path) -> None:
+    config = build(ServeConfig, {"model": str(with_config_alone(tmp_path))})
+    assert json.loads(curl(banner(config, SERVING))[-1])["prompt"] == [1, 2, 3]
+    without_weights(tmp_path, chat_template=None)
+    command = curl(banner(config, SERVING))
+    assert command[2] == "http://127.0.0.1:8123/v1/completions"
+    assert json.loads(command[-1])["prompt"] == "A baton is"

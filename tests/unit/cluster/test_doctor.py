@@ -13,6 +13,7 @@ from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
 from baton.config_tree import build
 from baton.serve_config import ServeConfig
+from tests.unit.cluster.model_directories import with_config_alone
 
 
 def findings(check: doctor.Check, **settings: object) -> list[Finding]:
@@ -104,6 +105,26 @@ def test_missing_libraries_are_told_with_what_installs_them(monkeypatch: pytest.
 def test_a_model_that_is_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "/nowhere", "--port", "0"]) == 1
     assert "ERROR   model '/nowhere'" in capsys.readouterr().out
+
+
+def test_settings_that_do_not_fit_the_model_are_errors() -> None:
+    assert the(doctor.model).verdict == "ok"
+    finding = the(doctor.model, decode={"tensor_parallel_size": 3})
+    assert (finding.verdict, finding.what[:28]) == ("error", "decode.tensor_parallel_size:")
+
+
+def test_a_model_that_knows_no_text_is_a_warning(tmp_path: Path) -> None:
+    with_config_alone(tmp_path)
+    found, warned = findings(doctor.model, model=str(tmp_path), engine={"load_format": "dummy"})
+    assert (found.verdict, warned.verdict) == ("ok", "warning")
+    assert "has no tokenizer.json: prompts are token ids" in warned.what
+
+
+def test_a_file_of_tenants_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text("tenants: {acme: {keys: [secret]}}")
+    finding = the(doctor.tenants, tenants=str(tmp_path / "tenants.yaml"))
+    assert finding.verdict == "error" and "sha256sum" in finding.mend
+    assert findings(doctor.tenants) == []
 
 
 def test_a_package_that_hides_hugging_faces_kernels_is_found(
