@@ -89,7 +89,7 @@ class LocalRuntime:
         self._command = command
         self._alive: set[LocalProcess] = set()
         self._watches: set[asyncio.Task[None]] = set()
-        self._num_cores: dict[str, int] = {}  # by the name of a process that computes
+        self._num_threads: dict[str, int] = {}  # by the name of a process that computes
         self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
 
     async def open(self) -> None:
@@ -97,8 +97,8 @@ class LocalRuntime:
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Ranks share the cores out, and the GPUs in turn."""
-        self._num_cores = share_out(specs, len(os.sched_getaffinity(0)))
+        """The ranks of a role share the cores out, and all ranks the GPUs in turn."""
+        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
         first = 0
         for spec in specs:
             if spec.gpus_per_rank and spec.num_ranks > self.num_gpus:
@@ -119,7 +119,7 @@ class LocalRuntime:
             limit=MAX_REPORT_BYTES,
             process_group=0,  # Ctrl-C in the terminal is for this process, which then lets them drain
             env=environment_of_child(
-                num_threads=self._num_cores.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
+                num_threads=self._num_threads.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
             ),
         )
         assert process.stdin is not None

@@ -56,6 +56,7 @@ def _worker(
     return ProcessSpec(
         kind="worker",
         name=name,
+        role=role,
         num_ranks=settings.tensor_parallel_size,
         cores_per_rank=of_role.cores_per_rank,
         gpus_per_rank=gpus_per_rank,

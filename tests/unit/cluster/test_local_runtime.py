@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.cluster.local_runtime import LocalRuntime
-from baton.cluster.process_spec import Loading, share_out
+from baton.cluster.process_spec import Loading, share_out, share_out_threads
 from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
 from tests.peer_processes import PEER, spec
@@ -105,6 +105,12 @@ def test_shares_are_even_unless_somebody_says_how_many() -> None:
         "b": 8,
         "c": 6,
     }
+
+
+def test_each_role_has_all_cores() -> None:
+    workers = [spec(name, num_ranks=1) for name in ("p0", "p1", "d0")]
+    roles = [msgspec.structs.replace(each, role=each.name[0]) for each in workers]
+    assert share_out_threads(roles, 8) == {"p0": 4, "p1": 4, "d0": 8}
 
 
 PRINT_THREADS: Final = """
