@@ -18,7 +18,7 @@ from baton.cluster.process_spec import (
     Report,
     Started,
     assignment,
-    share_out,
+    share_out_threads,
 )
 from baton.config import environment_of_child, visible_gpus
 from baton.control import Address
