@@ -1,4 +1,8 @@
-"""Let a worker finish what it has and take nothing new; then it ends, and stays away."""
+"""Let a worker finish what it has and take nothing new; then it ends, and stays away.
+
+It comes back when its cluster is started again, or whoever runs `baton worker` does. The last of a role goes
+with --force only.
+"""
 
 import argparse
 import asyncio
@@ -12,17 +16,18 @@ from baton.errors import PeerGone, WorkerLost
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its name or id, as `baton status` says")
+    parser.add_argument("--force", action="store_true", help="also when it is the last of its role")
     add_router_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    asyncio.run(_drain(arguments.worker, *router_of(arguments)))
+    asyncio.run(_drain(arguments.worker, arguments.force, *router_of(arguments)))
     standard_output.write(f"{arguments.worker} drains; `baton status` shows it until it has ended\n")
 
 
-async def _drain(worker: str, router: Address, key: bytes) -> None:
+async def _drain(worker: str, may_be_last: bool, router: Address, key: bytes) -> None:
     try:
         async with connected(router, key) as operator:
-            await operator.drain(worker)
+            await operator.drain(worker, may_be_last=may_be_last)
     except (TimeoutError, PeerGone):
         raise WorkerLost(f"the router at {router.host}:{router.port} does not answer") from None

@@ -5,7 +5,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -20,12 +20,19 @@ from baton.control import (
     Kind,
     Status,
     StatusQuery,
+    WorkerRole,
+    WorkerStatus,
 )
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
 
 ANSWER_TIMEOUT_S: Final = 5.0
+# What becomes of a cluster whose workers of a role have gone.
+ALONE: Final = {
+    WorkerRole.PREFILL: "decode workers compute all prompts",
+    WorkerRole.DECODE: "no request is answered",
+}
 
 
 class Operator:
@@ -58,12 +65,9 @@ class Operator:
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             return await answer
 
-    async def drain(self, worker: str) -> None:
-        """ConfigError when there is no worker of that name or id."""
-        known = [entry.worker for entry in (await self.status()).workers]
-        if worker not in {name for entry in known for name in (entry.id, entry.name)}:
-            names = ", ".join(entry.name for entry in known) or "none"
-            raise ConfigError(f"worker: there is no {worker!r}; the cluster's workers are: {names}")
+    async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
+        """ConfigError when there is no worker of that name or id, or no other of its role would be left."""
+        _check_drain(worker, (await self.status()).workers, may_be_last)
         (await self._connection()).send(Drain(worker=worker))
         await self.status()  # answered in order: the router has had the Drain
 
@@ -115,3 +119,14 @@ async def connected(router: Address, key: bytes) -> AsyncIterator[Operator]:
         yield operator
     finally:
         await hub.close()
+
+
+def _check_drain(worker: str, entries: Sequence[WorkerStatus], may_be_last: bool) -> None:
+    found = [entry for entry in entries if worker in (entry.worker.id, entry.worker.name)]
+    if not found:
+        names = ", ".join(sorted(entry.worker.name for entry in entries)) or "none"
+        raise ConfigError(f"worker: there is no {worker!r}; the cluster's workers are: {names}")
+    role = found[0].worker.role
+    others = [entry for entry in entries if entry.worker.role is role and entry not in found]
+    if not may_be_last and all(entry.is_draining for entry in others):
+        raise ConfigError(f"{worker} is the last {role} worker: without it {ALONE[role]}; --force drains it")

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.control import WorkerRole
+from baton.errors import InvalidRequest
 from baton.gateway.api_errors import ApiError
 from baton.gateway.service import Service
 from baton.gateway.tenants import Tenant
@@ -28,15 +29,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_model_len(self) -> int:
-        """Of the worker that takes the fewest tokens, so that any may be chosen. Raises Overloaded."""
+        """Of the worker that takes the fewest tokens, so that any may be chosen. Raises ApiError 503."""
         lengths = [worker.max_model_len for worker in self.service.workers]
         if not lengths:
-            raise Overloaded("no worker is there", retry_after_s=NO_WORKERS_RETRY_S)
+            raise _missing("worker")
         return min(lengths)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises ApiError, or InvalidRequest, for a prompt that the model cannot take."""
+        """Raises ApiError, or InvalidRequest, for a prompt that the model cannot take, or nobody now."""
         longest = self.max_model_len
+        if not any(worker.role is WorkerRole.DECODE for worker in self.service.workers):
+            raise _missing("decode worker")
         if not num_tokens:
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         if num_tokens >= longest:
@@ -46,3 +49,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
                 code="context_length_exceeded",
                 param="prompt",
             )
+
+
+def _missing(who: str) -> ApiError:
+    """Said at once: one that is started again may be away for longer than a client waits without a word."""
+    message = f"no {who} is there to answer"
+    return ApiError(503, message, code="no_worker", retry_after_s=NO_WORKERS_RETRY_S)

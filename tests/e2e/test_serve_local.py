@@ -56,6 +56,7 @@ def test_a_worker_that_is_killed_is_started_again(cluster: Served, name: str) ->
     before = cluster.status()[name].worker.id
     os.kill(cluster.pid_of(name), signal.SIGKILL)
     until(lambda: cluster.has_replaced(name, before))
+    until(cluster.answers)
     assert cluster.complete(COPY[0]) == COPY[1]
     assert any(f"{name} ended by SIGKILL; it is started again" in line for line in cluster.said)
 
@@ -65,6 +66,7 @@ def test_a_worker_that_somebody_else_has_told_to_end_is_started_again(cluster: S
     before = cluster.status()[name].worker.id
     os.kill(cluster.pid_of(name), signal.SIGTERM)
     until(lambda: cluster.has_replaced(name, before))
+    until(cluster.answers)
     assert cluster.complete(COPY[0]) == COPY[1]
 
 
@@ -101,7 +103,7 @@ def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> 
 
 def test_a_worker_that_the_operator_drains_stays_away() -> None:
     with served(*OPTIONS) as cluster:
-        assert "drains" in cluster.baton("drain", "prefill-0", "--port", str(cluster.port))
+        assert "drains" in cluster.baton("drain", "prefill-0", "--force", "--port", str(cluster.port))
         until(lambda: any("prefill-0 has drained and stays away" in line for line in cluster.said))
         until(lambda: "prefill-0" not in cluster.status())
         assert cluster.complete(COPY[0]) == COPY[1]

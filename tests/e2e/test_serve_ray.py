@@ -33,6 +33,7 @@ def test_an_actor_that_is_killed_is_started_again(cluster: Served) -> None:
     before = cluster.status()["decode-0"].worker.id
     os.kill(cluster.pid_of("decode-0"), signal.SIGKILL)
     until(lambda: cluster.has_replaced("decode-0", before), 60.0)
+    until(cluster.answers)
     assert cluster.complete("copy(sun moon star)=") == "sun moon star"
     assert any("decode-0 ended: " in line and "started again" in line for line in cluster.said)
 

@@ -47,8 +47,29 @@ def test_a_drain_reaches_the_worker_before_it_returns() -> None:
     async def test(router: Router, address: Address) -> None:
         worker = TestPeer.worker(router, a_worker("d0"))
         async with connected(address, KEY) as operator:
-            await operator.drain("d0")
+            with pytest.raises(
+                ConfigError, match="d0 is the last decode worker: without it no request is answered"
+            ):
+                await operator.drain("d0")
+            assert not any(isinstance(message, Drain) for message in worker.received)
+            await operator.drain("d0", may_be_last=True)
         assert any(isinstance(message, Drain) for message in worker.received)
+
+    with_router(test)
+
+
+def test_one_of_several_goes_without_being_asked_twice() -> None:
+    async def test(router: Router, address: Address) -> None:
+        first, second = (TestPeer.worker(router, a_worker(name)) for name in ("d0", "d1"))
+        TestPeer.worker(router, a_worker("p0"))
+        async with connected(address, KEY) as operator:
+            await operator.drain("d0")
+            assert any(isinstance(message, Drain) for message in first.received)
+            with pytest.raises(
+                ConfigError, match="d1 is the last decode worker"
+            ):  # the other has begun to go
+                await operator.drain("d1")
+        assert not any(isinstance(message, Drain) for message in second.received)
 
     with_router(test)
 
