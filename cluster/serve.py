@@ -10,6 +10,7 @@ import msgspec
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_record import url
+from baton.cluster.kernel_builds import are_compiled_now
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
@@ -136,7 +137,8 @@ class Cluster:
             return "room for the workers"
         late = [process for process in self._processes if not process.is_ready]
         names = await asyncio.gather(*(process.describe() for process in late))
-        return ", ".join(names) or "the processes to find each other"
+        why = "; kernels are being compiled, once" if names and are_compiled_now() else ""
+        return (", ".join(names) or "the processes to find each other") + why
 
 
 async def _status(operator: Operator) -> Status | None:

@@ -26,6 +26,7 @@ _builds_folder: Path | None = None
 M_TRIM_THRESHOLD: Final = -1  # of malloc.h
 M_MMAP_THRESHOLD: Final = -3
 KEPT_BYTES: Final = 2**28
+COMPILING: Final = "compiling-"  # how the folder of a build begins; `baton serve` looks for it
 SOURCES: Final = Path(__file__).resolve().parent / "csrc"
 FLAGS: Final = (
     "-O3",
@@ -120,7 +121,7 @@ def _built_library(compiler: str) -> Path:
 
 
 def _compile(compiler: str, sources: list[Path], target: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=COMPILING, dir=target.parent) as folder:
         built = Path(folder) / target.name
         command = [compiler, *FLAGS, *map(str, sources), "-o", str(built), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
