@@ -7,6 +7,7 @@ and wrong types, and is what configuration files and the command line go through
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -141,10 +142,12 @@ def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None)
 
 
 def prepare_ray() -> None:
-    """Ray reads these when it is imported: only who has the token is heard, and nothing is reported home."""
+    """Ray reads these: only who has the token is heard, nothing is reported home, files get no colours."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if os.environ.get("NO_COLOR") or sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 
 def log_level() -> int:

@@ -171,7 +171,7 @@ class RayActor:
         try:
             report = _REPORTS.decode(await self._actor.report.remote())
         except self._ray.exceptions.RayActorError as error:
-            raise WorkerLost(f"{self.name}: it ended before it served: {_line(error)}") from None
+            raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
         match report:
             case Started(address):
                 return address
@@ -189,7 +189,7 @@ class RayActor:
             await self._end
         except self._ray.exceptions.RayError as error:
             self.kill()
-            return f"ended: {_line(error)}"
+            return f"ended: {first_line(error)}"
         self.kill()  # an actor stays when its method has returned
         return ""
 
@@ -253,5 +253,8 @@ def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+def first_line(error: BaseException) -> str:
+    """What of an error of Ray is news: of an exception in an actor that one, without the way it took."""
+    cause = getattr(error, "cause", None)
+    said = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
+    return next(iter(said.strip().splitlines()), type(error).__name__).rstrip(".")[:400]

@@ -1,3 +1,4 @@
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from baton.config import (
     cache_directory,
     engine_config,
     log_level,
+    prepare_ray,
 )
 from baton.config_tree import BYTE_UNITS, parse_bytes
 from baton.errors import ConfigError
@@ -179,6 +181,25 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / ".cache" / "baton"
     monkeypatch.setenv("BATON_CACHE_DIR", "/y")
     assert cache_directory() == Path("/y")
+
+
+def test_ray_is_told_to_heed_its_token_and_to_keep_colours_out_of_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    own = {"RAY_AUTH_MODE": "disabled"}
+    for stream, colours in ((io.StringIO(), "0"), (None, "0"), (Terminal(), None)):
+        environment = dict(own)
+        monkeypatch.setattr("os.environ", environment)
+        monkeypatch.setattr("sys.stderr", stream)
+        prepare_ray()
+        monkeypatch.undo()
+        assert environment["RAY_AUTH_MODE"] == "disabled"  # the operator's own goes first
+        assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert environment.get("RAY_COLOR_PREFIX") == colours
 
 
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,3 +37,12 @@ def test_a_ray_that_is_nowhere_is_told(address: str, message: str) -> None:
     runtime = ray_runtime.RayRuntime(b"k" * 16, address=address)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(runtime.open())
+
+
+def test_of_a_death_the_first_line_is_told_and_of_an_exception_that_one() -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    died = exceptions.RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: X\n\tpid: 1")
+    assert ray_runtime.first_line(died) == "The actor died unexpectedly"
+    raised = exceptions.RayTaskError("serve", "Traceback ...\n  at length", ValueError("page 7\nand more"))
+    assert ray_runtime.first_line(raised) == "ValueError: page 7"
+    assert ray_runtime.first_line(RuntimeError()) == "RuntimeError"
