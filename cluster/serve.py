@@ -156,18 +156,21 @@ async def serve(
     stop: asyncio.Event,
     say: Say,
     on_ready: Callable[[Serving], None],
-) -> None:
-    """Serve until `stop` is set. ConfigError or WorkerLost: the cluster did not come up."""
+) -> bool:
+    """Serve until `stop` is set; whether it came to that. ConfigError or WorkerLost: it could not."""
     cluster = Cluster(config, runtime, key, say)
     try:
         serving = await _unless(stop, cluster.start())
         if serving is None:
-            return
+            return False
         on_ready(serving)
         await stop.wait()
         say("draining: what runs may end; interrupt once more to stop at once")
         await cluster.drain()
+        return True
     finally:
+        if stop.is_set():
+            say("stopping ...")
         await cluster.close()
 
 

@@ -26,7 +26,7 @@ __all__ = ["add_options", "run"]
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, ModelError or WorkerLost."""
+    """Raises ConfigError, ModelError or WorkerLost; KeyboardInterrupt unless it served and has drained."""
     given = settings(arguments)
     if "model" not in given.given:
         raise ConfigError('MODEL: expected a directory, or "tiny", got none')
@@ -36,9 +36,11 @@ def run(arguments: argparse.Namespace) -> None:
     except ConfigError as error:
         raise ConfigError(given.in_words_of_origin(str(error))) from None
     try:
-        asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
+        has_served = asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
+    if not has_served:
+        raise KeyboardInterrupt
 
 
 def _check(config: ServeConfig) -> None:
@@ -50,7 +52,7 @@ def _check(config: ServeConfig) -> None:
             _say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
-async def _serve(config: ServeConfig, key: bytes) -> None:
+async def _serve(config: ServeConfig, key: bytes) -> bool:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     with recorded() as record:
@@ -61,7 +63,7 @@ async def _serve(config: ServeConfig, key: bytes) -> None:
 
         runtime = make_runtime(config, key)
         _say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
-        await serve(config, runtime, key, stop=stop, say=_say, on_ready=on_ready)
+        return await serve(config, runtime, key, stop=stop, say=_say, on_ready=on_ready)
 
 
 def make_runtime(config: ServeConfig, key: bytes) -> Runtime:

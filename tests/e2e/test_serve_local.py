@@ -123,6 +123,17 @@ def test_a_second_signal_ends_it_at_once() -> None:
     assert are_gone(pids)
 
 
+def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained() -> None:
+    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *OPTIONS, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "baton: starting tiny on this machine ...\n"
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert errors.endswith("baton: stopping ...\n") and "Traceback" not in errors
+
+
 def test_its_children_do_not_outlive_its_own_death() -> None:
     with served(*OPTIONS) as cluster:
         pids = descendants(cluster.process.pid)
