@@ -150,6 +150,11 @@ def prepare_ray() -> None:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 
+def ray_asks_for_token() -> bool:
+    """Whether a Ray that is started now answers only who has its token, as `prepare_ray` has it."""
+    return os.environ.get("RAY_AUTH_MODE", "token") == "token"
+
+
 def log_level() -> int:
     """The level that BATON_LOG_LEVEL names (DEBUG, INFO ...), WARNING when it is unset."""
     name = os.environ.get("BATON_LOG_LEVEL", "WARNING")

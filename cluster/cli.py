@@ -2,7 +2,8 @@
 
 Exit status: 0, also of a cluster that was told to stop and has drained; 1 when what was asked for could not
 be done, or broke later; 2 when something that the user gave is wrong; both are told in one line. 130 when
-interrupted before its end; 141 when the reader of the output has gone, as for a process that a broken pipe ends.
+interrupted before its end; 141 when the reader of the output has gone, as of a process that a broken pipe
+ends.
 """
 
 import argparse

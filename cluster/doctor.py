@@ -16,7 +16,7 @@ from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
 from baton.cluster.ray_runtime import MIN_RAY
 from baton.cluster.serve_checks import check_model, check_tenants, speech_of
-from baton.config import visible_gpus
+from baton.config import ray_asks_for_token, visible_gpus
 from baton.errors import BatonError
 from baton.gateway_config import is_loopback
 from baton.serve_config import ServeConfig
@@ -191,6 +191,18 @@ def strangers(config: ServeConfig) -> Iterator[Finding]:
             )
 
 
+def rays_token(config: ServeConfig) -> Iterator[Finding]:
+    if config.runtime != "ray":
+        return
+    if ray_asks_for_token():
+        yield _ok("Ray's own ports listen on all interfaces, and answer only who has ~/.ray/auth_token")
+    else:
+        yield _error(
+            "Ray's own ports listen on all interfaces; RAY_AUTH_MODE lets whoever reaches them run code here",
+            "export RAY_AUTH_MODE=token, or leave it unset",
+        )
+
+
 def shadowed_kernels(config: ServeConfig) -> Iterator[Finding]:
     spec = importlib.util.find_spec("kernels")
     if spec is not None and spec.origin and Path(spec.origin).parent == _checkout() / "kernels":
@@ -234,5 +246,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     port,
     redis_and_ray,
     strangers,
+    rays_token,
     shadowed_kernels,
 )

@@ -29,13 +29,19 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(status: Status) -> str:
-    rows = [COLUMNS, *(_row(entry) for entry in status.workers)]
+    rows = [COLUMNS, *(_row(entry) for entry in sorted(status.workers, key=_place))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
     return "\n".join([*lines, f"{gateways}, {status.num_attempts} requests under way"])
+
+
+def _place(entry: WorkerStatus) -> tuple[str | int, ...]:
+    """decode-2 before decode-10."""
+    stem, _, number = entry.worker.name.rpartition("-")
+    return (stem, int(number)) if number.isdecimal() else (entry.worker.name, -1)
 
 
 def _row(entry: WorkerStatus) -> tuple[str, ...]:

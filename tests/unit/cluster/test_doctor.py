@@ -75,6 +75,14 @@ def test_rays_ports_must_not_be_open_to_strangers(monkeypatch: pytest.MonkeyPatc
     assert found(Listener("127.0.0.1", 8265), Listener("0.0.0.0", 80)) == []
 
 
+def test_a_ray_without_its_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    assert the(doctor.rays_token).verdict == "ok"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert the(doctor.rays_token).verdict == "error"
+    assert findings(doctor.rays_token, runtime="local") == []
+
+
 def test_little_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 2**60)
     monkeypatch.setattr(doctor, "MIN_OPEN_FILES", 2**40)

@@ -30,5 +30,14 @@ def test_the_table_has_a_line_a_worker() -> None:
     assert lines[3] == "2 gateways, 4 requests under way"
 
 
+def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
+    names = ("prefill-0", "decode-10", "lone", "decode-2")
+    workers = tuple(
+        WorkerStatus(worker=a_worker(name), load=Load(), num_attempts=0, beat_age_s=0.1) for name in names
+    )
+    first_words = [line.split()[0] for line in table(Status(workers=workers)).splitlines()]
+    assert first_words == ["worker", "decode-2", "decode-10", "lone", "prefill-0", "0"]
+
+
 def test_a_cluster_without_workers_has_a_table() -> None:
     assert table(Status()).endswith("\n0 gateways, 0 requests under way")
