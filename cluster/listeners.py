@@ -1,11 +1,14 @@
 """Who listens on this machine, as the kernel says."""
 
+import contextlib
 import ipaddress
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 LISTEN: Final = "0A"  # the state, in /proc/net/tcp
+SOCKET: Final = "socket:["  # begins what a descriptor of one links to
 TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
@@ -19,12 +22,41 @@ def listeners() -> list[Listener]:
     return sorted({found for table in TABLES if table.exists() for found in _listeners(table.read_text())})
 
 
+def processes() -> dict[Listener, int]:
+    """Who listens, and the id of the process that does, where this user may see that."""
+    by_inode = {
+        inode: found for table in TABLES if table.exists() for found, inode in _entries(table.read_text())
+    }
+    return {by_inode[inode]: pid for pid, inode in _sockets() if inode in by_inode}
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Process and inode of each socket that is open."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        for link in _links(Path("/proc", pid, "fd")):
+            if link.startswith(SOCKET):
+                yield int(pid), int(link.removeprefix(SOCKET).rstrip("]"))
+
+
+def _links(folder: Path) -> Iterator[str]:
+    """What may be read of them: some are another user's, some close meanwhile."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                yield os.readlink(folder / name)
+
+
 def _listeners(table: str) -> Iterator[Listener]:
+    for found, _ in _entries(table):
+        yield found
+
+
+def _entries(table: str) -> Iterator[tuple[Listener, int]]:
     for line in table.splitlines()[1:]:
-        _, local, _, state, *_ = line.split()
+        _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
         if state == LISTEN:
             address, _, port = local.partition(":")
-            yield Listener(_address(address), int(port, 16))
+            yield Listener(_address(address), int(port, 16)), int(inode)
 
 
 def _address(hexadecimal: str) -> str:

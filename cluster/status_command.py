@@ -2,16 +2,31 @@
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 
 from baton.cluster import standard_output
+from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, router_of
 from baton.control import Address, Status, WorkerStatus
 from baton.errors import PeerGone, WorkerLost
 
-COLUMNS = ("worker", "role", "tp", "running", "waiting", "in", "out", "attempts", "tokens", "hits", "pages")
+COLUMNS = (
+    "worker",
+    "role",
+    "pid",
+    "tp",
+    "running",
+    "waiting",
+    "in",
+    "out",
+    "attempts",
+    "tokens",
+    "hits",
+    "pages",
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,11 +40,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(status).decode()}\n")
     else:
-        standard_output.write(table(status) + "\n")
+        standard_output.write(table(status, processes()) + "\n")
 
 
-def table(status: Status) -> str:
-    rows = [COLUMNS, *(_row(entry) for entry in sorted(status.workers, key=_place))]
+def table(status: Status, pids: Mapping[Listener, int]) -> str:
+    """pids: of the processes of this machine, by where they listen."""
+    rows = [COLUMNS, *(_row(entry, pids) for entry in sorted(status.workers, key=_place))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -44,7 +60,7 @@ def _place(entry: WorkerStatus) -> tuple[str | int, ...]:
     return (stem, int(number)) if number.isdecimal() else (entry.worker.name, -1)
 
 
-def _row(entry: WorkerStatus) -> tuple[str, ...]:
+def _row(entry: WorkerStatus, pids: Mapping[Listener, int]) -> tuple[str, ...]:
     worker, load = entry.worker, entry.load
     state = " (draining)" if entry.is_draining else ""
     hits = load.prefix_hits_tokens / load.prefix_queries_tokens if load.prefix_queries_tokens else 0.0
@@ -52,6 +68,7 @@ def _row(entry: WorkerStatus) -> tuple[str, ...]:
     return (
         worker.name + state,
         str(worker.role),
+        str(pids.get(Listener(worker.address.host, worker.address.port), "-")),
         str(worker.tensor_parallel_size),
         str(load.num_running),
         str(load.num_waiting),

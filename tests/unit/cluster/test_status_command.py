@@ -1,3 +1,4 @@
+from baton.cluster.listeners import Listener
 from baton.cluster.status_command import table
 from baton.control import Load, Status, WorkerStatus
 from tests.node_peers import a_worker
@@ -22,11 +23,12 @@ def test_the_table_has_a_line_a_worker() -> None:
         num_gateways=2,
         num_attempts=4,
     )
-    lines = table(status).splitlines()
-    assert lines[0].split()[:4] == ["worker", "role", "tp", "running"]
-    assert lines[1].split()[:9] == ["decode-0", "decode", "1", "3", "1", "0", "0", "4", "1234"]
+    here = a_worker("decode-0").address
+    lines = table(status, {Listener(here.host, here.port): 4711}).splitlines()
+    assert lines[0].split()[:5] == ["worker", "role", "pid", "tp", "running"]
+    assert lines[1].split()[:10] == ["decode-0", "decode", "4711", "1", "3", "1", "0", "0", "4", "1234"]
     assert lines[1].endswith("25%   free 60 active 4 of 64 x 16 tokens")  # states without pages are left out
-    assert lines[2].startswith("prefill-0 (draining)  prefill")
+    assert lines[2].startswith("prefill-0 (draining)  prefill  -  ")
     assert lines[3] == "2 gateways, 4 requests under way"
 
 
@@ -35,9 +37,9 @@ def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
     workers = tuple(
         WorkerStatus(worker=a_worker(name), load=Load(), num_attempts=0, beat_age_s=0.1) for name in names
     )
-    first_words = [line.split()[0] for line in table(Status(workers=workers)).splitlines()]
+    first_words = [line.split()[0] for line in table(Status(workers=workers), {}).splitlines()]
     assert first_words == ["worker", "decode-2", "decode-10", "lone", "prefill-0", "0"]
 
 
 def test_a_cluster_without_workers_has_a_table() -> None:
-    assert table(Status()).endswith("\n0 gateways, 0 requests under way")
+    assert table(Status(), {}).endswith("\n0 gateways, 0 requests under way")
