@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 
 MAX_CONNECTIONS: Final = 2**16
 MAX_OPEN_REQUESTS: Final = 2**20
+MAX_ANSWER_ENTRIES: Final = 2**32
 MAX_BODY_BYTES: Final = 2**30
 MAX_TIMEOUT_S: Final = 86_400.0
 
@@ -28,12 +29,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     idle_timeout_s: float = 15.0  # of a connection between two requests; four times as long for a WebSocket
     stall_timeout_s: float = 30.0  # of a client that reads nothing of what is written to it
     max_open_requests: int = 4096  # choices being answered at once
+    max_answer_entries: int = 2**22  # that a call's answer shows: tokens x n x (logprobs + 1)
     max_wait_s: float = 30.0  # of a request that no worker has room for
     ping_interval_s: float = 15.0  # of silence in a stream
 
     def __post_init__(self) -> None:
         check_between("gateway.max_connections", self.max_connections, 1, MAX_CONNECTIONS)
         check_between("gateway.max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
+        check_between("gateway.max_answer_entries", self.max_answer_entries, 1, MAX_ANSWER_ENTRIES)
         check_between("gateway.max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
         check_between("gateway.send_buffer_bytes", self.send_buffer_bytes, 4096, 2**26)
         for field in msgspec.structs.fields(type(self)):

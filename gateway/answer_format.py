@@ -5,13 +5,14 @@ an empty delta. Then, only if asked, one with the usage and no choices: clients 
 choices[0] of it. A completion's stream has no chunk for a role.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import orjson
 
 from baton.gateway.answer import Answer, Choice, Delta
-from baton.gateway.logprobs_format import LogprobsFormat
+from baton.gateway.logprobs_format import Columns, LogprobsFormat, joined
 from baton.gateway.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -27,8 +28,10 @@ class AnswerFormat(Protocol):
 
     def usage(self) -> bytes: ...
 
-    def whole(self, deltas: Sequence[Delta]) -> bytes:
-        """The answer in one piece; `deltas` by the index of their choice."""
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        """The answer in one piece, in parts that take a millisecond or so, so that others may have a turn
+        after each; some are empty. `deltas` by the index of their choice.
+        """
 
 
 def answer_format(answer: Answer, tokenizer: Tokenizer | None, created_s: int) -> AnswerFormat:
@@ -70,9 +73,13 @@ class _Format:
             chunk["usage"] = self._usage()
         return orjson.dumps(chunk)
 
-    def _whole(self, choices: list[Json], **particulars: object) -> bytes:
-        head = {**self._head, "object": self.WHOLE}
-        return orjson.dumps({**head, "choices": choices, "usage": self._usage(), **particulars})
+    def _in_one(self, choices: Iterable[Iterator[bytes]], **particulars: object) -> Iterator[bytes]:
+        yield orjson.dumps({**self._head, "object": self.WHOLE})[:-1] + b',"choices":['
+        for index, parts in enumerate(choices):
+            if index:
+                yield b","
+            yield from parts
+        yield b"]," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
 
     def _usage(self) -> Json:
         answer = self._answer
@@ -127,21 +134,26 @@ class ChatFormat(_Format):
     def last(self, choice: Choice) -> bytes:
         return self._chunk({"index": choice.index, "delta": {}, "logprobs": None, **self._end(choice)})
 
-    def whole(self, deltas: Sequence[Delta]) -> bytes:
-        choices: list[Json] = []
-        for choice, delta in zip(self._answer.choices, deltas, strict=True):
-            body: Json = {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": delta.text},
-                "logprobs": self._logprobs_of(delta),
-                **self._end(choice),
-            }
-            if self._call.returns_token_ids:
-                body["token_ids"] = delta.token_ids
-            choices.append(body)
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        choices = map(self._whole_choice, self._answer.choices, deltas)
         if not self._call.returns_token_ids:
-            return self._whole(choices)
-        return self._whole(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+            return self._in_one(choices)
+        return self._in_one(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+
+    def _whole_choice(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        body: Json = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": delta.text},
+            **self._end(choice),
+        }
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+        if self._call.sampling.logprobs is None:
+            yield orjson.dumps({**body, "logprobs": None})
+            return
+        yield orjson.dumps(body)[:-1] + b',"logprobs":{"content":['
+        yield from joined(self._logprobs.chat_slices(delta.logprobs))
+        yield b'],"refusal":null}}'
 
     def _logprobs_of(self, delta: Delta) -> Json | None:
         if self._call.sampling.logprobs is None:
@@ -157,12 +169,19 @@ class CompletionFormat(_Format):
     def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
         super().__init__(answer, logprobs, created_s)
         self._num_chars = [0] * len(answer.choices)  # shown of each choice, by its tokens' own texts
+        self._echoes: dict[int, Columns] = {}  # by the first choice of their prompt, for its other choices
+        self._num_echoed: Counter[int] = Counter()  # by the same
 
     def first(self, choice: Choice) -> bytes:
         """With `echo`, the prompt."""
         if not self._call.has_echo:
             return b""
-        return self._chunk(self._body(choice, Delta(), is_first=True) | {"finish_reason": None})
+        body = self._body(choice, Delta(), is_first=True)
+        if self._call.sampling.logprobs is not None:
+            echo = _result(self._echo(choice))
+            self._num_chars[choice.index] = echo.num_chars
+            body["logprobs"] = orjson.Fragment(b"".join(Columns.written(echo)))
+        return self._chunk(body | {"finish_reason": None})
 
     def delta(self, choice: Choice, delta: Delta) -> bytes:
         if self._call.hides_tokens:
@@ -172,40 +191,70 @@ class CompletionFormat(_Format):
                 self._starts[choice.index],
                 orjson.dumps(delta.text),
             )
-        return self._chunk(self._body(choice, delta, is_first=False) | {"finish_reason": None})
+        body = self._body(choice, delta, is_first=False)
+        if self._call.sampling.logprobs is not None:
+            body["logprobs"] = self._logprobs_of(choice, delta)
+        return self._chunk(body | {"finish_reason": None})
 
     def last(self, choice: Choice) -> bytes:
         return self._chunk({"index": choice.index, "text": "", "logprobs": None, **self._end(choice)})
 
-    def whole(self, deltas: Sequence[Delta]) -> bytes:
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        return self._in_one(map(self._whole_choice, self._answer.choices, deltas))
+
+    def _whole_choice(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
         if self._call.hides_tokens:
-            deltas = [Delta() for _ in deltas]
-        return self._whole(
-            [
-                self._body(choice, delta, is_first=True) | self._end(choice)
-                for choice, delta in zip(self._answer.choices, deltas, strict=True)
-            ]
-        )
+            delta = Delta()
+        body = self._body(choice, delta, is_first=True) | self._end(choice)
+        if self._call.sampling.logprobs is None:
+            yield orjson.dumps(body)
+            return
+        echo = yield from self._echo(choice)
+        own = yield from self._logprobs.columns(delta.logprobs, delta.token_ids, echo.num_chars)
+        del body["logprobs"]
+        yield orjson.dumps(body)[:-1] + b',"logprobs":'
+        yield from Columns.written(echo, own)
+        yield b"}"
 
     def _body(self, choice: Choice, delta: Delta, *, is_first: bool) -> Json:
+        """Without logprobs."""
         shows_prompt = is_first and self._call.has_echo
         text = (choice.prompt.text or "") + delta.text if shows_prompt else delta.text
         body: Json = {"index": choice.index, "text": text, "logprobs": None}
-        if self._call.sampling.logprobs is not None:
-            body["logprobs"] = self._logprobs_of(choice, delta, shows_prompt)
         if self._call.returns_token_ids:
             body["token_ids"] = delta.token_ids
             if is_first:
                 body["prompt_token_ids"] = choice.prompt.token_ids
         return body
 
-    def _logprobs_of(self, choice: Choice, delta: Delta, shows_prompt: bool) -> Json:
-        token_ids, entries = list(delta.token_ids), list(delta.logprobs)
-        if shows_prompt:
-            first = self._answer.choices[choice.index - choice.number]  # it alone was asked for them
-            entries = [*(first.prompt_logprobs or [None] * len(choice.prompt.token_ids)), *entries]
-            token_ids = [*choice.prompt.token_ids, *token_ids]
-        shown = self._logprobs.completion(entries, token_ids, self._num_chars[choice.index])
-        if token_ids:
+    def _echo(self, choice: Choice) -> Generator[bytes, None, Columns]:
+        """Of its prompt; made once for all choices of the prompt, and let go after the last of them."""
+        if not self._call.has_echo:
+            return Columns(0)
+        first = self._answer.choices[choice.index - choice.number]  # it alone was asked for them
+        columns = self._echoes.pop(first.index, None)
+        if columns is None:
+            token_ids = choice.prompt.token_ids
+            entries = first.prompt_logprobs or [None] * len(token_ids)
+            columns = yield from self._logprobs.columns(entries, token_ids, 0)
+        self._num_echoed[first.index] += 1
+        if self._num_echoed[first.index] < self._call.num_choices:
+            self._echoes[first.index] = columns
+        return columns
+
+    def _logprobs_of(self, choice: Choice, delta: Delta) -> Json:
+        offset = self._num_chars[choice.index]
+        shown = self._logprobs.completion(delta.logprobs, delta.token_ids, offset)
+        if delta.token_ids:
             self._num_chars[choice.index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return shown
+
+
+def _result(work: Generator[bytes, None, Columns]) -> Columns:
+    """What it returns, at once."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            assert isinstance(end.value, Columns)
+            return end.value

@@ -1,6 +1,7 @@
 """An answer on its way to one client, as fast as the client reads.
 
-1. Tokens come in batches, by callbacks. What came in a turn of the loop is written at its end, in one piece.
+1. Tokens come in batches, by callbacks. What came in a turn of the loop is written at its end, in one piece;
+   where that is more than MAX_TURN_BYTES, as echoed prompts may be, choice by choice in the turns after it.
 2. While the client lags, text is held and joined. What is written then, and until the client has kept up for
    CALM_SENTENCES, is whole sentences.
 3. A client that lags by more than MAX_HELD_BYTES is given up: the answer is cancelled.
@@ -22,6 +23,7 @@ from baton.gateway.outlet import Outlet
 from baton.gateway.turn import Turn
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
+MAX_TURN_BYTES: Final = 64 * 2**10  # with more written, the rest waits: others have their turn before
 BYTES_PER_LOGPROBS: Final = 256  # of one token, about
 SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
 MAX_SENTENCE_CHARS: Final = 400  # more is written without an end
@@ -66,6 +68,7 @@ class AnswerStream:
         self._num_calm = CALM_SENTENCES  # sentences written since it lagged
         self._greeted: set[int] = set()
         self._chunks: list[bytes] = []
+        self._num_put_bytes = 0  # of these
         self._has_news = asyncio.Event()
         self.error: BatonError | None = None
         self.is_over = False
@@ -165,9 +168,14 @@ class AnswerStream:
         outlet = self._outlet
         if outlet is None or self.is_over:
             return
+        self._num_held_bytes = 0
         for choice in self._answer.choices:
             self._put_choice(choice)
-        self._num_held_bytes = 0
+            if self._num_put_bytes > MAX_TURN_BYTES:
+                self._flush(outlet)
+                if not outlet.lags:  # `writable` goes on otherwise
+                    self._write_soon()
+                return
         if self._answer.is_over:
             self._put_end()
             self._end()
@@ -211,11 +219,13 @@ class AnswerStream:
     def _put(self, chunk: bytes) -> None:
         if chunk:
             self._chunks += (self._framing.before, chunk, self._framing.after)
+            self._num_put_bytes += len(chunk)
 
     def _flush(self, outlet: Outlet) -> None:
         if self._chunks:
             outlet.write(b"".join(self._chunks))
             self._chunks.clear()
+            self._num_put_bytes = 0
             self._has_written = True
 
     def _end(self) -> None:

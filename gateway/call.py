@@ -87,6 +87,21 @@ def completion_call(body: CompletionBody, prompts: tuple[Prompt, ...], terms: Te
     return _call(body, prompts, sampling, terms, has_echo=has_echo, hides_tokens=max_tokens == 0)
 
 
+def num_answer_entries(call: Call, max_model_len: int) -> int:
+    """How much its answer may show at most: echoed tokens, and those that come with log probabilities, each
+    as often as there are choices, with its alternatives.
+    """
+    sampling, num_tokens = call.sampling, 0
+    for prompt in call.prompts:
+        num_prompt_tokens = len(prompt.token_ids)
+        if call.has_echo:
+            num_tokens += num_prompt_tokens
+        if sampling.logprobs is not None:
+            room = max_model_len - num_prompt_tokens
+            num_tokens += room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    return num_tokens * call.num_choices * ((sampling.logprobs or 0) + 1)
+
+
 def refuse_unsupported_chat(body: ChatBody) -> None:
     if (body.tools or body.functions) and body.tool_choice != "none":
         raise unsupported("calling tools", param="tools" if body.tools else "functions")

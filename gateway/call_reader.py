@@ -16,6 +16,7 @@ from baton.gateway.call import (
     Terms,
     chat_call,
     completion_call,
+    num_answer_entries,
     refuse_unsupported_chat,
     refuse_unsupported_completion,
 )
@@ -39,13 +40,15 @@ class CallReader:
         clock: Clock,
         *,
         draw_seed: Callable[[], int],
+        max_answer_entries: int,
         strict: bool = False,
     ) -> None:
-        """`strict`: refuse unknown keys instead of counting them."""
+        """`strict`: refuse unknown keys instead of counting them. `max_answer_entries`: see call.py."""
         self._model = model
         self._metrics = metrics
         self._clock = clock
         self._draw_seed = draw_seed
+        self._max_answer_entries = max_answer_entries
         self._strict = strict
 
     async def chat(self, data: bytes, scope: Scope) -> Call:
@@ -58,7 +61,7 @@ class CallReader:
             add_generation_prompt=body.add_generation_prompt is not False,
         )
         self._model.check_length(len(token_ids))
-        return chat_call(body, Prompt(text, tuple(token_ids)), terms)
+        return self._bounded(chat_call(body, Prompt(text, tuple(token_ids)), terms))
 
     async def completion(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, CompletionBody)
@@ -66,7 +69,7 @@ class CallReader:
         terms = self._terms(body.model, scope)
         needs_text = bool(body.echo)
         prompts = [await self._prompt(given, needs_text=needs_text) for given in list_prompts(body.prompt)]
-        return completion_call(body, tuple(prompts), terms)
+        return self._bounded(completion_call(body, tuple(prompts), terms))
 
     def decode(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
         body, unknown = decode_body(data, kind)
@@ -84,6 +87,15 @@ class CallReader:
             return Prompt(given, tuple(token_ids))
         self._model.check_length(len(given))
         return Prompt(await text.decode(given) if needs_text else None, tuple(given))
+
+    def _bounded(self, call: Call) -> Call:
+        num_entries, most = num_answer_entries(call, self._model.max_model_len), self._max_answer_entries
+        if num_entries > most:
+            raise invalid(
+                f"the answer may have {num_entries} entries, which are tokens x n x (logprobs + 1) over all "
+                f"prompts; at most {most} are written for a call (gateway.max_answer_entries): ask for fewer"
+            )
+        return call
 
     def _terms(self, model: str | None, scope: Scope) -> Terms:
         tenant = scope["state"]["tenant"]

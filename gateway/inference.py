@@ -17,13 +17,13 @@ from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
 from baton.gateway.answer_stream import SERVER_SENT_EVENTS, AnswerStream, Framing
 from baton.gateway.api_errors import ClientGone
-from baton.gateway.asgi import read_body, respond
+from baton.gateway.asgi import read_body, respond_in_blocks
 from baton.gateway.call import Call
 from baton.gateway.call_reader import CallReader
 from baton.gateway.metrics import Metrics
 from baton.gateway.outlet import EXTENSION, Outlet
 from baton.gateway.served_model import ServedModel
-from baton.gateway.turn import Turn
+from baton.gateway.turn import Turn, in_turns
 
 EVENT_STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -115,7 +115,8 @@ class Inference:
         outlet.on_gone = collector.gone
         answer.start(collector)
         deltas = await collector.wait()
-        await respond(send, 200, self._form(answer).whole(deltas))
+        parts = await in_turns(self._form(answer).whole(deltas), self._clock, outlet)
+        await respond_in_blocks(send, 200, parts)
 
     async def _serve_stream(self, answer: Answer, outlet: Outlet, send: Send) -> None:
         stream = self.stream(answer, SERVER_SENT_EVENTS)

@@ -1,12 +1,53 @@
-"""Logprobs as the two ways to ask show them."""
+"""Logprobs as the two ways to ask show them. Long ones are written in slices of about a millisecond."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import orjson
 
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import TokenLogprobs
 
+SLICE_ENTRIES: Final = 1024  # alternatives count
+COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST: Final = -9999.0  # what OpenAI writes for a token that cannot come: JSON has no infinity
+
+
+class Columns:
+    """The four lists of a completion's logprobs: slices, which are JSON without the brackets."""
+
+    def __init__(self, num_chars: int) -> None:
+        self.num_chars = num_chars  # of the text up to their end
+        self.slices: dict[str, list[bytes]] = {name: [] for name in COLUMNS}
+
+    def add(self, shown: Mapping[str, Sequence[Any]]) -> None:
+        for name, slices in self.slices.items():
+            slices.append(orjson.dumps(shown[name])[1:-1])
+        self.num_chars = shown["text_offset"][-1] + len(shown["tokens"][-1])
+
+    @classmethod
+    def written(cls, *parts: "Columns") -> Iterator[bytes]:
+        """One after the other, as one object; the slices themselves are given out, for who shares them."""
+        for index, name in enumerate(COLUMNS):
+            yield b'%s"%s":[' % (b"," if index else b"{", name.encode())
+            slices = [each for part in parts for each in part.slices[name]]
+            yield from joined(slices)
+            yield b"]"
+        yield b"}"
+
+
+def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:
+    """How many tokens make a slice."""
+    num_top = max((len(entry.top) for entry in logprobs[:2] if entry is not None), default=0)
+    return max(1, SLICE_ENTRIES // (num_top + 1))
+
+
+def joined(slices: Iterable[bytes]) -> Iterator[bytes]:
+    """The inside of a JSON list of the slices' elements."""
+    for index, each in enumerate(slices):
+        if index:
+            yield b","
+        yield each
 
 
 class LogprobsFormat:
@@ -21,6 +62,12 @@ class LogprobsFormat:
             | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in entry.top]}
             for entry in logprobs
         ]
+
+    def chat_slices(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[bytes]:
+        """What `chat` returns, as slices of JSON without the brackets."""
+        num_tokens = slice_tokens(logprobs)
+        for first in range(0, len(logprobs), num_tokens):
+            yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
 
     def completion(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
@@ -39,6 +86,18 @@ class LogprobsFormat:
             "tokens": texts,
             "top_logprobs": [None if entry is None else self._alternatives(entry) for entry in logprobs],
         }
+
+    def columns(
+        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
+    ) -> "Generator[bytes, None, Columns]":
+        """What `completion` returns, as slices of JSON; b"" comes after each, for others to have a turn."""
+        columns = Columns(offset)
+        num_tokens = slice_tokens(logprobs)
+        for first in range(0, len(token_ids), num_tokens):
+            now = slice(first, first + num_tokens)
+            columns.add(self.completion(logprobs[now], token_ids[now], columns.num_chars))
+            yield b""
+        return columns
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens, and the one that came; of tokens with the same text the likelier is shown."""

@@ -121,7 +121,12 @@ def _parts(
     config: GatewayConfig, model: ServedModel, metrics: Metrics, clock: Clock, tenants: Tenants
 ) -> Parts:
     reader = CallReader(
-        model, metrics, clock, draw_seed=lambda: secrets.randbits(SEED_BITS), strict=config.strict
+        model,
+        metrics,
+        clock,
+        draw_seed=lambda: secrets.randbits(SEED_BITS),
+        max_answer_entries=config.max_answer_entries,
+        strict=config.strict,
     )
     inference = Inference(
         reader,

@@ -49,6 +49,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "idle_timeout_s": 15.0,
     "stall_timeout_s": 30.0,
     "max_open_requests": 4096,
+    "max_answer_entries": 2**22,
     "max_wait_s": 30.0,
     "ping_interval_s": 15.0,
     "drain_timeout_s": 60.0,

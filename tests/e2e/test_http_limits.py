@@ -186,3 +186,19 @@ def test_methods_and_paths(served: Served) -> None:
     answer = exchange(served, get)
     assert status(answer) == 405 and b"allow: POST" in answer
     assert status(exchange(served, post(BODY, b"connection: close", path=b"/v1/completions/"))) == 404
+
+
+def test_an_answer_that_could_be_too_large_is_refused() -> None:
+    """A small body, 10.8 million log probabilities: the limit and its setting are named."""
+    body = {"prompt": [[5] * 1000] * 64, "n": 8, "echo": True, "logprobs": 20, "max_tokens": 1}
+    data = json.dumps(body, separators=(",", ":")).encode()
+    with (
+        ServedGateway(lambda: ScriptedService(answer_at_once([300, 301]))) as roomy,
+        roomy.connect() as client,
+    ):
+        client.sendall(post(data))
+        answer = read_response(client)
+        assert roomy.service.requests == []
+    assert status(answer) == 400
+    assert b"10762752 entries" in answer and b"at most 4194304" in answer
+    assert b"gateway.max_answer_entries" in answer

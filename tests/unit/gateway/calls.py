@@ -1,5 +1,7 @@
-"""Calls as the gateway makes them, for tests that need no HTTP."""
+"""Calls as the gateway makes them, and a client, for tests that need no HTTP."""
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 from baton.cluster.model_directory import resolve_model
@@ -34,3 +36,38 @@ def answer(service: Service, *, sampling: dict[str, Any] | None = None, **fields
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text)
+
+
+class Client:
+    """An outlet whose reader is the test."""
+
+    def __init__(self) -> None:
+        self.on_gone: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self.is_gone = False
+        self.lags = False
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def catch_up(self) -> None:
+        self.lags = False
+        assert self.on_writable is not None
+        self.on_writable()
+
+    def chunks(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [
+            json.loads(part.removeprefix(b"data: "))
+            for part in b"".join(self.writes).split(b"\n\n")
+            if part.startswith(b"data: {")
+        ]
+        return found
+
+    def texts(self) -> list[str]:
+        choices = [chunk["choices"][0] for chunk in self.chunks() if chunk.get("choices")]
+        return [choice["text"] for choice in choices if choice["text"]]
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.writes) and self.writes[-1].endswith(b"data: [DONE]\n\n")

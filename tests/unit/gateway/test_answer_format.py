@@ -4,6 +4,8 @@ from typing import Any
 from baton.control import TokenEvent
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat, answer_format
+from baton.gateway.call import Prompt
+from baton.gateway.logprobs_format import LogprobsFormat
 from baton.request import FinishReason, TokenLogprobs
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
@@ -37,9 +39,9 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
     kept = Kept(answer)
     answer.start(kept)
     has_logprobs = answer.call.sampling.logprobs is not None
-    for index in range(len(answer.choices)):
+    for index in range(len(answer.choices)):  # the others of a prompt are opened by its first
         request = service.requests[index]
-        prompt = (None, *(logprobs(token_id, -1.5) for token_id in PROMPT_IDS[1:]))
+        prompt = (None, *(logprobs(token_id, -1.5) for token_id in request.token_ids[1:]))
         batch = [
             TokenEvent(
                 request.request_id,
@@ -60,13 +62,13 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
 
 def whole(text: str, **fields: Any) -> dict[str, Any]:
     _, form, deltas = answered(text, **fields)
-    found: dict[str, Any] = json.loads(form.whole(deltas))
+    found: dict[str, Any] = json.loads(b"".join(form.whole(deltas)))
     return found
 
 
 def test_a_whole_chat() -> None:
     answer, form, deltas = answered('1 "2" \u00e9', is_chat=True)
-    found = json.loads(form.whole(deltas))
+    found = json.loads(b"".join(form.whole(deltas)))
     assert found == {
         "id": f"chatcmpl-{answer.choices[0].request_id}",
         "object": "chat.completion",
@@ -172,3 +174,47 @@ def test_what_cannot_come_has_a_finite_logprob() -> None:
     chunk = form.delta(answer.choices[0], Delta("a", [5], [entry]))
     assert b"-9999.0" in chunk and b"null" in chunk  # the finish reason is all that is null
     assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+LONG = Prompt(" ".join(["12"] * 700), tuple(calls.ids(" ".join(["12"] * 700))))
+
+
+def test_long_logprobs_are_written_in_slices_and_read_as_one() -> None:
+    fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    text = " ".join(["7"] * 700)
+    answer, form, deltas = answered(text, prompts=(LONG,), **fields)
+    (choice,), parts = answer.choices, list(form.whole(deltas))
+    assert max(map(len, parts)) < 64 * 1024 < sum(map(len, parts))
+    found = json.loads(b"".join(parts))["choices"][0]
+    entries = [*(choice.prompt_logprobs or ()), *deltas[0].logprobs]
+    token_ids = [*LONG.token_ids, *deltas[0].token_ids]
+    assert found["logprobs"] == LogprobsFormat(calls.TOKENIZER).completion(entries, token_ids, 0)
+    assert found["text"] == f"{LONG.text}{text}"
+
+
+def test_long_logprobs_of_a_chat_are_written_in_slices_and_read_as_one() -> None:
+    _, form, deltas = answered(" ".join(["7"] * 700), is_chat=True, sampling={"logprobs": 2})
+    parts = list(form.whole(deltas))
+    assert max(map(len, parts)) < 128 * 1024 < sum(map(len, parts))
+    found = json.loads(b"".join(parts))["choices"][0]["logprobs"]
+    assert found == {"content": LogprobsFormat(calls.TOKENIZER).chat(deltas[0].logprobs), "refusal": None}
+
+
+def test_an_echo_is_made_once_for_all_choices_of_its_prompt() -> None:
+    fields: dict[str, Any] = {"num_choices": 3, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    _, form, deltas = answered("1", prompts=(LONG, LONG), has_echo=True, **fields)
+    parts = list(form.whole(deltas))
+    largest = max(parts, key=len)
+    assert [part is largest for part in parts].count(True) == 3
+    choices = json.loads(b"".join(parts))["choices"]
+    assert len(choices) == 6 and all(each["logprobs"] == choices[0]["logprobs"] for each in choices)
+
+
+def test_streamed_echoes_of_a_prompt_are_alike() -> None:
+    fields: dict[str, Any] = {"num_choices": 2, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    answer, form, deltas = answered("1", prompts=(LONG,), has_echo=True, **fields)
+    firsts = [json.loads(form.first(choice))["choices"][0] for choice in answer.choices]
+    texts = [json.loads(form.delta(*each))["choices"][0] for each in zip(answer.choices, deltas, strict=True)]
+    assert firsts[0]["logprobs"] == firsts[1]["logprobs"] and firsts[1]["index"] == 1
+    num_chars = len(LONG.text or "")
+    assert [text["logprobs"]["text_offset"] for text in texts] == [[num_chars]] * 2

@@ -1,5 +1,4 @@
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,47 +10,15 @@ from baton.gateway.answer_format import answer_format
 from baton.gateway.answer_stream import (
     CALM_SENTENCES,
     MAX_HELD_BYTES,
+    MAX_TURN_BYTES,
     SERVER_SENT_EVENTS,
     AnswerStream,
 )
+from baton.gateway.call import Prompt
 from baton.gateway.turn import Turn
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
-
-
-class Client:
-    """An outlet whose reader is the test."""
-
-    def __init__(self) -> None:
-        self.on_gone: Callable[[], None] | None = None
-        self.on_writable: Callable[[], None] | None = None
-        self.is_gone = False
-        self.lags = False
-        self.writes: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        self.writes.append(data)
-
-    def catch_up(self) -> None:
-        self.lags = False
-        assert self.on_writable is not None
-        self.on_writable()
-
-    def chunks(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [
-            json.loads(part.removeprefix(b"data: "))
-            for part in b"".join(self.writes).split(b"\n\n")
-            if part.startswith(b"data: {")
-        ]
-        return found
-
-    def texts(self) -> list[str]:
-        choices = [chunk["choices"][0] for chunk in self.chunks() if chunk.get("choices")]
-        return [choice["text"] for choice in choices if choice["text"]]
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.writes) and self.writes[-1].endswith(b"data: [DONE]\n\n")
+from tests.unit.gateway.calls import Client
 
 
 class Streaming:
@@ -298,3 +265,25 @@ def test_a_stream_that_cannot_be_written_leaves_the_others_of_its_turn(
 
     run(scenario)
     assert "a bug" in caplog.text
+
+
+def test_long_echoes_are_written_choice_by_choice() -> None:
+    async def scenario() -> None:
+        prompt = Prompt("a" * (MAX_TURN_BYTES + 1), (5, 6))
+        streaming = Streaming(prompts=(prompt, prompt, prompt), has_echo=True)
+        client = streaming.client
+        for choice in range(3):
+            streaming.emit_now("1", choice=choice, is_end=True)
+        streaming.stream.begin(client)
+        for num_choices in (1, 2):
+            assert len(client.texts()) == 2 * num_choices and not client.is_done
+            await asyncio.sleep(0)
+        client.lags = True  # what is left waits for the client
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        num_texts = len(client.texts())
+        client.catch_up()
+        await asyncio.sleep(0)
+        assert num_texts <= len(client.texts()) == 6 and client.is_done
+
+    run(scenario)

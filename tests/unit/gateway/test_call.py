@@ -6,7 +6,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway.api_errors import ApiError
 from baton.gateway.api_types import ChatBody, CompletionBody, decode_body
-from baton.gateway.call import Call, Prompt, Terms, chat_call, completion_call
+from baton.gateway.call import Call, Prompt, Terms, chat_call, completion_call, num_answer_entries
 from baton.gateway.tenants import Tenant
 
 TERMS = Terms(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11)
@@ -121,3 +121,25 @@ def test_completions_of_other_kinds_are_refused() -> None:
     for fields in ({"best_of": 2}, {"suffix": "b"}):
         with pytest.raises(ApiError, match="not supported"):
             completion(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_entries"),
+    [
+        ({}, 0),  # what is only generated, and only text, comes as slowly as it is computed
+        ({"n": 8}, 0),
+        ({"echo": True}, 2),
+        ({"echo": True, "n": 8}, 16),
+        ({"logprobs": 0, "max_tokens": 10}, 10),
+        ({"logprobs": 20, "max_tokens": 10, "n": 8}, 10 * 8 * 21),
+        ({"logprobs": 20, "max_tokens": 10_000}, 98 * 21),  # the model has no room for more
+        ({"logprobs": 4, "max_tokens": 3, "n": 2, "echo": True}, (2 + 3) * 2 * 5),
+    ],
+)
+def test_entries_of_an_answer(fields: dict[str, Any], num_entries: int) -> None:
+    assert num_answer_entries(completion(**fields), 100) == num_entries
+
+
+def test_entries_of_a_chat_reach_to_the_models_end() -> None:
+    assert num_answer_entries(chat(logprobs=True, top_logprobs=3, n=2), 100) == 98 * 2 * 4
+    assert num_answer_entries(chat(n=2), 100) == 0

@@ -1,6 +1,12 @@
 import asyncio
+from collections.abc import Iterator
 
-from baton.gateway.turn import Turn
+import pytest
+
+from baton.clock import ManualClock
+from baton.gateway.api_errors import ClientGone
+from baton.gateway.turn import TURN_S, Turn, in_turns
+from tests.unit.gateway.calls import Client
 
 
 def test_what_is_added_in_a_turn_is_called_once_at_its_end() -> None:
@@ -16,5 +22,47 @@ def test_what_is_added_in_a_turn_is_called_once_at_its_end() -> None:
         assert called == ["a", "b"]
         await asyncio.sleep(0)
         assert called == ["a", "b", "d"]
+
+    asyncio.run(scenario())
+
+
+class Work:
+    """Parts of which each takes more than half a turn. Others have theirs meanwhile, which is counted."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.num_parts = 0
+        self.num_turns_of_others = 0
+
+    def parts(self) -> Iterator[bytes]:
+        for index in range(10):
+            self.clock.advance(TURN_S * 0.6)
+            self.num_parts += 1
+            yield b"%d" % index
+
+    async def others(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.num_turns_of_others += 1
+
+
+def test_long_work_lets_others_have_their_turn() -> None:
+    async def scenario() -> None:
+        work = Work()
+        others = asyncio.create_task(work.others())
+        assert b"".join(await in_turns(work.parts(), work.clock, Client())) == b"0123456789"
+        others.cancel()
+        assert work.num_turns_of_others == 4  # after every second part; it begins in the first of five
+
+    asyncio.run(scenario())
+
+
+def test_long_work_ends_when_nobody_waits_for_it() -> None:
+    async def scenario() -> None:
+        work, client = Work(), Client()
+        client.is_gone = True
+        with pytest.raises(ClientGone):
+            await in_turns(work.parts(), work.clock, client)
+        assert work.num_parts == 2
 
     asyncio.run(scenario())
