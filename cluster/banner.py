@@ -15,7 +15,8 @@ RECALL_SEED: Final = 11
 
 
 def banner(config: ServeConfig, serving: Serving) -> str:
-    workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode workers"
+    plural = "s" * (config.decode.num_workers != 1)
+    workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
     where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
     lines = [
         "",

@@ -51,8 +51,9 @@ class Supervised:
         loading = await self._process.loading() if self._process else None
         if loading is None or not loading.total_bytes:
             return self.name
-        share = loading.num_bytes / loading.total_bytes
-        return f"{self.name} ({share:.0%} of {loading.total_bytes / 1e9:.1f} GB of weights)"
+        share, size = loading.num_bytes / loading.total_bytes, loading.total_bytes
+        amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+        return f"{self.name} ({share:.0%} of {amount} of weights)"
 
     async def keep(self) -> None:
         """Ends when the process was asked to end, and has."""

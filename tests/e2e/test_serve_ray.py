@@ -22,7 +22,7 @@ def cluster() -> Iterator[Served]:
 
 
 def test_prompts_go_from_prefill_to_decode_actors(cluster: Served) -> None:
-    assert "2 prefill and 1 decode workers, on Ray" in cluster.banner
+    assert "2 prefill and 1 decode worker, on Ray" in cluster.banner
     for case in recall_cases(6, 600, seed=5):
         assert cluster.complete(case.prompt, 4) == case.answer
     assert set(cluster.status()) == {"prefill-0", "prefill-1", "decode-0"}

@@ -97,7 +97,7 @@ def test_what_loads_says_how_far_it_is() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         assert await process.describe() == "loads"
         await process.start()
-        assert await process.describe() == "loads (75% of 0.0 GB of weights)"
+        assert await process.describe() == "loads (75% of 0.0 MB of weights)"
 
     supervised(spec("loads"), test)
 
