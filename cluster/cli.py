@@ -31,7 +31,7 @@ WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch", "tqdm")  # the extra
 
 # Each is `add_options` and `run` of baton.cluster.<name>_command, imported when it is asked for.
 COMMANDS: Final = {
-    "serve": "start a cluster: prefill and decode workers, a router, an OpenAI API",
+    "serve": "start a cluster that answers as the OpenAI API",
     "chat": "talk to a cluster",
     "status": "workers, their pages and queues",
     "explain": "why a request went where it went, and what it took",
