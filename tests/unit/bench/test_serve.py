@@ -187,8 +187,9 @@ class TestRows:
         assert rows["rival: TTFT p50"].value == pytest.approx(400)
 
     def test_failures_are_a_bar_that_is_missed(self) -> None:
-        (failed, *_) = rows_of({"baton": [a_run(0.1, failures=("late", "late"))]}, Bars())
-        assert failed.met is False and failed.value == 2 and "2 x late" in failed.note
+        run = a_run(0.1, failures=("late", "late"))._replace(said="come again")
+        (failed, *_) = rows_of({"baton": [a_run(0.1), run]}, Bars())
+        assert failed.met is False and failed.value == 2 and failed.note == "2 x late: come again"
 
     def test_who_answered_nothing_is_no_rival(self) -> None:
         rows = rows_of({"baton": [a_run(0.1)], "rival": [a_run(0.1, num_ok=0)]}, Bars())
