@@ -101,8 +101,10 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
         return {"server_load": parts.metrics.num_open}
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_card(parts.model)]}
+    async def models(request: Request) -> dict[str, Any]:
+        """Those that the key may use."""
+        may_use = request.state.tenant.may_use(parts.model.name)
+        return {"object": "list", "data": [_card(parts.model)] if may_use else []}
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def model(name: str, request: Request) -> dict[str, Any]:

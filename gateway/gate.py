@@ -1,7 +1,8 @@
 """The first to see every request: gives it an id, lets in who may come in, answers what goes wrong.
 
-Whoever has no key sees `/health` and `/ping` and nothing else; a path is what the server parsed from the
-request line, never what a Host header makes of it.
+Whoever has no key sees `/health` and `/ping`, and on the machine itself `/metrics` and `/load`, which need an
+admin's key from elsewhere; nothing else. A path is what the server parsed from the request line, never what a
+Host header makes of it.
 """
 
 import logging
@@ -14,10 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway.api_errors import ApiError, ClientGone, as_api_error
 from baton.gateway.asgi import header, respond_error
+from baton.gateway.sites import check_site, is_from_here
 from baton.gateway.tenants import Tenant, Tenants
-from baton.gateway_config import is_loopback
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/load"})  # they tell of everybody's requests
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
@@ -90,14 +92,15 @@ class Gate:
         self._answered(scope["path"], SWITCHED)
 
     def _tenant(self, scope: Scope) -> Tenant | None:
-        """None on a public path, whatever key comes along. Raises ApiError 401, and 403."""
-        if not self._tenants.need_keys:
-            _check_origin(scope)
-        if scope["path"] in PUBLIC_PATHS:
+        """None where no key is needed, whatever key comes along. Raises ApiError 401, and 403."""
+        path, need_keys = scope["path"], self._tenants.need_keys
+        if not need_keys:
+            check_site(scope)
+        if path in PUBLIC_PATHS or (path in OPERATORS_PATHS and need_keys and is_from_here(scope)):
             return None
         given = header(scope, b"authorization")
         key = given[len(BEARER) :] if given and given.lower().startswith(BEARER) else None
-        if key is None and self._tenants.need_keys:
+        if key is None and need_keys:
             raise ApiError(
                 401,
                 "an API key is needed: send the header 'Authorization: Bearer KEY'",
@@ -106,6 +109,8 @@ class Gate:
         tenant = self._tenants.find(key or "")
         if tenant is None:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
+        if path in OPERATORS_PATHS and need_keys and not tenant.is_admin:
+            raise ApiError(403, f"{path} needs the key of a tenant with 'admin: true'", code="admin_only")
         return tenant
 
 
@@ -120,23 +125,3 @@ def log_failure(error: Exception, request_id: str) -> None:
 def _label(scope: Scope) -> str:
     given = header(scope, b"x-request-id")
     return given if given is not None and LABEL.fullmatch(given) else f"req-{secrets.token_hex(16)}"
-
-
-def _check_origin(scope: Scope) -> None:
-    """Where no key is needed, pages of other sites must not use what listens on this machine.
-
-    A browser says which site a page is of. A name that its owner has made to mean 127.0.0.1 is not ours.
-    """
-    origin = header(scope, b"origin")
-    if origin is None:
-        return
-    host = header(scope, b"host") or ""
-    if origin.partition("://")[2] != host or not is_loopback(_hostname(host)):
-        raise ApiError(403, "pages of other sites may not use this server", code="origin")
-
-
-def _hostname(host: str) -> str:
-    """Of a Host header: without the port, and the brackets of IPv6."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

@@ -4,6 +4,7 @@
       acme:
         keys: ["sha256:f64e871c..."]   # of the key that clients send, in hexadecimal
         models: [tiny]                 # left out: every model
+        admin: true                    # left out: its keys do not open /metrics and /load
 
 `printf %s KEY | sha256sum` prints the digits. A tenant's name decides which cached prompts its requests may
 share: its salt is derived here, from the cluster's key, and no client can name one.
@@ -32,6 +33,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cache_salt: bytes
     models: frozenset[str] | None = None  # None: every one
+    is_admin: bool = False
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -40,6 +42,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[str]
     models: list[str] | None = None
+    admin: bool = False
 
 
 class Tenants:
@@ -96,7 +99,8 @@ def cache_salt(cluster_key: bytes, tenant: str) -> bytes:
 
 def _tenant(name: str, entry: _Entry, cluster_key: bytes) -> Tenant:
     models = None if entry.models is None else frozenset(entry.models)
-    return Tenant(name=name, cache_salt=cache_salt(cluster_key, name), models=models)
+    salt = cache_salt(cluster_key, name)
+    return Tenant(name=name, cache_salt=salt, models=models, is_admin=entry.admin)
 
 
 def _digests(entry: _Entry) -> list[bytes]:

@@ -21,7 +21,17 @@ SENTENCE = [300, 301, 302]
 @pytest.mark.parametrize(
     ("origin", "host", "is_ours"),
     [
-        (None, "anything.example", True),  # no browser
+        (None, "127.0.0.1:{port}", True),
+        (None, "localhost:{port}", True),
+        (None, "LOCALHOST", True),
+        (None, "[::1]:{port}", True),
+        (None, "127.1.2.3", True),
+        (None, "evil.example:{port}", False),  # a browser's GET has no Origin
+        (None, "127.0.0.1.evil.example", False),
+        (None, "localhost.evil.example", False),
+        (None, "192.168.0.1:{port}", False),
+        (None, "[::2]", False),
+        (None, "", False),
         ("http://127.0.0.1:{port}", "127.0.0.1:{port}", True),
         ("http://localhost:{port}", "localhost:{port}", True),
         ("http://[::1]:{port}", "[::1]:{port}", True),
@@ -58,8 +68,49 @@ def tenants(tmp_path: Path) -> str:
     path.write_text(
         f'tenants:\n  acme:\n    keys: ["{digest("k-acme")}"]\n'
         f'  zeta:\n    keys: ["{digest("k-zeta")}"]\n    models: [other]\n'
+        f'  root:\n    keys: ["{digest("k-root")}"]\n    admin: true\n'
     )
     return str(path)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/load", "/version", "/health", "/ping", "/nope"])
+def test_a_get_under_a_foreign_name_is_refused(path: str) -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as served:
+        answer = httpx2.get(served.url + path, headers={"host": f"evil.example:{served.address.port}"})
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "host"
+        assert "--tenants" in answer.json()["error"]["message"]
+
+
+def test_a_host_header_opens_nothing(tenants: str) -> None:
+    """With keys any name may be asked for; no part of it becomes a path."""
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+        for host in ("a/ping?x", "a/ping#", "api.example"):
+            assert httpx2.get(f"{served.url}/v1/models", headers={"host": host}).status_code == 401
+        headers = {"host": "api.example", "authorization": "Bearer k-acme"}
+        assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str) -> None:
+    away = [
+        {"x-forwarded-for": "10.0.0.9"},  # a proxy on this machine speaks for others
+        {"forwarded": "for=10.0.0.9"},
+        {"host": "api.example"},
+        {"origin": "http://evil.example"},
+    ]
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+
+        def status(path: str, headers: dict[str, str], key: str = "") -> int:
+            bearer = {"authorization": f"Bearer {key}"} if key else {}
+            return httpx2.get(served.url + path, headers=headers | bearer).status_code
+
+        for path in ("/metrics", "/load", "/metric%73"):
+            assert status(path, {}) == 200
+            for headers in away:
+                assert status(path, headers) == 401
+                assert status(path, headers, "wrong") == 401
+                assert status(path, headers, "k-acme") == 403
+                assert status(path, headers, "k-root") == 200
+        assert status("/metrics/", {}) == 401
 
 
 def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:
@@ -68,7 +119,7 @@ def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:
 
 def test_keys_open_everything_but_health(tenants: str) -> None:
     with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
-        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/load", "/nope"):
+        for path in ("/v1/models", "/version", "/openapi.json", "/nope"):
             assert httpx2.get(served.url + path).status_code == 401
         for path in ("/v1/completions", "/tokenize", "/v1/chat/completions/", "/"):
             assert httpx2.post(served.url + path, json={}).status_code == 401
@@ -77,6 +128,7 @@ def test_keys_open_everything_but_health(tenants: str) -> None:
         with pytest.raises(openai.AuthenticationError, match="not known"):
             client(served, "wrong").models.list()
         assert client(served, "k-acme").models.list().data[0].id == "tiny"
+        assert client(served, "k-zeta").models.list().data == []
         with pytest.raises(openai.PermissionDeniedError, match="may not use"):
             client(served, "k-zeta").completions.create(model="tiny", prompt="a")
         client(served, "k-acme").completions.create(model="tiny", prompt="a")

@@ -31,7 +31,7 @@ def begin(served: Served, body: dict[str, Any]) -> tuple[socket.socket, Request]
     client = served.connect()
     data = json.dumps(body).encode()
     client.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data
     )
     served.until(lambda: len(served.service.requests) > num_before)
     return client, served.service.requests[num_before]

@@ -27,6 +27,14 @@ def test_keys_find_their_tenant(tmp_path: Path) -> None:
         assert found.find(wrong) is None
 
 
+def test_admins_are_named(tmp_path: Path) -> None:
+    found = tenants(
+        tmp_path, f'tenants: {{acme: {{keys: ["{GOOD}"]}}, root: {{keys: ["{OTHER}"], admin: true}}}}'
+    )
+    acme, root = found.find("good"), found.find("other")
+    assert acme is not None and not acme.is_admin and root is not None and root.is_admin
+
+
 def test_without_a_file_everybody_is_the_same() -> None:
     found = Tenants.from_file(None, KEY)
     assert not found.need_keys
