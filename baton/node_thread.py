@@ -78,6 +78,8 @@ class NodeThread:
                 self._calls[0]()  # stays in the queue meanwhile: who adds to it need not wake us
             except WireError as error:
                 logger.warning("a message was not sent: %s", error)
+            except Exception:  # a bug of ours: what else the node says must not wait for ever
+                logger.exception("a call of the node failed")
             finally:
                 self._calls.popleft()
 

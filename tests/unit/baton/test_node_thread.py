@@ -131,6 +131,21 @@ def test_a_message_that_fits_no_frame_is_dropped_alone(make_site: Callable[..., 
     assert other.node.messages == [tokens(2)]
 
 
+def test_a_call_that_fails_holds_up_no_other(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    has_more = threading.Event()
+
+    def fail() -> None:
+        has_more.wait(TIMEOUT_S)
+        raise RuntimeError("a bug")
+
+    one.thread.call(fail)
+    one.node.peers[0].send(tokens(2))
+    has_more.set()
+    pump_until(lambda: bool(other.node.messages), other)
+    assert other.node.messages == [tokens(2)]
+
+
 def test_closing_sends_what_is_unsent_and_ends_the_thread(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     for number in range(200):
