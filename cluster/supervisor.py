@@ -91,3 +91,5 @@ class Supervised:
             await self.start()
         except BatonError as error:
             logger.error("%s does not start again: %s", self.name, error)
+        except Exception:  # of the runtime: if this ended `keep`, nobody would start it any more
+            logger.exception("%s does not start again", self.name)

@@ -18,13 +18,16 @@ KEY = b"k" * 20
 
 
 class Watched(LocalRuntime):
-    """Remembers what it has spawned."""
+    """Remembers what it has spawned; `obstacles` are in the way of the next."""
 
     def __init__(self) -> None:
         super().__init__(KEY, command=PEER)
         self.spawned: list[LocalProcess] = []
+        self.obstacles: list[Exception] = []
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        if self.obstacles:
+            raise self.obstacles.pop()
         self.spawned.append(await super().spawn(spec))
         return self.spawned[-1]
 
@@ -54,6 +57,22 @@ def test_what_ends_by_itself_is_started_again(tmp_path: Path) -> None:
         assert log.read_text() == "xxx"
 
     supervised(spec("falls", config=PeerConfig(log=str(log), num_falls=3)), test)
+
+
+def test_what_could_not_be_started_again_is_tried_once_more() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        runtime.obstacles.append(OSError("no process can be made now"))
+        runtime.spawned[0].kill()
+        async with asyncio.timeout(20):
+            while len(runtime.spawned) < 2 or not process.is_ready:
+                await asyncio.sleep(0.01)
+        await process.stop(1.0)
+        await keeping
+        assert process.num_restarts == 2
+
+    supervised(spec("serves"), test)
 
 
 def test_what_has_drained_stays_away() -> None:
