@@ -1,7 +1,7 @@
 """Whether the cluster answers, by asking it: a tiny request through a prefill and a decode worker."""
 
 import asyncio
-import itertools
+import secrets
 import uuid
 from collections.abc import Sequence
 from typing import Final
@@ -26,7 +26,6 @@ class Canary:
         self._service = service
         self._clock = clock
         self._timeout_s = timeout_s
-        self._numbers = itertools.count()
         self._sung_s: float | None = None
         self._song: asyncio.Task[None] | None = None
 
@@ -61,11 +60,11 @@ class Canary:
         self._sung_s = self._clock.now_s()
 
     def _prompt(self, workers: Sequence[Worker]) -> tuple[int, ...]:
-        """Another one each time, so that no cache answers it. Its ids are in every vocabulary."""
+        """Another each time, at every gateway: no cache answers it. Its ids are in every vocabulary."""
         longest = min(worker.max_model_len for worker in workers) - 2
-        length = min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest)
-        number = next(self._numbers)
-        return tuple((number >> (index % 16)) % 2 for index in range(max(length, 1)))
+        length = max(1, min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest))
+        drawn = secrets.randbits(length)
+        return tuple(drawn >> index & 1 for index in range(length))
 
 
 class _Waiting:

@@ -25,6 +25,14 @@ def test_an_answer_is_good_for_a_second() -> None:
     assert first.token_ids != second.token_ids  # no prefix cache answers for a worker
 
 
+def test_two_gateways_never_ask_the_same() -> None:
+    service = ScriptedService(answer_at_once([1, 2]))
+    for _ in range(2):
+        sing(Canary(service, ManualClock()))
+    first, second = service.requests
+    assert first.token_ids != second.token_ids  # else the first one's pages would answer the second
+
+
 def test_its_prompt_is_too_long_for_a_decode_worker_alone() -> None:
     service = ScriptedService(answer_at_once([1, 2]))
     service.workers = (worker(page_size=64), worker(page_size=16))
