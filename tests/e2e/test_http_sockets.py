@@ -17,7 +17,7 @@ SENTENCE = [300, 301, 302]
 
 async def hear(websocket: "aiohttp.ClientWebSocketResponse") -> list[dict[str, Any]]:
     """The chunks of one answer."""
-    chunks = []
+    chunks: list[dict[str, Any]] = []
     while True:
         message = await websocket.receive(timeout=10)
         assert message.type is aiohttp.WSMsgType.TEXT, message
