@@ -178,9 +178,13 @@ def test_a_request_is_not_tried_a_third_time_after_two_workers_died(cluster: Pro
     cluster.wait_until_whole()
     asked = request(600, num_prompt_tokens=100, max_tokens=3000)
     answer = cluster.begin(asked, Watched())
-    for num_tokens in (5, 10):
-        wait_for(lambda n=num_tokens: len(answer.events) >= n)  # type: ignore[misc]
-        cluster.kill(cluster.decode_name(asked.request_id))
+    wait_for(lambda: len(answer.events) >= 5)
+    first = cluster.frontend.decode_worker(asked.request_id)
+    cluster.kill(cluster.decode_name(asked.request_id))
+    wait_for(lambda: cluster.frontend.decode_worker(asked.request_id) not in ("", first))
+    num_before = len(answer.events)
+    wait_for(lambda: len(answer.events) > num_before)
+    cluster.kill(cluster.decode_name(asked.request_id))
     finish([answer])
     assert isinstance(answer.error, WorkerLost)
     cluster.wait_until_whole()
