@@ -54,14 +54,12 @@ class Colleagues:
         return {id_: worker for id_, worker in self.members.items() if worker.role is role}
 
     def with_pages(self) -> list[Worker]:
-        """Listed workers that pages go to or may be fetched from: they have the same weights, or decode."""
+        """Listed workers that pages go to or may be fetched from: they have the same weights."""
         own = self.hello.worker
         if own is None:
             return []
         others = [each for each in self.members.values() if each.id != own.id]
-        return [
-            each for each in others if each.role is WorkerRole.DECODE or each.fingerprint == own.fingerprint
-        ]
+        return [each for each in others if each.fingerprint == own.fingerprint]
 
     def joined(self, peer: Peer) -> None:
         self._peers[peer.hello.id] = peer

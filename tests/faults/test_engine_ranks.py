@@ -140,7 +140,7 @@ def move(source: Replica, destination: Replica, pages: list[int]) -> Ended:
     return destination.ended[-1]
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("source_cut", "destination_cut"),
     [((2, 16), (1, 64)), ((1, 16), (2, 16)), ((2, 64), (2, 16))],

@@ -12,7 +12,7 @@ from tests.replicas import BACK_S, NUM_KV_HEADS, NUM_UNITS, Replicas, all_back_s
 from tests.transfer_ends import wait_for
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
     replicas: Replicas, transport: str
 ) -> None:
@@ -32,7 +32,7 @@ def test_a_killed_rank_of_the_source_fails_its_transfers_and_no_page_stays(
         source.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
     replicas: Replicas, transport: str
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_killed_rank_of_the_destination_fails_its_transfers_alone(
         destination.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_rank_of_the_source_killed_while_it_writes_leaves_no_page_behind(
     replicas: Replicas, transport: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_rank_of_the_source_killed_while_it_writes_leaves_no_page_behind(
             source.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_whole_replica_killed_leaves_no_page_behind(replicas: Replicas, transport: str) -> None:
     """Its rank 0 is killed; the other ends by itself, and only then is a page that it could write free."""
     destination = replicas("destination", 2)

@@ -14,7 +14,7 @@ CUTS = [*EVERYDAY_CUTS, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in 
 POINTS = ("start", "after Grant", "half", "all", "before Verified")
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("num_sources", "num_destinations"), CUTS)
 def test_pages_arrive_exactly_whatever_the_number_of_ranks(
     replicas: Replicas, num_sources: int, num_destinations: int, transport: str
@@ -66,7 +66,9 @@ def test_gloo_has_a_pair_for_every_part(num_sources: int, num_destinations: int)
 
 
 @pytest.mark.parametrize(("page_size", "other_page_size"), [(16, 64), (64, 16)])
-@pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_sources", "num_destinations"), [(1, 2), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_other_page_sizes_get_the_same_tokens(
     replicas: Replicas, num_sources: int, num_destinations: int, page_size: int, other_page_size: int
 ) -> None:
@@ -76,8 +78,11 @@ def test_other_page_sizes_get_the_same_tokens(
     assert destination.ended()[-1] == ("adopted", "", source.sent)
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize(("num_holders", "num_pullers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_holders", "num_pullers"),
+    [(1, 2), (2, 1), *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ((2, 4), (4, 1)))],
+)
 def test_a_prefix_is_pulled_from_every_rank_that_holds_it(
     replicas: Replicas, num_holders: int, num_pullers: int, transport: str
 ) -> None:
@@ -92,7 +97,7 @@ def test_a_prefix_is_pulled_from_every_rank_that_holds_it(
     assert all_back_s(holder, puller) < BACK_S
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", POINTS)
 def test_an_abort_anywhere_gives_all_pages_back(replicas: Replicas, point: str, transport: str) -> None:
     source = replicas("source", 2, transport=transport)
@@ -116,7 +121,7 @@ def test_a_flipped_bit_of_one_part_is_written_again(replicas: Replicas) -> None:
     assert all_back_s(source, destination) < BACK_S
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_transfers_both_ways_at_once_keep_apart(replicas: Replicas, transport: str) -> None:
     """Some are aborted; each of the others brings what it was begun with."""
     one, other = replicas("source", 2, transport=transport), replicas("destination", 4, transport=transport)

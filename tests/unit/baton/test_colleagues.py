@@ -202,7 +202,7 @@ class TestTokens:
         assert desk.post.take() == []
 
 
-def test_pages_are_exchanged_with_decode_workers_and_with_all_of_the_same_weights() -> None:
+def test_pages_are_exchanged_with_all_of_the_same_weights() -> None:
     desk = Desk()
     own = desk.hello.worker
     assert own is not None
@@ -210,4 +210,4 @@ def test_pages_are_exchanged_with_decode_workers_and_with_all_of_the_same_weight
     other = msgspec.structs.replace(a_worker(3), fingerprint="others")
     other_decoder = msgspec.structs.replace(a_worker(4, WorkerRole.DECODE), fingerprint="others")
     desk.colleagues.changed(Members(workers=(own, alike, decoder, other, other_decoder)))
-    assert desk.colleagues.with_pages() == [alike, decoder, other_decoder]
+    assert desk.colleagues.with_pages() == [alike, decoder]

@@ -92,3 +92,15 @@ def test_who_is_not_listed_is_forgotten(hosts: tuple[Host, Host]) -> None:
     asked.answer(hosts[0].endpoint.link(hosts[1].address()))
     links.keep_up([a_worker(2)])
     assert links.to(worker.id) is None and links.reachable() == []
+
+
+def test_who_is_listed_again_is_not_linked_to_twice(hosts: tuple[Host, Host]) -> None:
+    asked, worker = Asked(), a_worker(1, hosts[1].address())
+    links = KvLinks(asked)
+    links.keep_up([worker])
+    link = hosts[0].endpoint.link(hosts[1].address())
+    asked.answer(link)
+    links.keep_up([])
+    assert links.to(worker.id) is None and links.reachable() == []
+    links.keep_up([worker])
+    assert links.to(worker.id) is link and not asked.waiting
