@@ -54,7 +54,7 @@ FAST: Final = (
     Topology("2P+2D, tcp, pages 64 to 16", 2, 2, prefill_page_size=64, transport="tcp"),
     Topology("tp 2 to 1, pages 16 to 64", 1, 1, 2, 1, decode_page_size=64),
     # Room for a few sequences only: they are preempted in the middle of their answers.
-    Topology("few pages", decode_settings={"cache": {"kv_cache_memory_bytes": 28 * 16 * 2 * 2 * 2 * 16 * 4}}),
+    Topology("few pages", decode_settings={"cache": {"kv_cache_memory_bytes": 17 * 16 * 2 * 2 * 2 * 16 * 4}}),
 )
 SLOW: Final = tuple(
     Topology(f"{p}P+{d}D, {transport}, pages {a} to {b}", p, d, 1, 1, a, b, transport)
