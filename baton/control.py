@@ -474,9 +474,14 @@ def fits(event: TokenEvent) -> bool:
 def fits_request(request: Request) -> bool:
     """Whether all messages that carry a request can carry this one, with what they say beside it."""
     sampling = request.sampling
-    num_integers = len(request.token_ids) + len(request.generated_token_ids) + len(sampling.stop_token_ids)
+    num_integers = request.num_tokens + len(sampling.stop_token_ids)
     most_bytes = 9 * num_integers + 18 * len(sampling.logit_bias)
     return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
+
+
+def fits_beside(request: Request, source: PullSource) -> bool:
+    """Whether a message can carry both."""
+    return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
 
 
 def decode(body: bytes) -> AnyMessage:

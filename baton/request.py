@@ -185,6 +185,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        """The prompt, and what earlier attempts have answered: their KV comes before the next token."""
+        return self.token_ids + self.generated_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + len(self.generated_token_ids)
+
+    @property
     def choices(self) -> range:
         """The numbers of the choices that are asked for."""
         return range(self.choice, self.choice + self.sampling.n)

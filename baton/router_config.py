@@ -1,9 +1,10 @@
 """The router's knobs."""
 
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from baton.config_tree import check_between
 from baton.errors import ConfigError
 
 PolicyName: TypeAlias = Literal["round-robin", "least-loaded", "prefix", "cost"]
@@ -22,12 +23,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int = 0  # of the choice between workers that are loaded alike
 
     def __post_init__(self) -> None:
-        _between("router.local_prefill_tokens", self.local_prefill_tokens, 0, 2**31)
-        _between("router.max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
-        _between("router.seed", self.seed, 0, 2**63 - 1)
-        if self.policy not in PolicyName.__args__:  # type: ignore[attr-defined]
-            names = ", ".join(PolicyName.__args__)  # type: ignore[attr-defined]
-            raise ConfigError(f"router.policy: expected one of {names}, got {self.policy!r}")
+        check_between("router.local_prefill_tokens", self.local_prefill_tokens, 0, 2**31)
+        check_between("router.max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
+        check_between("router.seed", self.seed, 0, 2**63 - 1)
+        names = get_args(PolicyName)
+        if self.policy not in names:
+            raise ConfigError(f"router.policy: expected one of {', '.join(names)}, got {self.policy!r}")
 
 
 class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,9 +39,4 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _between("router.port", self.port, 0, 65_535)
-
-
-def _between(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name}: expected {low} to {high}, got {value}")
+        check_between("router.port", self.port, 0, 65_535)

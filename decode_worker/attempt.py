@@ -60,7 +60,7 @@ class Attempt:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """What must have its KV before the next token is sampled."""
-        return self.request.token_ids + self.request.generated_token_ids
+        return self.request.all_token_ids
 
     @property
     def is_complete(self) -> bool:

@@ -164,6 +164,7 @@ class _Stream:
         self._socket: PageSocket | None = None
         self._dialling: socket.socket | None = None
         self._sending: bytes | None = None  # the transfer in whose pages the thread is
+        self._is_cut = False  # the connection there is
         self._key = b""
         self._is_closed = False
         self._num_sent = self._num_answered = 0
@@ -173,6 +174,7 @@ class _Stream:
     def connect(self) -> None:
         self._socket, self._key = self._transport.dial(self._note)
         self._num_sent = self._num_answered = 0
+        self._is_cut = False
         if self._is_closed:
             self._socket.close()
             self._check_open()
@@ -180,6 +182,7 @@ class _Stream:
     def cut(self, transfer: bytes) -> None:
         """From another thread, while none may leave pages: break the connection that is held up in these."""
         if self._sending == transfer and self._socket is not None:
+            self._is_cut = True
             self._socket.wake()
 
     def close(self) -> None:
@@ -247,6 +250,8 @@ class _Stream:
         finally:
             self._sending = None
             self._tickets.leave(part)
+        if self._is_cut:  # when the last byte had just gone
+            raise Stopped(0)
         self._num_sent += 1
         self._unanswered.append(_Unanswered(part, stream.num_calls - calls_before, gather_s))
 

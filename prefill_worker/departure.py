@@ -73,7 +73,7 @@ class Departure:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self.request.generated_token_ids)
+        return self.request.num_tokens
 
     @property
     def num_units(self) -> int:

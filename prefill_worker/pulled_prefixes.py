@@ -66,7 +66,7 @@ class PulledPrefixes:
 
     def _fetch(self, departure: Departure, source: PullSource, link: Link) -> bool:
         request, owner = departure.request, departure.engine_id
-        token_ids = request.token_ids + request.generated_token_ids
+        token_ids = request.all_token_ids
         page_sizes = self._engine.pages.page_size, link.hello.layout.page_size
         if request.sampling.prompt_logprobs is not None:
             return False  # every position has to be computed

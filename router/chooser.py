@@ -77,7 +77,7 @@ class Chooser:
         num_computers = len(field.fillers) or len(field.decoders)
         busy = min(MOST_BUSY, self._given_s / MEMORY_S / num_computers)
         rate = self._num_given / MEMORY_S / num_computers
-        num_tokens = len(request.token_ids) + len(request.generated_token_ids)
+        num_tokens = request.num_tokens
         return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy))
 
     def _fade(self) -> None:

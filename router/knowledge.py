@@ -78,7 +78,7 @@ class Knowledge:
             attempt=request.attempt,
             age_s=0.0,
             reason=pair.reason,
-            num_tokens=len(request.token_ids) + len(request.generated_token_ids),
+            num_tokens=request.num_tokens,
             chosen=chosen,
             weighed=others,
         )

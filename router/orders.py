@@ -1,6 +1,6 @@
 """What the choice of a pair makes of an attempt: an entry in the books, and a word to either side."""
 
-from baton.control import Dispatch, Routed
+from baton.control import Dispatch, Routed, fits_beside
 from baton.request import Request
 from baton.router.books import Entry, num_kv_tokens
 from baton.router.pairing import Pair
@@ -12,7 +12,7 @@ def prefill_of(pair: Pair) -> str:
 
 
 def entry_of(gateway_id: str, request: Request, pair: Pair) -> Entry:
-    num_prompt_tokens = len(request.token_ids) + len(request.generated_token_ids)
+    num_prompt_tokens = request.num_tokens
     compute_s = 0.0
     if pair.choice is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
@@ -23,6 +23,8 @@ def entry_of(gateway_id: str, request: Request, pair: Pair) -> Entry:
 
 def dispatch_of(gateway_id: str, request: Request, pair: Pair) -> Dispatch:
     source = pair.choice.source if pair.choice is not None else None
+    if source is not None and not fits_beside(request, source):
+        source = None  # then all is computed: a hint is not worth the request
     return Dispatch(request=request, gateway=gateway_id, prefill=prefill_of(pair), source=source)
 
 

@@ -60,7 +60,7 @@ class Pairing:
             return None
         if self._chooser is not None and self._config.policy == "cost":
             return self._choose_both(self._chooser, submit, decoders, reached)
-        num_tokens = len(submit.request.token_ids) + len(submit.request.generated_token_ids)
+        num_tokens = submit.request.num_tokens
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]

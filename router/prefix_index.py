@@ -64,11 +64,13 @@ class PrefixIndex:
         return len(self._table)
 
     def join(self, worker: Worker) -> None:
-        """Once for each life of a worker."""
+        """Once for each life of a worker. One that there is no slot for any more is not known: no hits."""
         if worker.id in self._holders:
             return
-        while not self._free_slots:
+        while not self._free_slots and self._purges:
             self._purge(PURGED_AT_ONCE)
+        if not self._free_slots:
+            return
         slot = self._free_slots.pop()
         num_pages = worker.num_pages + worker.num_host_pages + NUM_SPARE_PAGES
         self._holders[worker.id] = Holder(slot, num_pages, self._seed)

@@ -37,7 +37,7 @@ from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
 from baton.router.books import Books
 from baton.router.knowledge import Knowledge
-from baton.router.meeting import num_met
+from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.orders import dispatch_of, entry_of, routed_of
 from baton.router.pairing import Pairing
@@ -67,6 +67,7 @@ class Router:
         self.counters: Counter[str] = Counter()
         self.books = Books(clock)
         self.members = Membership(clock)
+        self._meeting = Meeting(self.members)
         self.knowledge = Knowledge(config, clock, self.books, self.counters)
         self._config = config
         self._clock = clock
@@ -143,7 +144,7 @@ class Router:
                 for member in self.members.all()
             ),
             num_gateways=len(self._gateways),
-            num_met=num_met(list(self.members.all()), [each.reached for each in self._gateways.values()]),
+            num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=len(self.books),
             counters=dict(self.counters),
         )

@@ -285,3 +285,13 @@ def test_keys_that_crowd_in_a_table_get_a_larger_one_but_not_without_end() -> No
     index.check_integrity()
     index.apply(W0.id, stored(CHAIN, 1000))
     assert held(index, W0.id) == 20
+
+
+def test_a_worker_that_no_slot_is_left_for_is_not_known() -> None:
+    index = an_index(*(a_worker(f"w{number}", id=f"{number:032x}") for number in range(MAX_SLOTS)))
+    one_more = a_worker("one-more")
+    index.join(one_more)
+    assert index.slot(one_more.id) is None and not index.is_known(one_more.id)
+    index.forget(f"{0:032x}")
+    index.join(one_more)
+    assert index.slot(one_more.id) is not None

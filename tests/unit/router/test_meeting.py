@@ -1,0 +1,32 @@
+"""Workers have met when whoever needs them reaches them, and they reach those that they need."""
+
+from baton.clock import ManualClock
+from baton.control import Reachable
+from baton.router.router import Router
+from baton.router_config import RouterSettings
+from tests.node_peers import TestPeer, a_worker, id_of
+
+
+def test_all_must_reach_each_other_before_a_worker_has_met_them() -> None:
+    router = Router(RouterSettings(), ManualClock(), id_of("router"))
+    p, d = (TestPeer.worker(router, a_worker(name)) for name in ("p", "d"))
+    assert router.status().num_met == 0
+    p.say(Reachable(workers=(d.id,)))
+    assert router.status().num_met == 0
+    d.say(Reachable(workers=(p.id,)))
+    assert router.status().num_met == 2
+    gateway = TestPeer.gateway(router)
+    assert router.status().num_met == 0
+    gateway.say(Reachable(workers=(d.id,)))
+    assert router.status().num_met == 1
+    gateway.say(Reachable(workers=(d.id, p.id)))
+    assert router.status().num_met == 2
+    d.leave()
+    assert router.status().num_met == 1
+
+
+def test_workers_of_other_weights_need_not_meet() -> None:
+    router = Router(RouterSettings(), ManualClock(), id_of("router"))
+    for name, fingerprint in (("p", "f"), ("d", "others")):
+        TestPeer.worker(router, a_worker(name, fingerprint=fingerprint))
+    assert router.status().num_met == 2
