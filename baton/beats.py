@@ -4,7 +4,9 @@ from typing import Final, Protocol
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import MAX_EVENTS, Beat, Load
+from baton.control import Beat
+from baton.wire_types import MAX_EVENTS
+from baton.worker import Load
 
 BEAT_S: Final = 1.0
 

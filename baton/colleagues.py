@@ -9,19 +9,10 @@
 from collections.abc import Collection
 from typing import Final
 
-from baton.control import (
-    Address,
-    AnyMessage,
-    Hello,
-    Kind,
-    Members,
-    Reachable,
-    TokenEvent,
-    Tokens,
-    Worker,
-    WorkerRole,
-)
+from baton.control import AnyMessage, Hello, Kind, Members, Reachable, Tokens
 from baton.node import Dial, Peer
+from baton.token_event import TokenEvent
+from baton.worker import Address, Worker, WorkerRole
 
 EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
 

@@ -18,37 +18,34 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, Self, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from baton.decision import Decision, PullSource
 from baton.errors import WireError
-from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
+from baton.request import Request
 from baton.seal import MAX_BODY_BYTES
+from baton.times import PrefillTimes, StepTimes
+from baton.token_event import TokenEvent
+from baton.wire_types import (
+    MAX_EVENTS,
+    MAX_WORKERS,
+    Attempt,
+    Count,
+    Generation,
+    Id,
+    Ids,
+    Name,
+    Reason,
+    Seconds,
+    TransferId,
+)
+from baton.worker import Load, Tier, Worker, WorkerStatus
 
 PROTOCOL: Final = 1
-MAX_WORKERS: Final = 1024
-MAX_EVENTS: Final = 16_384  # in one message
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
-MAX_PULLED_PAGES: Final = 32_768  # as kvtransfer allows
-
-Name: TypeAlias = Annotated[str, Meta(max_length=128)]
-Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=512)]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
-PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=2**40)]
-Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
-
-
-class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
-    port: Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class Message(
@@ -64,31 +61,6 @@ class Kind(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     OPERATOR = "operator"  # the command line: it asks, and serves nothing
-
-
-class WorkerRole(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker says of itself; it holds for one life of its process, which `id` names."""
-
-    id: Id
-    name: Name  # the operator's, as "decode-0": the same after a restart
-    started_s: UnixSeconds = 0.0  # by its own clock; of two processes of one name the later one is the worker
-    role: WorkerRole
-    model: Name  # as the API names it
-    fingerprint: Name  # of the weights; requests move only between equal ones
-    address: Address  # of its control connections
-    kv_address: Address
-    page_size: Count
-    num_pages: Count
-    max_num_seqs: Count
-    max_model_len: Count
-    tensor_parallel_size: Count = 1
-    kv_dtype: Name = ""  # of the elements in its pages: part of their names
-    num_host_pages: Count = 0
 
 
 class Hello(Message, frozen=True):
@@ -157,15 +129,6 @@ class Ended(Message, frozen=True):
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
-class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker that is thought to hold the first `num_tokens` tokens of a prompt: a hint, it knows better."""
-
-    worker: Id
-    num_tokens: Count
-    pages: Annotated[tuple[PageId, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
-    generations: Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
-
-
 class Dispatch(Message, frozen=True):
     """Router to a decode worker."""
 
@@ -186,36 +149,6 @@ class Prefill(Message, frozen=True):
     transfer: TransferId
     num_held_tokens: Count = 0
     source: PullSource | None = None
-
-
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One token of one attempt; `index` counts all generated ones, those of earlier attempts too.
-
-    The last one has a finish reason; `token_id` is None only where it ended without a token.
-    """
-
-    request_id: Id
-    attempt: Attempt
-    index: Count
-    token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: Count = 0  # of the prompt; said with the first token of an attempt
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
-
-    @classmethod
-    def of(cls, request: Request, output: StepOutput, finish_reason: FinishReason | None) -> Self:
-        """What an engine has made for this attempt; the reason may not be the engine's own."""
-        return cls(
-            request.request_id,
-            request.attempt,
-            output.index,
-            output.token_id,
-            finish_reason,
-            output.num_cached_tokens,
-            output.logprobs,
-            output.prompt_logprobs,
-        )
 
 
 class Tokens(Message, frozen=True):
@@ -269,37 +202,12 @@ class Cancel(Message, frozen=True):
     attempt: Attempt
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's own count of what it has, for operators and for a router that has just started."""
-
-    num_running: Count = 0
-    num_waiting: Count = 0  # sequences that have no pages yet
-    num_incoming: Count = 0  # transfers that hold pages here
-    num_outgoing: Count = 0
-    pages: dict[Annotated[str, Meta(max_length=16)], Count] = {}  # by state: free, active, cached ...
-    prefix_queries_tokens: Count = 0  # in all, and of these the ones found
-    prefix_hits_tokens: Count = 0
-    num_preemptions: Count = 0
-    num_tokens: Count = 0  # generated in all
-    kv_bytes: Count = 0  # moved in all, out of this worker
-    counters: dict[
-        Annotated[str, Meta(max_length=64)], Count
-    ] = {}  # of transports, fall-backs, dropped peers
-
-
 class Beat(Message, frozen=True):
     """Worker to router, every second. A router that misses several takes the worker for dead."""
 
     load: Load
     is_draining: bool = False
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)] = ()  # that it works on
-
-
-class Tier(StrEnum):
-    """Where a worker keeps a page."""
-
-    DEVICE = "device"
-    HOST = "host"
 
 
 class PageEvents(Message, frozen=True):
@@ -323,30 +231,6 @@ class PagesWanted(Message, frozen=True):
     """Router to worker: tell all pages that you hold, afresh; changes follow as before."""
 
 
-class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a prompt has taken where it was computed."""
-
-    request_id: Id
-    attempt: Attempt
-    waited_s: Seconds  # from its arrival until its first step
-    computed_s: Seconds  # from then to its first token
-    num_new_tokens: Count  # computed
-    num_tokens: Count  # of the prompt
-    pulled_bytes: Count = 0
-    pulled_s: Seconds = 0.0
-    moved_bytes: Count = 0  # handed to the decode worker
-    exposed_s: Seconds = 0.0  # of the hand-off: after the first token
-
-
-class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One step of an engine, of those that a worker tells of."""
-
-    num_sequences: Count
-    num_new_tokens: Count  # of prompts, computed in it
-    num_context_tokens: Count  # that its sequences attend to
-    step_s: Seconds
-
-
 class Measured(Message, frozen=True):
     """Worker to router: what its work has taken, to predict what other work will take."""
 
@@ -364,14 +248,6 @@ class StatusQuery(Message, frozen=True):
     """Operator to router."""
 
 
-class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    worker: Worker
-    load: Load
-    num_attempts: Count  # by the router's own books
-    beat_age_s: Seconds
-    is_draining: bool = False
-
-
 class Status(Message, frozen=True):
     """Router to operator or gateway."""
 
@@ -380,30 +256,6 @@ class Status(Message, frozen=True):
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
-
-
-class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an attempt was expected to cost at a pair of workers, in seconds (see router/costs.py)."""
-
-    decode: Id
-    prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt
-    source: Annotated[str, Meta(max_length=32)] = ""  # that a prefix is pulled from
-    num_held_tokens: Count = 0  # that need not be computed
-    terms: Annotated[dict[Annotated[str, Meta(max_length=16)], Seconds], Meta(max_length=16)] = {}
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a router has sent an attempt, out of what, and what came of it as far as is known."""
-
-    request_id: Id
-    attempt: Attempt
-    age_s: Seconds
-    reason: Reason
-    num_tokens: Count  # of the prompt
-    chosen: Weighed
-    weighed: Annotated[tuple[Weighed, ...], Meta(max_length=64)] = ()  # the chosen one among them
-    first_token_s: Seconds | None = None  # after the decision
-    measured: PrefillTimes | None = None
 
 
 class Explain(Message, frozen=True):

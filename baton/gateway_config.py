@@ -6,8 +6,8 @@ from typing import Final
 import msgspec
 
 from baton.config_tree import check_between
-from baton.control import Address
 from baton.errors import ConfigError
+from baton.worker import Address
 
 MAX_CONNECTIONS: Final = 2**16
 MAX_OPEN_REQUESTS: Final = 2**20

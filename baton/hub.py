@@ -21,13 +21,14 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
-from baton.control import PROTOCOL, Address, AnyMessage, Hello, decode, encode
+from baton.control import PROTOCOL, AnyMessage, Hello, decode, encode
 from baton.errors import WireError
 from baton.frames import FrameReader, encode_frame
 from baton.node import TICK_S, Node
 from baton.seal import Seals
 from baton.sockets import keep_alive
 from baton.wire import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, DroppedPeers
+from baton.worker import Address
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256

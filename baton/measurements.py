@@ -8,8 +8,9 @@ from collections import deque
 from typing import Final, Protocol
 
 from baton.clock import Clock
-from baton.control import Measured, PrefillTimes, StepTimes
+from baton.control import Measured
 from baton.page_news import PageNews
+from baton.times import PrefillTimes, StepTimes
 
 TELL_S: Final = 1.0
 STEP_S: Final = 1 / 32

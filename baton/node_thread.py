@@ -14,10 +14,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from baton.control import Address, AnyMessage, Hello
+from baton.control import AnyMessage, Hello
 from baton.errors import WireError
 from baton.hub import Hub, HubLink
 from baton.node import Node, Peer
+from baton.worker import Address
 
 Call: TypeAlias = Callable[[], None]
 Post: TypeAlias = Callable[[Call], None]  # have it made on the node's thread, soon

@@ -10,8 +10,9 @@ from typing import Final, Protocol
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import PageEvents, Tier
+from baton.control import PageEvents
 from baton.node import Peer
+from baton.worker import Tier
 
 NEWS_S: Final = 0.05
 PAGES_PER_MESSAGE: Final = 8192  # a fifth of what fits a frame

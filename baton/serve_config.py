@@ -6,10 +6,10 @@ import msgspec
 from msgspec import Meta
 
 from baton.config import EngineSettings
-from baton.control import MAX_WORKERS
 from baton.errors import ConfigError
 from baton.gateway_config import GatewaySettings, is_loopback
 from baton.router_config import RouterConfig
+from baton.wire_types import MAX_WORKERS
 from baton.worker_config import TransportChoice
 
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]

@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.config import EngineConfig
-from baton.control import Address, Name, WorkerRole
+from baton.wire_types import Name
+from baton.worker import Address, WorkerRole
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 # A worker that drains goes on for at least so long: what is under way to it is refused, not lost, all have

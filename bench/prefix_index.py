@@ -21,11 +21,12 @@ import numpy as np
 from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, at_least, at_most, format_number, print_table, write_json
 from baton.clock import ManualClock
-from baton.control import Address, PageEvents, Worker, WorkerRole
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_link import RedisLink, RedisMatcher
 from baton.router.redis_server import PrivateRedis, find_program
+from baton.worker import Address, Worker, WorkerRole
 
 PROMPT_PAGES: Final = 752  # 12,000 tokens
 SHARED_PAGES: Final = 200  # of every prompt: what an operator's instructions take

@@ -10,17 +10,9 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from baton.bench.router_machine import Machine, PageStore
-from baton.control import (
-    AnyMessage,
-    Dispatch,
-    Hello,
-    Measured,
-    PageEvents,
-    PagesWanted,
-    PrefillTimes,
-    StepTimes,
-)
+from baton.control import AnyMessage, Dispatch, Hello, Measured, PageEvents, PagesWanted
 from baton.request import Request
+from baton.times import PrefillTimes, StepTimes
 
 STEPS_A_REPORT: Final = 64
 

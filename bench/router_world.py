@@ -15,26 +15,14 @@ from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, PrefillSim, SimWorker
 from baton.bench.traces import TraceRequest
 from baton.clock import ManualClock
-from baton.control import (
-    Address,
-    AnyMessage,
-    Beat,
-    Ended,
-    Hello,
-    Kind,
-    Load,
-    Reachable,
-    Started,
-    Submit,
-    Worker,
-    WorkerRole,
-)
+from baton.control import AnyMessage, Beat, Ended, Hello, Kind, Reachable, Started, Submit
 from baton.node import Peer
 from baton.page_keys import KEY_BYTES
 from baton.request import Request, SamplingParams
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
+from baton.worker import Address, Load, Worker, WorkerRole
 
 TICK_S: Final = 0.5
 GATEWAY: Final = f"{7:032x}"

@@ -26,10 +26,10 @@ from baton.bench.serve_stub import StubConfig
 from baton.cluster.local_runtime import LocalProcess, LocalRuntime
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessKind, ProcessSpec
-from baton.control import WorkerRole
 from baton.errors import PeerGone
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
+from baton.worker import WorkerRole
 
 BATON: Final = "baton"
 UVICORN: Final = "bare uvicorn"

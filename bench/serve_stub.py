@@ -24,25 +24,13 @@ from baton.clock import SystemClock
 from baton.cluster.process import die_with_parent
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
-from baton.control import (
-    Address,
-    AnyMessage,
-    Cancel,
-    Dispatch,
-    Hello,
-    Kind,
-    Load,
-    Members,
-    Prefill,
-    Prefilled,
-    TokenEvent,
-    Worker,
-    WorkerRole,
-)
+from baton.control import AnyMessage, Cancel, Dispatch, Hello, Kind, Members, Prefill, Prefilled
 from baton.errors import ProtocolError
 from baton.hub import Hub
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request
+from baton.token_event import TokenEvent
+from baton.worker import Address, Load, Worker, WorkerRole
 
 FIRST_TOKEN: Final = 10
 UNUSED_PORT: Final = 9  # nobody moves pages

@@ -13,8 +13,8 @@ import msgspec
 
 from baton.cluster.cluster_key import write_secret
 from baton.config import cache_directory
-from baton.control import Address
 from baton.errors import ConfigError
+from baton.worker import Address
 
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 

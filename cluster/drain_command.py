@@ -10,8 +10,8 @@ import asyncio
 from baton.cluster import standard_output
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, router_of
-from baton.control import Address
 from baton.errors import PeerGone, WorkerLost
+from baton.worker import Address
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

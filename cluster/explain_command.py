@@ -13,8 +13,10 @@ import msgspec
 from baton.cluster import standard_output
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, router_of
-from baton.control import Address, Decision, Status, Weighed
+from baton.control import Status
+from baton.decision import Decision, Weighed
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.worker import Address
 
 MAX_SHOWN: Final = 16  # of the pairs that were weighed, the cheapest
 

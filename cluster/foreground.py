@@ -21,8 +21,8 @@ from baton.cluster.router_options import add_key_option, address, key_of
 from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
 from baton.config_tree import leaves
-from baton.control import Address
 from baton.errors import ConfigError
+from baton.worker import Address
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 

@@ -21,8 +21,8 @@ from baton.cluster.process_spec import (
     share_out_threads,
 )
 from baton.config import environment_of_child, visible_gpus
-from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
+from baton.worker import Address
 
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
 LOOPBACK: Final = "127.0.0.1"

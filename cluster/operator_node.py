@@ -9,23 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from baton.control import (
-    Address,
-    AnyMessage,
-    Decision,
-    Decisions,
-    Drain,
-    Explain,
-    Hello,
-    Kind,
-    Status,
-    StatusQuery,
-    WorkerRole,
-    WorkerStatus,
-)
+from baton.control import AnyMessage, Decisions, Drain, Explain, Hello, Kind, Status, StatusQuery
+from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
+from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
 # What becomes of a cluster whose workers of a role have gone.

@@ -6,7 +6,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.control import Address, Name
+from baton.wire_types import Name
+from baton.worker import Address
 
 ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
 

@@ -23,8 +23,8 @@ import msgspec
 from baton.cluster.installing import install
 from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
 from baton.config import prepare_ray
-from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
+from baton.worker import Address
 
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it

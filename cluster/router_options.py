@@ -7,8 +7,8 @@ from pathlib import Path
 from baton.cluster.cluster_key import read_key
 from baton.cluster.cluster_record import find_record
 from baton.config import cluster_key_file
-from baton.control import Address
 from baton.errors import ConfigError
+from baton.worker import Address
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from baton.cluster.process_spec import Loading, ProcessSpec
-from baton.control import Address
+from baton.worker import Address
 
 
 class Process(Protocol):

@@ -16,9 +16,10 @@ from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve_plan import Site, specs
 from baton.cluster.supervisor import Supervised
-from baton.control import Address, Status
+from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
 from baton.serve_config import ServeConfig
+from baton.worker import Address
 
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0

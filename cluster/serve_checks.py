@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from baton.cluster.model_directory import resolve_model
-from baton.control import WorkerRole
 from baton.engine.checkpoint_files import read_entries
 from baton.engine.hf_config import read_model_config
 from baton.engine.model_limits import check_split, choose_max_model_len
@@ -15,6 +14,7 @@ from baton.errors import ConfigError
 from baton.gateway.chat_template import ChatTemplate
 from baton.gateway.tenants import Tenants
 from baton.serve_config import ServeConfig
+from baton.worker import WorkerRole
 
 Speech: TypeAlias = Literal["chat", "text", "token ids"]
 

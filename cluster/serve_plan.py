@@ -6,9 +6,9 @@ import msgspec
 
 from baton.cluster.process_spec import ProcessSpec
 from baton.config import EngineConfig, EngineSettings
-from baton.control import Address, WorkerRole
 from baton.gateway_config import GatewayConfig
 from baton.serve_config import ServeConfig, WorkersConfig
+from baton.worker import Address, WorkerRole
 from baton.worker_config import WorkerConfig
 
 

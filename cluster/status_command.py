@@ -10,8 +10,9 @@ from baton.cluster import standard_output
 from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, router_of
-from baton.control import Address, Status, WorkerStatus
+from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
+from baton.worker import Address, WorkerStatus
 
 COLUMNS = (
     "worker",

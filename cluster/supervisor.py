@@ -14,8 +14,8 @@ from baton.clock import Clock
 from baton.cluster.back_off import BackOff
 from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.runtime import Process, Runtime
-from baton.control import Address
 from baton.errors import BatonError
+from baton.worker import Address
 
 GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
 

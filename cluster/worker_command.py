@@ -10,7 +10,7 @@ from typing import Final
 from baton.cluster import foreground
 from baton.cluster.options import Option
 from baton.cluster.serve_options import engine_options
-from baton.control import WorkerRole
+from baton.worker import WorkerRole
 from baton.worker_config import WorkerConfig
 
 OPTIONS: Final = (

@@ -25,7 +25,7 @@ from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import Progress
 from baton.colleagues import Colleagues
-from baton.control import Address, Hello, Kind, Worker, WorkerRole
+from baton.control import Hello, Kind
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
@@ -40,6 +40,7 @@ from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
 from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
+from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig
 
 IDLE_S: Final = 0.25  # at most this long until the next look at what time alone brings

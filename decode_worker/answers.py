@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 from baton.colleagues import Colleagues
-from baton.control import TOO_LARGE, Failure, TokenEvent, fits
+from baton.control import TOO_LARGE, Failure, fits
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.decode_worker.reports import Reports
 from baton.engine.replica import Replica
 from baton.request import FinishReason, StepOutput
+from baton.token_event import TokenEvent
 
 
 class Ending(NamedTuple):

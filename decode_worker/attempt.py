@@ -13,11 +13,13 @@ from enum import Enum
 
 import msgspec
 
-from baton.control import AttemptFailed, Cancel, Dispatch, Failure, PullSource, TokenEvent
+from baton.control import AttemptFailed, Cancel, Dispatch, Failure
+from baton.decision import PullSource
 from baton.engine.replica import Replica
 from baton.engine.sequence import FilledPages
 from baton.errors import InvalidRequest
 from baton.request import Request
+from baton.token_event import TokenEvent
 
 
 class Stage(Enum):

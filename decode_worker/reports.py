@@ -1,4 +1,4 @@
-"""What the router is told of this worker beside its beats: the pages it knows, and what its work took.
+"""What the prompts took that this worker computed itself, told to the router.
 
 A prompt that was computed here has times: it arrives, its first step begins, its first token is there.
 """
@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import PrefillTimes
 from baton.decode_worker.attempt import Attempt
-from baton.engine.replica import Replica
 from baton.engine.sequence import Progress, SequenceStatus
-from baton.measurements import Measurements
-from baton.node import Peer
-from baton.page_news import PageNews
+from baton.reports import Reported, WorkerReports
 from baton.request import StepOutput
+from baton.times import PrefillTimes
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -26,25 +23,14 @@ class _Stamps:
     started_s: float | None = None
 
 
-class Reports:
+class Reports(WorkerReports):
     def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
-        self._clock = clock
-        self._news = PageNews(colleagues, clock)
-        self._measurements = Measurements(self._news, clock)
+        super().__init__(colleagues, clock)
         self._stamps: dict[str, _Stamps] = {}  # of attempts without a token, by their names in the engine
         self._computing: dict[str, _Stamps] = {}  # those that the engine has, and has not begun with
-        self._step_began_s = 0.0
-
-    def want(self, router: Peer) -> None:
-        self._news.want(router)
-
-    def tell(self, engine: Replica) -> None:
-        """What is due; to be called after each step."""
-        self._news.tell(engine)
-        self._measurements.tell()
 
     def arrived(self, attempt: Attempt) -> None:
-        self._stamps[attempt.engine_id] = _Stamps(self._clock.now_s())
+        self._stamps[attempt.engine_id] = _Stamps(self.clock.now_s())
 
     def begun(self, attempt: Attempt, progress: Progress) -> None:
         """The engine has it."""
@@ -55,14 +41,11 @@ class Reports:
         stamps.progress = progress
         self._computing[attempt.engine_id] = stamps
 
-    def step_begins(self) -> None:
-        self._step_began_s = self._clock.now_s()
-
-    def step_ended(self, engine: Replica) -> None:
-        self._measurements.stepped(engine)
+    def step_ended(self, engine: Reported) -> None:
+        super().step_ended(engine)
         for engine_id, stamps in list(self._computing.items()):
             if stamps.progress is not None and stamps.progress.status not in _QUEUED:
-                stamps.started_s = self._step_began_s
+                stamps.started_s = self.step_began_s
                 del self._computing[engine_id]
 
     def said(self, attempt: Attempt, output: StepOutput) -> None:
@@ -71,13 +54,13 @@ class Reports:
         if stamps is None:
             return
         self._computing.pop(attempt.engine_id, None)
-        started_s = self._step_began_s if stamps.started_s is None else stamps.started_s
-        self._measurements.prefilled(
+        started_s = self.step_began_s if stamps.started_s is None else stamps.started_s
+        self.measurements.prefilled(
             PrefillTimes(
                 attempt.request_id,
                 attempt.number,
                 waited_s=started_s - stamps.arrived_s,
-                computed_s=self._clock.now_s() - started_s,
+                computed_s=self.clock.now_s() - started_s,
                 num_new_tokens=len(attempt.token_ids) - output.num_cached_tokens,
                 num_tokens=len(attempt.token_ids),
             )

@@ -29,12 +29,10 @@ from baton.control import (
     Drain,
     Failure,
     Kind,
-    Load,
     Members,
     PagesWanted,
     Prefilled,
     PrefillFailed,
-    TokenEvent,
 )
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
@@ -47,6 +45,8 @@ from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.node import Peer
+from baton.token_event import TokenEvent
+from baton.worker import Load
 
 logger = logging.getLogger(__name__)
 

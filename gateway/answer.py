@@ -15,7 +15,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from baton.control import TokenEvent
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.call import Call, Prompt
 from baton.gateway.choice_text import ChoiceText
@@ -23,6 +22,7 @@ from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, TokenLogprobs
+from baton.token_event import TokenEvent
 
 logger = logging.getLogger(__name__)
 

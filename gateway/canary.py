@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.control import TokenEvent, Worker
 from baton.errors import BatonError, Overloaded, WorkerLost
 from baton.gateway.service import Service
 from baton.request import Request, SamplingParams
+from baton.token_event import TokenEvent
+from baton.worker import Worker
 
 TIMEOUT_S: Final = 5.0
 FRESH_S: Final = 1.0  # an answer is good for so long

@@ -16,7 +16,6 @@ import msgspec
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import (
-    Address,
     AnyMessage,
     AttemptFailed,
     Cancel,
@@ -28,10 +27,7 @@ from baton.control import (
     Routed,
     Status,
     StatusQuery,
-    TokenEvent,
     Tokens,
-    Worker,
-    WorkerRole,
     fits_request,
 )
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
@@ -41,6 +37,8 @@ from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request
+from baton.token_event import TokenEvent
+from baton.worker import Address, Worker, WorkerRole
 
 LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0

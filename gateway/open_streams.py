@@ -11,10 +11,11 @@ from typing import Final, TypeAlias
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import MAX_EVENTS, Cancel, Ended, Routed, Started, Submit
+from baton.control import Cancel, Ended, Routed, Started, Submit
 from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, why_not_again
 from baton.gateway.stream_log import State, Stream
+from baton.wire_types import MAX_EVENTS
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
 MAX_REMEMBERED: Final = 4096  # workers that are gone

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 from baton.clock import Clock, SystemClock
-from baton.control import Address
 from baton.errors import Overloaded
 from baton.gateway import replay
 from baton.gateway.app import Parts, make_app
@@ -32,6 +31,7 @@ from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
 from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
+from baton.worker import Address
 
 SEED_BITS: Final = 63
 

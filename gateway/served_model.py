@@ -2,12 +2,12 @@
 
 import msgspec
 
-from baton.control import WorkerRole
 from baton.errors import InvalidRequest
 from baton.gateway.api_errors import ApiError
 from baton.gateway.service import Service
 from baton.gateway.tenants import Tenant
 from baton.gateway.text_work import TextWork
+from baton.worker import WorkerRole
 
 NO_WORKERS_RETRY_S = 2.0
 

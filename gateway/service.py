@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from baton.control import Status, TokenEvent, Worker
+from baton.control import Status
 from baton.errors import BatonError
 from baton.request import Request
+from baton.token_event import TokenEvent
+from baton.worker import Worker
 
 
 class Sink(Protocol):

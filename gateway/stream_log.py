@@ -15,10 +15,11 @@ from typing import Final
 
 import msgspec
 
-from baton.control import TokenEvent, fits_request
+from baton.control import fits_request
 from baton.errors import InvalidRequest, ProtocolError
 from baton.gateway.service import Sink
 from baton.request import Request
+from baton.token_event import TokenEvent
 
 MAX_EARLY: Final = 1024  # events of one attempt that are kept for its first token
 MAX_AVOIDED: Final = 8

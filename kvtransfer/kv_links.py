@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TypeAlias
 
-from baton.control import Address, Worker
 from baton.kvtransfer.link import Link
+from baton.worker import Address, Worker
 
 # Link to that endpoint, without waiting; answers on the worker's thread, None if it cannot be had now.
 Connect: TypeAlias = Callable[[Address, Callable[[Link | None], None]], None]

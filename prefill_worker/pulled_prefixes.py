@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from typing import Final, NamedTuple
 
-from baton.control import PullSource
+from baton.decision import PullSource
 from baton.engine.replica import Replica
 from baton.engine.sequence import FilledPages
 from baton.kvtransfer.ended import Ended

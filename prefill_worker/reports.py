@@ -1,4 +1,4 @@
-"""What the router is told of this worker beside its beats: the pages it knows, and what its prompts took.
+"""What this worker's prompts took, told to the router.
 
 The times of a prompt: it arrives; its first step begins; its first token is there; the decode worker has
 taken its last page. They are told once that has happened, of no prompt that ended otherwise.
@@ -8,17 +8,14 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import PrefillTimes
-from baton.engine.replica import Replica
 from baton.engine.sequence import SequenceStatus
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.pulls import Pull
-from baton.measurements import Measurements
-from baton.node import Peer
-from baton.page_news import PageNews
 from baton.prefill_worker.departure import Departure
+from baton.reports import WorkerReports
 from baton.request import StepOutput
+from baton.times import PrefillTimes
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -33,46 +30,29 @@ class _Stamps:
     pulled_s: float = 0.0
 
 
-class Reports:
+class Reports(WorkerReports):
     def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
-        self._clock = clock
-        self._news = PageNews(colleagues, clock)
-        self._measurements = Measurements(self._news, clock)
+        super().__init__(colleagues, clock)
         self._stamps: dict[bytes, _Stamps] = {}  # by transfer
-        self._step_began_s = 0.0
-
-    def want(self, router: Peer) -> None:
-        self._news.want(router)
-
-    def tell(self, engine: Replica) -> None:
-        """What is due; to be called after each step."""
-        self._news.tell(engine)
-        self._measurements.tell()
 
     def arrived(self, departure: Departure) -> None:
-        self._stamps[departure.transfer] = _Stamps(self._clock.now_s())
+        self._stamps[departure.transfer] = _Stamps(self.clock.now_s())
 
     def pulled(self, departure: Departure, pull: Pull) -> None:
         stamps = self._stamps[departure.transfer]
         stamps.pulled_bytes, stamps.pulled_s = pull.num_bytes if pull.pages else 0, pull.seconds
 
-    def step_begins(self) -> None:
-        self._step_began_s = self._clock.now_s()
-
-    def step_ended(self, engine: Replica) -> None:
-        self._measurements.stepped(engine)
-
     def computing(self, departure: Departure) -> None:
         """A step has ended, and it is not computed yet."""
         stamps = self._stamps[departure.transfer]
         if stamps.started_s is None and departure.progress and departure.progress.status not in _QUEUED:
-            stamps.started_s = self._step_began_s
+            stamps.started_s = self.step_began_s
 
     def computed(self, departure: Departure, output: StepOutput) -> None:
         stamps = self._stamps[departure.transfer]
         if stamps.started_s is None:
-            stamps.started_s = self._step_began_s
-        stamps.computed_s = self._clock.now_s() - stamps.started_s
+            stamps.started_s = self.step_began_s
+        stamps.computed_s = self.clock.now_s() - stamps.started_s
         stamps.num_cached_tokens = output.num_cached_tokens
 
     def ended(self, departure: Departure, ended: Ended) -> None:
@@ -82,7 +62,7 @@ class Reports:
         if stamps is None or stamps.started_s is None or stamps.computed_s is None or not is_handed_over:
             return
         request = departure.request
-        self._measurements.prefilled(
+        self.measurements.prefilled(
             PrefillTimes(
                 request.request_id,
                 request.attempt,

@@ -23,12 +23,10 @@ from baton.control import (
     Drain,
     Failure,
     Kind,
-    Load,
     Members,
     PagesWanted,
     Prefill,
     Prefilled,
-    TokenEvent,
     fits,
 )
 from baton.engine.replica import Replica
@@ -44,6 +42,8 @@ from baton.prefill_worker.last_chunks import LastChunks
 from baton.prefill_worker.pulled_prefixes import PulledPrefixes
 from baton.prefill_worker.reports import Reports
 from baton.request import FinishReason, StepOutput
+from baton.token_event import TokenEvent
+from baton.worker import Load
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
 

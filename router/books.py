@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock, ManualClock
-from baton.control import Beat, Worker
+from baton.control import Beat
 from baton.request import Request
+from baton.worker import Worker
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
 

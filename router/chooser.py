@@ -10,7 +10,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
-from baton.control import PullSource
+from baton.decision import PullSource
 from baton.request import Request
 from baton.router.books import num_kv_tokens
 from baton.router.costs import Candidate, Filled, Load, cheapest, decode_terms, fill, local, longest, remote

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.control import Measured, PrefillTimes, StepTimes
+from baton.control import Measured
+from baton.times import PrefillTimes, StepTimes
 
 MAX_PAIRS: Final = 4096
 _NOISE: Final = 0.1  # of a measurement, as a share of it

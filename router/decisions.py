@@ -7,9 +7,10 @@ from typing import Final
 import msgspec
 
 from baton.clock import Clock
-from baton.control import Decision, PrefillTimes, Weighed
+from baton.decision import Decision, Weighed
 from baton.router.books import Key
 from baton.router.costs import Candidate
+from baton.times import PrefillTimes
 
 MAX_DECISIONS: Final = 4096
 MAX_ATTEMPTS: Final = 64  # told of one request

@@ -5,8 +5,9 @@ Nothing here waits or fails. The index and the books are changed first, then thi
 
 from typing import Protocol
 
-from baton.control import PageEvents, Worker
+from baton.control import PageEvents
 from baton.router.redis_messages import AnyShared
+from baton.worker import Worker
 
 
 class Sharing(Protocol):

@@ -8,7 +8,8 @@ from random import Random
 from typing import Final
 
 from baton.clock import Clock
-from baton.control import Decision, Measured, PageEvents, PagesWanted, Submit, Weighed, Worker
+from baton.control import Measured, PageEvents, PagesWanted, Submit
+from baton.decision import Decision, Weighed
 from baton.node import Peer
 from baton.router.books import Books
 from baton.router.chooser import Choice, Chooser
@@ -19,6 +20,7 @@ from baton.router.pairing import Pair
 from baton.router.prefix_index import MAX_PAGES, PrefixIndex
 from baton.router.prompt_keys import PromptKeys
 from baton.router_config import RouterSettings
+from baton.worker import Worker
 
 LOOKING: Final = ("prefix", "cost")  # policies
 

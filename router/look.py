@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.control import PullSource, WorkerRole
+from baton.decision import PullSource
 from baton.request import Request
 from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, num_kv_tokens
 from baton.router.cost_model import CostModel
@@ -13,6 +13,7 @@ from baton.router.index_match import Match
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import Family, PromptKeys, family_of
+from baton.worker import WorkerRole
 
 MAX_SOURCES: Final = 2
 

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.control import MAX_WORKERS, Beat, Load, Worker, WorkerRole
+from baton.control import Beat
 from baton.errors import ProtocolError, WireError
 from baton.node import Peer
+from baton.wire_types import MAX_WORKERS
+from baton.worker import Load, Worker, WorkerRole
 
 BEAT_TIMEOUT_S: Final = 3.0
 LATE_TICK_S: Final = 1.0

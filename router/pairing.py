@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-from baton.control import Submit, WorkerRole
+from baton.control import Submit
 from baton.router.books import Books
 from baton.router.chooser import Choice, Chooser, Field
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
 from baton.router_config import RouterSettings
+from baton.worker import WorkerRole
 
 
 class Pair(NamedTuple):

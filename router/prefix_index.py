@@ -24,13 +24,14 @@ from typing import Final
 import numpy as np
 
 from baton.clock import Clock
-from baton.control import PageEvents, Tier, Worker
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
 from baton.router.index_match import Match, measure
 from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets, SetIds
 from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
+from baton.worker import Tier, Worker
 
 MAX_PAGES: Final = 2**22
 MAX_SETS: Final = 2**17

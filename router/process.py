@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Callable
 
 from baton.clock import SystemClock
-from baton.control import Address
 from baton.hub import Hub
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.worker import Address
 
 logger = logging.getLogger(__name__)
 

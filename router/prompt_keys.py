@@ -2,9 +2,10 @@
 
 from typing import TypeAlias
 
-from baton.control import MAX_PULLED_PAGES, Worker
 from baton.page_keys import PageKeys
 from baton.request import Request
+from baton.wire_types import MAX_PULLED_PAGES
+from baton.worker import Worker
 
 Family: TypeAlias = tuple[str, str, int]  # fingerprint, kv_dtype, page_size: equal ones name pages alike
 

@@ -18,13 +18,14 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
-from baton.control import PageEvents, Worker
+from baton.control import PageEvents
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import REDIS_FAILURES, Command, Connection
 from baton.router.redis_feed import Feed, last_stream_id
 from baton.router.redis_messages import AnyShared, SharedLeft
 from baton.router.redis_outbox import Outbox, short_keys
 from baton.router.redis_scripts import Names
+from baton.worker import Worker
 
 RENEW_S: Final = 2.0
 SNAPSHOT_S: Final = 0.1  # between two workers' snapshots

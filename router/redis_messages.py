@@ -9,8 +9,9 @@ from typing import Annotated, Final, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from baton.control import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id, Worker
 from baton.errors import WireError
+from baton.wire_types import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id
+from baton.worker import Worker
 
 
 class SharedMessage(

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from baton.control import PageEvents, Tier, Worker, encode
+from baton.control import PageEvents, encode
 from baton.page_keys import KEY_BYTES
 from baton.router.index_holder import HOST_BIT, Values
 from baton.router.index_table import Keys
@@ -24,6 +24,7 @@ from baton.router.redis_client import Argument, Command, Reply
 from baton.router.redis_messages import AnyShared, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_messages import encode as encode_shared
 from baton.router.redis_scripts import Names
+from baton.worker import Tier, Worker
 
 MAX_QUEUED: Final = 8192
 MAX_BATCH: Final = 64

@@ -31,7 +31,6 @@ from baton.control import (
     Status,
     StatusQuery,
     Submit,
-    WorkerStatus,
 )
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
@@ -42,6 +41,7 @@ from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.orders import dispatch_of, entry_of, routed_of
 from baton.router.pairing import Pairing
 from baton.router_config import RouterSettings
+from baton.worker import WorkerStatus
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
 RETRY_AFTER_S: Final = 1.0

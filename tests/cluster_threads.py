@@ -16,13 +16,14 @@ from typing import Final, Self
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
 from baton.config import EngineConfig
-from baton.control import TokenEvent, WorkerRole
 from baton.errors import BatonError
 from baton.gateway.frontend import Frontend
 from baton.node_thread import NodeThread
 from baton.request import Request
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
+from baton.token_event import TokenEvent
+from baton.worker import WorkerRole
 from baton.worker_config import TransportChoice, WorkerConfig
 
 KEY: Final = b"the key of a cluster for tests"

@@ -2,9 +2,10 @@
 
 from typing import Any, TypeVar
 
-from baton.control import Address, AnyMessage, Hello, Kind, Worker, WorkerRole, encode
+from baton.control import AnyMessage, Hello, Kind, encode
 from baton.node import Node
 from baton.request import Request, SamplingParams
+from baton.worker import Address, Worker, WorkerRole
 
 MessageT = TypeVar("MessageT")
 

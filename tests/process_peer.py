@@ -13,7 +13,7 @@ import threading
 import msgspec
 
 from baton.cluster.process_spec import DRAINED, Assignment, Failed, Loading, Report, Started
-from baton.control import Address
+from baton.worker import Address
 
 
 def say(what: Report | Loading) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.control import Address, Status, TokenEvent, Worker, WorkerRole
+from baton.control import Status
 from baton.errors import BatonError
 from baton.gateway.service import Sink
 from baton.request import FinishReason, Request
+from baton.token_event import TokenEvent
+from baton.worker import Address, Worker, WorkerRole
 
 WORKER_ID = "d" * 32
 

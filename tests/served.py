@@ -19,7 +19,8 @@ import psutil
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
-from baton.control import Status, WorkerStatus
+from baton.control import Status
+from baton.worker import WorkerStatus
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S: Final = 120.0

@@ -10,10 +10,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
-from baton.control import Address
 from baton.gateway.process import Gateway
 from baton.gateway.service import Service
 from baton.gateway_config import GatewayConfig
+from baton.worker import Address
 
 KEY = b"k" * 32
 NOWHERE = Address("127.0.0.1", 1)  # no router is asked

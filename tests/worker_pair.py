@@ -12,21 +12,7 @@ from typing import Any, Final
 from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.colleagues import Colleagues
-from baton.control import (
-    Address,
-    AnyMessage,
-    AttemptFailed,
-    Cancel,
-    Dispatch,
-    Hello,
-    Kind,
-    Members,
-    Reachable,
-    TokenEvent,
-    Tokens,
-    Worker,
-    WorkerRole,
-)
+from baton.control import AnyMessage, AttemptFailed, Cancel, Dispatch, Hello, Kind, Members, Reachable, Tokens
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.loading import load_engine
 from baton.engine.pages import PageState
@@ -39,6 +25,8 @@ from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request
+from baton.token_event import TokenEvent
+from baton.worker import Address, Worker, WorkerRole
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer
 from tests.tiny_models import tiny_config

@@ -6,10 +6,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pytest
 
-from baton.control import AnyMessage, Prefill, Prefilled, TokenEvent
+from baton.control import AnyMessage, Prefill, Prefilled
 from baton.engine.engine import Engine
 from baton.kvtransfer.messages import Commit
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.token_event import TokenEvent
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
 from tests.worker_pair import WorkerPair
 

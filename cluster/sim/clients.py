@@ -11,9 +11,9 @@ from baton.cluster.sim.deployment import MAX_MODEL_LEN
 from baton.cluster.sim.events import Events
 from baton.cluster.sim.lives import GatewayLife
 from baton.cluster.sim.model import NUM_WORDS, POISON, UNSAMPLEABLE, golden
-from baton.control import TokenEvent
 from baton.errors import BatonError
 from baton.request import FinishReason, Request, SamplingParams
+from baton.token_event import TokenEvent
 
 START_S: Final = 0.8  # by then a cluster stands; some come before
 LOADS_S: Final = (0.5, 1.5, 4.0)  # in one of which all requests come

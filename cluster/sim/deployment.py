@@ -8,8 +8,8 @@ from baton.cluster.sim.engine import Machine
 from baton.cluster.sim.lives import GatewayLife, Life, RouterLife, Site, WorkerLife, WorkerPlan
 from baton.cluster.sim.network import MAX_DEATH_DELAY_S
 from baton.cluster.sim.process import Process
-from baton.control import WorkerRole
 from baton.router_config import RouterSettings
+from baton.worker import WorkerRole
 
 MAX_MODEL_LEN: Final = 96
 SEEMS_DEAD_S: Final = 2.0  # without a sign of life; some of it may have passed before

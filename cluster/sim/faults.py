@@ -10,7 +10,7 @@ from baton.cluster.sim.clients import START_S
 from baton.cluster.sim.deployment import Deployment, Slot
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.lives import WorkerLife
-from baton.control import WorkerRole
+from baton.worker import WorkerRole
 
 MAX_NUM_FAULTS: Final = 8
 PAUSES_S: Final = (0.05, 1.0, 2.0, 4.0, 8.0)

@@ -8,9 +8,10 @@ from typing import Protocol
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
-from baton.control import Address, AnyMessage, Hello, decode, encode
+from baton.control import AnyMessage, Hello, decode, encode
 from baton.errors import WireError
 from baton.node import TICK_S, Node
+from baton.worker import Address
 
 
 class Trace(Protocol):

@@ -15,7 +15,7 @@ from baton.cluster.sim.host import Directory, Host, Trace
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
 from baton.colleagues import Colleagues
-from baton.control import Address, Hello, Kind, Worker, WorkerRole
+from baton.control import Hello, Kind
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
@@ -25,6 +25,7 @@ from baton.kvtransfer.messages import Reserve
 from baton.prefill_worker.worker import PrefillWorker
 from baton.router.router import Router
 from baton.router_config import RouterSettings
+from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S
 
 ROUTER: Final = Address("sim", 1)

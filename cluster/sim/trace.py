@@ -22,10 +22,10 @@ from baton.control import (
     Status,
     StatusQuery,
     Submit,
-    TokenEvent,
     Tokens,
 )
 from baton.errors import WireError
+from baton.token_event import TokenEvent
 
 SHOWN: Final = 8  # of an id
 DULL: Final = (Beat, Status, StatusQuery)

@@ -12,8 +12,8 @@ from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.llm import LLM
 from baton.cluster.model_directory import resolve_model
 from baton.config import EngineConfig, engine_config
-from baton.control import Load, WorkerRole
 from baton.request import Request, SamplingParams
+from baton.worker import Load, WorkerRole
 from baton.worker_config import TransportChoice
 from tests.cluster_threads import Cluster
 

@@ -14,10 +14,10 @@ from _pytest.mark import ParameterSet
 
 from baton.cluster.llm import LLM
 from baton.config import CacheConfig, EngineSettings, SchedulerConfig
-from baton.control import TokenEvent
 from baton.errors import WorkerLost
 from baton.request import Request, SamplingParams
 from baton.serve_config import ServeConfig, WorkersConfig
+from baton.token_event import TokenEvent
 from tests.cluster_threads import Answer, wait_for
 from tests.process_cluster import ProcessCluster
 

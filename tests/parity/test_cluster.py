@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, engine_config
-from baton.control import WorkerRole
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.prefill_worker import last_chunks
 from baton.request import Request, SamplingParams
+from baton.worker import WorkerRole
 from baton.worker_config import TransportChoice
 from tests.cluster_threads import Answer, Cluster
 from tests.parity.models import VOCAB_SIZE

@@ -5,12 +5,14 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
-from baton.control import Address, AnyMessage, Hello, Kind, TokenEvent, Tokens, decode, encode
+from baton.control import AnyMessage, Hello, Kind, Tokens, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
 from baton.hub import Hub
 from baton.node import Peer
 from baton.seal import Seals
+from baton.token_event import TokenEvent
+from baton.worker import Address
 
 KEY = b"k" * 16
 HELLO = Hello(process=Kind.WORKER, id="c" * 32)

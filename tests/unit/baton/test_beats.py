@@ -5,8 +5,10 @@ from pathlib import Path
 from baton.beats import BEAT_S, Beats, load_of
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import MAX_EVENTS, Address, Beat, Hello, Kind, Load
+from baton.control import Beat, Hello, Kind
 from baton.request import Request, SamplingParams
+from baton.wire_types import MAX_EVENTS
+from baton.worker import Address, Load
 from tests.fakes import Post, PostedPeer
 from tests.tiny_models import tiny_engine
 

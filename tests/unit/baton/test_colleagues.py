@@ -3,19 +3,10 @@
 import msgspec
 
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
-from baton.control import (
-    Address,
-    Cancel,
-    Hello,
-    Kind,
-    Members,
-    Reachable,
-    TokenEvent,
-    Tokens,
-    Worker,
-    WorkerRole,
-)
+from baton.control import Cancel, Hello, Kind, Members, Reachable, Tokens
 from baton.request import TokenLogprobs
+from baton.token_event import TokenEvent
+from baton.worker import Address, Worker, WorkerRole
 from tests.fakes import Post, PostedPeer
 
 ROUTER_ADDRESS = Address("127.0.0.1", 1)

@@ -8,18 +8,23 @@ import pytest
 
 from baton import control as c
 from baton.control import decode, encode
+from baton.decision import Decision, Weighed
 from baton.errors import WireError
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.times import PrefillTimes, StepTimes
+from baton.token_event import TokenEvent
+from baton.wire_types import MAX_EVENTS, MAX_WORKERS
+from baton.worker import Address, Load, Tier, Worker, WorkerRole, WorkerStatus
 
 ID, OTHER_ID = "a" * 32, "b" * 32
 
 
-def worker(**changes: Any) -> c.Worker:
-    address = c.Address("127.0.0.1", 4000)
+def worker(**changes: Any) -> Worker:
+    address = Address("127.0.0.1", 4000)
     settings: dict[str, Any] = {
         "id": OTHER_ID,
         "name": "decode-0",
-        "role": c.WorkerRole.DECODE,
+        "role": WorkerRole.DECODE,
         "model": "tiny",
         "fingerprint": "f",
         "address": address,
@@ -29,7 +34,7 @@ def worker(**changes: Any) -> c.Worker:
         "max_num_seqs": 8,
         "max_model_len": 1024,
     }
-    return c.Worker(**{**settings, **changes})
+    return Worker(**{**settings, **changes})
 
 
 def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
@@ -41,8 +46,8 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         generated_token_ids=tuple(range(rng.randrange(5))),
     )
     logprobs = TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=((5, -0.5), (6, -1.5)))
-    event = c.TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs))
-    load = c.Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
+    event = TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs))
+    load = Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
     attempts = ((ID, 0), (OTHER_ID, 2**16))
     return [
         c.Hello(process=c.Kind.WORKER, id=ID, worker=worker()),
@@ -62,17 +67,17 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         c.Cancel(request_id=ID, attempt=0),
         c.Beat(load=load, is_draining=True, attempts=attempts),
         c.PageEvents(
-            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=c.Tier.HOST, is_afresh=True
+            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=Tier.HOST, is_afresh=True
         ),
         c.PagesWanted(),
         c.Measured(
-            prefills=(c.PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),
-            steps=(c.StepTimes(3, 0, 500, 0.01),),
+            prefills=(PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),
+            steps=(StepTimes(3, 0, 500, 0.01),),
         ),
         c.Drain(worker="decode-0"),
         c.StatusQuery(),
         c.Status(
-            workers=(c.WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
+            workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
             num_gateways=1,
             counters={"routed": 5},
         ),
@@ -81,18 +86,18 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
     ]
 
 
-def decision() -> c.Decision:
-    chosen = c.Weighed(decode=ID, prefill=OTHER_ID, source=ID, num_held_tokens=64, terms={"queue_s": 0.5})
-    return c.Decision(
+def decision() -> Decision:
+    chosen = Weighed(decode=ID, prefill=OTHER_ID, source=ID, num_held_tokens=64, terms={"queue_s": 0.5})
+    return Decision(
         request_id=ID,
         attempt=1,
         age_s=2.0,
         reason="cost",
         num_tokens=100,
         chosen=chosen,
-        weighed=(chosen, c.Weighed(decode=ID)),
+        weighed=(chosen, Weighed(decode=ID)),
         first_token_s=0.75,
-        measured=c.PrefillTimes(ID, 1, 0.1, 0.2, 100, 120),
+        measured=PrefillTimes(ID, 1, 0.1, 0.2, 100, 120),
     )
 
 
@@ -142,16 +147,16 @@ def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        c.Reachable(workers=(ID,) * (c.MAX_WORKERS + 1)),
-        c.Ended(attempts=((ID, 0),) * (c.MAX_EVENTS + 1)),
-        c.Tokens(events=(c.TokenEvent(ID, 0, 0, -1),)),
-        c.Tokens(events=(c.TokenEvent(ID, 0, 0, 2**31),)),
-        c.Tokens(events=(c.TokenEvent(ID, 0, 2**53 + 1, 1),)),
+        c.Reachable(workers=(ID,) * (MAX_WORKERS + 1)),
+        c.Ended(attempts=((ID, 0),) * (MAX_EVENTS + 1)),
+        c.Tokens(events=(TokenEvent(ID, 0, 0, -1),)),
+        c.Tokens(events=(TokenEvent(ID, 0, 0, 2**31),)),
+        c.Tokens(events=(TokenEvent(ID, 0, 2**53 + 1, 1),)),
         c.Prefill(request=Request(request_id=ID, token_ids=(1,)), gateway=ID, transfer=b"short"),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=float("nan")),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=-1.0),
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=c.Address("", 1))),
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=c.Address("h", 0))),
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=Address("", 1))),
+        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=Address("h", 0))),
         c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
     ],
 )

@@ -23,6 +23,8 @@ from baton.node import Node
 from baton.request import Request, SamplingParams
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.token_event import TokenEvent
+from baton.worker import Address
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.baton.test_control import one_of_each
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated
@@ -33,7 +35,7 @@ OPEN_ID = id_of("open")
 class Reader:
     """A sink that nothing surprises."""
 
-    def tokens(self, events: Sequence[c.TokenEvent]) -> None:
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
         pass
 
     def failed(self, error: BatonError) -> None:
@@ -77,7 +79,7 @@ def reaching_gateway(node: Node) -> TestPeer:
 
 
 def a_gateway() -> Process:
-    frontend = Frontend(id_of("g"), c.Address("h", 1), lambda address: None, ManualClock())
+    frontend = Frontend(id_of("g"), Address("h", 1), lambda address: None, ManualClock())
     workers = [lambda node, name=name: TestPeer.worker(node, a_worker(name)) for name in ("p1", "d1")]
     return Process(frontend, [TestPeer.router, *workers])
 
@@ -91,7 +93,7 @@ def message_for(rng: random.Random) -> AnyMessage:
             fields[name] = {"request_id": OPEN_ID, "attempt": rng.randrange(3)}[name]
     if isinstance(message, c.Tokens):
         index = rng.randrange(4)
-        fields["events"] = (c.TokenEvent(OPEN_ID, rng.randrange(3), index, rng.randrange(5)),)
+        fields["events"] = (TokenEvent(OPEN_ID, rng.randrange(3), index, rng.randrange(5)),)
     if isinstance(message, c.Submit):
         fields["request"] = Request(request_id=OPEN_ID, token_ids=(1,) * 40, attempt=rng.randrange(3))
     return type(message)(**fields)

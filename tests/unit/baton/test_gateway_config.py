@@ -1,8 +1,8 @@
 import pytest
 
-from baton.control import Address
 from baton.errors import ConfigError
 from baton.gateway_config import GatewayConfig, is_loopback
+from baton.worker import Address
 
 ROUTER = Address("127.0.0.1", 1)
 

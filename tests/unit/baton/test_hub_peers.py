@@ -6,14 +6,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton import hub as hub_module
-from baton.control import (
-    MAX_EVENTS,
-    Ended,
-    Hello,
-    Kind,
-    StatusQuery,
-)
+from baton.control import Ended, Hello, Kind, StatusQuery
 from baton.frames import encode_frame
+from baton.wire_types import MAX_EVENTS
 from tests.unit.baton.peers import Recorder, Rogue, hosted, rogue_after_hello, tokens, until
 
 

@@ -4,9 +4,11 @@ from typing import NamedTuple
 
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Address, Hello, Kind, Measured, PrefillTimes, StepTimes
+from baton.control import Hello, Kind, Measured
 from baton.measurements import MAX_KEPT, STEP_S, TELL_S, Measurements
 from baton.page_news import PageNews
+from baton.times import PrefillTimes, StepTimes
+from baton.worker import Address
 from tests.fakes import Post, PostedPeer
 
 HELLO = Hello(process=Kind.WORKER, id="1" * 32)

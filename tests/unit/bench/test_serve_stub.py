@@ -8,7 +8,6 @@ import pytest
 
 from baton.bench.serve_stub import StubConfig, StubWorker, hello_of
 from baton.control import (
-    Address,
     Beat,
     Cancel,
     Dispatch,
@@ -19,12 +18,12 @@ from baton.control import (
     Prefilled,
     Reachable,
     StatusQuery,
-    TokenEvent,
     Tokens,
-    WorkerRole,
 )
 from baton.errors import WireError
 from baton.request import FinishReason, Request, SamplingParams
+from baton.token_event import TokenEvent
+from baton.worker import Address, WorkerRole
 from tests.fakes import Post, PostedPeer
 
 ROUTER = Hello(process=Kind.ROUTER, id="1" * 32)

@@ -10,8 +10,8 @@ import pytest
 from baton.cluster.api_client import ApiClient
 from baton.cluster.cli import main
 from baton.cluster.cluster_record import ClusterRecord, recorded
-from baton.control import Address
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
+from baton.worker import Address
 
 
 def event(body: object) -> str:

@@ -6,9 +6,9 @@ from baton.cluster.banner import banner
 from baton.cluster.llm import LLM
 from baton.cluster.serve import Serving
 from baton.config_tree import build
-from baton.control import Address
 from baton.request import SamplingParams
 from baton.serve_config import ServeConfig
+from baton.worker import Address
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
 SERVING = Serving(host="127.0.0.1", port=8123, router=Address("127.0.0.1", 7000))

@@ -6,8 +6,8 @@ import pytest
 
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
-from baton.control import Address
 from baton.errors import ConfigError
+from baton.worker import Address
 
 RECORD = ClusterRecord(host="127.0.0.1", port=8000, router=Address("127.0.0.1", 7000), key=b"k" * 16)
 

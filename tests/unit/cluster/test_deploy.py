@@ -14,11 +14,12 @@ from baton.cluster.cli import main
 from baton.cluster.command_line import parser_of
 from baton.cluster.settings import Settings
 from baton.config_tree import build
-from baton.control import Address, Load, Status, Worker, WorkerRole, WorkerStatus
+from baton.control import Status
 from baton.gateway.metrics import Exporter, Metrics
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
+from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus
 from baton.worker_config import WorkerConfig
 
 ROOT: Final = Path(__file__).resolve().parents[3]

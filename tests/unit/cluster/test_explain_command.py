@@ -2,7 +2,8 @@ import pytest
 
 from baton.cluster.cli import main
 from baton.cluster.explain_command import regret_s, told
-from baton.control import Decision, PrefillTimes, Weighed
+from baton.decision import Decision, Weighed
+from baton.times import PrefillTimes
 from tests.node_peers import id_of
 
 NAMES = {id_of("p0"): "prefill-0", id_of("p1"): "prefill-1", id_of("d0"): "decode-0"}

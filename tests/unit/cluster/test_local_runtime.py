@@ -9,8 +9,8 @@ import pytest
 
 from baton.cluster.local_runtime import LocalRuntime
 from baton.cluster.process_spec import Loading, share_out, share_out_threads
-from baton.control import Address
 from baton.errors import ConfigError, WorkerLost
+from baton.worker import Address
 from tests.peer_processes import PEER, spec
 
 KEY: Final = b"k" * 20

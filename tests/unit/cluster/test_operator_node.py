@@ -7,11 +7,12 @@ import pytest
 from baton.clock import SystemClock
 from baton.cluster import operator_node
 from baton.cluster.operator_node import connected
-from baton.control import Address, Drain
+from baton.control import Drain
 from baton.errors import ConfigError
 from baton.hub import Hub
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.worker import Address
 from tests.node_peers import TestPeer, a_worker
 
 KEY = b"k" * 32

@@ -13,9 +13,9 @@ import pytest
 
 from baton.cluster.process import run
 from baton.cluster.process_spec import Assignment, Failed, ProcessSpec, Report, Started, assignment
-from baton.control import Address
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
+from baton.worker import Address
 
 KEY = b"k" * 32
 COMMAND = (sys.executable, "-m", "baton.cluster.process")

@@ -4,10 +4,10 @@ from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.serve_plan import Site, specs
 from baton.config import EngineSettings
 from baton.config_tree import build
-from baton.control import Address, WorkerRole
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
+from baton.worker import Address, WorkerRole
 from baton.worker_config import WorkerConfig
 
 ROUTER = Address("127.0.0.1", 7000)

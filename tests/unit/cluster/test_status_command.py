@@ -1,6 +1,7 @@
 from baton.cluster.listeners import Listener
 from baton.cluster.status_command import table
-from baton.control import Load, Status, WorkerStatus
+from baton.control import Status
+from baton.worker import Load, WorkerStatus
 from tests.node_peers import a_worker
 
 

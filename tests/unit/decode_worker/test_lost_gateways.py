@@ -1,6 +1,7 @@
 from baton.colleagues import Colleagues
-from baton.control import Address, Hello, Kind
+from baton.control import Hello, Kind
 from baton.decode_worker.lost_gateways import LostGateways
+from baton.worker import Address
 from tests.fakes import Post, PostedPeer
 
 HERE, THERE, GONE = "1" * 32, "2" * 32, "3" * 32

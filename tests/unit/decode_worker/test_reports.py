@@ -1,6 +1,7 @@
 """What a decode worker tells a router that asks for it: times of the prompts that it has computed itself."""
 
-from baton.control import Measured, PagesWanted, PrefillTimes
+from baton.control import Measured, PagesWanted
+from baton.times import PrefillTimes
 from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request
 

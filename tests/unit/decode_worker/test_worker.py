@@ -16,12 +16,12 @@ from baton.control import (
     Prefilled,
     PrefillFailed,
     StatusQuery,
-    TokenEvent,
 )
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.messages import Commit
 from baton.request import Request
+from baton.token_event import TokenEvent
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import (

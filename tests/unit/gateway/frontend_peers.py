@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.control import Address, AttemptFailed, Failure, Members, Routed, Submit, TokenEvent, Tokens
+from baton.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
 from baton.errors import BatonError
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
 from baton.node import TICK_S
 from baton.request import FinishReason, Request
+from baton.token_event import TokenEvent
+from baton.worker import Address
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 ROUTER = Address("127.0.0.1", 7)

@@ -7,13 +7,15 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import Address, AnyMessage, TokenEvent, WorkerRole
+from baton.control import AnyMessage
 from baton.errors import BatonError, InvalidRequest, Overloaded, WireError, WorkerLost
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
 from baton.request import Request, SamplingParams
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.token_event import TokenEvent
+from baton.worker import Address, WorkerRole
 from tests.node_peers import a_worker, id_of
 from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 

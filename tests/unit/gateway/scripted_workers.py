@@ -7,7 +7,6 @@ from baton.beats import Beats
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import (
-    Address,
     AnyMessage,
     AttemptFailed,
     Cancel,
@@ -16,16 +15,14 @@ from baton.control import (
     Failure,
     Hello,
     Kind,
-    Load,
     Members,
     Prefill,
     Prefilled,
-    TokenEvent,
-    Worker,
-    WorkerRole,
 )
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request
+from baton.token_event import TokenEvent
+from baton.worker import Address, Load, Worker, WorkerRole
 
 
 def golden(request: Request) -> list[int]:

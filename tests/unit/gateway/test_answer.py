@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from baton.control import TokenEvent
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.request import FinishReason, TokenLogprobs
+from baton.token_event import TokenEvent
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
 from tests.unit.gateway import calls
 

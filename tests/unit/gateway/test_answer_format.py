@@ -1,12 +1,12 @@
 import json
 from typing import Any
 
-from baton.control import TokenEvent
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat, answer_format
 from baton.gateway.call import Prompt
 from baton.gateway.logprobs_format import LogprobsFormat
 from baton.request import FinishReason, TokenLogprobs
+from baton.token_event import TokenEvent
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 

@@ -4,19 +4,10 @@ from typing import Any
 
 import pytest
 
-from baton.control import (
-    AnyMessage,
-    Beat,
-    Load,
-    Reachable,
-    Rejected,
-    Routed,
-    Status,
-    StatusQuery,
-    Submit,
-)
+from baton.control import AnyMessage, Beat, Reachable, Rejected, Routed, Status, StatusQuery, Submit
 from baton.errors import ProtocolError
 from baton.request import FinishReason
+from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, gateway
 

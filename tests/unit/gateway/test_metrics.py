@@ -1,7 +1,8 @@
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.control import Load, Status, WorkerStatus
+from baton.control import Status
 from baton.gateway.metrics import Exporter, Histogram, Metrics
+from baton.worker import Load, WorkerStatus
 from tests.scripted_service import ScriptedService, worker
 
 

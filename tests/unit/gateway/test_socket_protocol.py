@@ -4,10 +4,10 @@ import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from baton.control import Address
 from baton.gateway.http_protocol import Limits
 from baton.gateway.http_server import HttpServer
 from baton.gateway_config import GatewayConfig
+from baton.worker import Address
 
 HEAD = (
     b"GET /v1/stream HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.control import Address, Worker, WorkerRole
 from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
+from baton.worker import Address, Worker, WorkerRole
 from tests.endpoint_host import Host
 
 Answer = Callable[[Link | None], None]

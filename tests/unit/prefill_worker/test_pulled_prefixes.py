@@ -10,10 +10,12 @@ from typing import Final
 import msgspec
 import pytest
 
-from baton.control import Dispatch, Members, PullSource, WorkerRole
+from baton.control import Dispatch, Members
+from baton.decision import PullSource
 from baton.engine.engine import Engine
 from baton.kvtransfer.messages import Commit, Pull
 from baton.request import Request
+from baton.worker import WorkerRole
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, Host, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, said

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from baton.control import PageEvents, Tier
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
+from baton.worker import Tier
 
 Place = tuple[Tier, int, int]  # page and generation; page -1: expected
 

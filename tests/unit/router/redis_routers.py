@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from baton.clock import SystemClock
-from baton.control import PageEvents, Tier, Worker
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_link import RedisLink, RedisMatcher
 from baton.router.redis_messages import AnyShared
 from baton.router.redis_server import PrivateRedis
+from baton.worker import Tier, Worker
 from tests.node_peers import id_of
 
 RNG = np.random.default_rng(1)

@@ -4,9 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.control import Beat, Load
+from baton.control import Beat
 from baton.request import Request, SamplingParams
 from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, Entry, Key, num_kv_tokens
+from baton.worker import Load
 from tests.node_peers import a_request, a_worker, id_of
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])

@@ -2,8 +2,9 @@ from random import Random
 
 import pytest
 
-from baton.control import Measured, PrefillTimes, StepTimes
+from baton.control import Measured
 from baton.router.cost_model import PREFILL_PRIOR, CostModel, Fit
+from baton.times import PrefillTimes, StepTimes
 from tests.node_peers import id_of
 
 

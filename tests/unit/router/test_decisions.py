@@ -1,5 +1,5 @@
 from baton.clock import ManualClock
-from baton.control import Decision, Weighed
+from baton.decision import Decision, Weighed
 from baton.router.decisions import MAX_DECISIONS, Decisions
 from tests.node_peers import id_of
 

@@ -4,22 +4,22 @@ import pytest
 
 from baton.control import (
     Beat,
-    Decision,
     Decisions,
     Dispatch,
     Ended,
     Explain,
-    Load,
     Measured,
     PageEvents,
     PagesWanted,
-    PrefillTimes,
     Routed,
     Started,
 )
+from baton.decision import Decision
 from baton.request import Request
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router_config import PolicyName
+from baton.times import PrefillTimes
+from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
-from baton.control import PageEvents, Tier
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router import index_expectations
 from baton.router.index_sets import EMPTY, MAX_SLOTS, PlaceSets
 from baton.router.index_table import WIDTH, KeyTable, keys_of
 from baton.router.prefix_index import NUM_SPARE_PAGES, PrefixIndex
+from baton.worker import Tier
 from tests.node_peers import a_worker
 
 RNG = np.random.default_rng(0)

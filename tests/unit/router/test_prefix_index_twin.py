@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.clock import ManualClock
-from baton.control import PageEvents, Tier
+from baton.control import PageEvents
 from baton.router.prefix_index import PrefixIndex
+from baton.worker import Tier
 from tests.node_peers import a_worker
 from tests.unit.router.prefix_index_twin import Twin, TwinWorker
 

@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from baton.clock import SystemClock
-from baton.control import Address, WorkerRole
 from baton.errors import ConfigError
 from baton.gateway.frontend import Frontend
 from baton.hub import Hub
 from baton.request import SamplingParams
 from baton.router.process import serve_router
 from baton.router_config import RouterConfig
+from baton.worker import Address, WorkerRole
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.peers import KEY, until
 from tests.unit.gateway.scripted_cluster import Client

@@ -4,11 +4,12 @@ import time
 
 import pytest
 
-from baton.control import PageEvents, Tier
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router import redis_link, redis_outbox
 from baton.router.redis_messages import SharedDispatch, SharedEnded
 from baton.router.redis_server import PrivateRedis, find_program
+from baton.worker import Tier
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
-from baton.control import PageEvents, Tier, decode
+from baton.control import PageEvents, decode
 from baton.page_keys import KEY_BYTES
 from baton.router import redis_outbox
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Command
 from baton.router.redis_outbox import Outbox
 from baton.router.redis_scripts import Names
+from baton.worker import Tier
 from tests.node_peers import a_worker, id_of
 
 W0 = a_worker("w0", num_pages=9000)

@@ -10,7 +10,6 @@ from baton.control import (
     Failure,
     Hello,
     Kind,
-    Load,
     Members,
     Routed,
     Started,
@@ -22,6 +21,7 @@ from baton.control import (
 from baton.errors import ProtocolError, WireError
 from baton.request import Request
 from baton.router.router import SETTLE_S
+from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 

@@ -6,9 +6,10 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import Address, AnyMessage, Hello, Kind, Started, StatusQuery
+from baton.control import AnyMessage, Hello, Kind, Started, StatusQuery
 from baton.errors import ProtocolError, WireError
 from baton.node import TICK_S, Peer
+from baton.worker import Address
 from tests.node_peers import id_of
 
 HERE = Address("sim", 1)

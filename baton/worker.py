@@ -1,0 +1,72 @@
+"""What the cluster knows of a worker: who it is, and what it has."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.wire_types import Count, Id, Name, Seconds, UnixSeconds
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    host: Annotated[str, Meta(min_length=1, max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker says of itself; it holds for one life of its process, which `id` names."""
+
+    id: Id
+    name: Name  # the operator's, as "decode-0": the same after a restart
+    started_s: UnixSeconds = 0.0  # by its own clock; of two processes of one name the later one is the worker
+    role: WorkerRole
+    model: Name  # as the API names it
+    fingerprint: Name  # of the weights; requests move only between equal ones
+    address: Address  # of its control connections
+    kv_address: Address
+    page_size: Count
+    num_pages: Count
+    max_num_seqs: Count
+    max_model_len: Count
+    tensor_parallel_size: Count = 1
+    kv_dtype: Name = ""  # of the elements in its pages: part of their names
+    num_host_pages: Count = 0
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's own count of what it has, for operators and for a router that has just started."""
+
+    num_running: Count = 0
+    num_waiting: Count = 0  # sequences that have no pages yet
+    num_incoming: Count = 0  # transfers that hold pages here
+    num_outgoing: Count = 0
+    pages: dict[Annotated[str, Meta(max_length=16)], Count] = {}  # by state: free, active, cached ...
+    prefix_queries_tokens: Count = 0  # in all, and of these the ones found
+    prefix_hits_tokens: Count = 0
+    num_preemptions: Count = 0
+    num_tokens: Count = 0  # generated in all
+    kv_bytes: Count = 0  # moved in all, out of this worker
+    counters: dict[
+        Annotated[str, Meta(max_length=64)], Count
+    ] = {}  # of transports, fall-backs, dropped peers
+
+
+class Tier(StrEnum):
+    """Where a worker keeps a page."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    worker: Worker
+    load: Load
+    num_attempts: Count  # by the router's own books
+    beat_age_s: Seconds
+    is_draining: bool = False
