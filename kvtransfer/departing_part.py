@@ -4,6 +4,7 @@ The digests of a piece are taken once it is written, from the pages it was read 
 until then.
 """
 
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
@@ -89,15 +90,20 @@ class DepartingPart:
         )
         if is_done:
             digests = self._tools.hashing.submit(piece.num_bytes, self._digest, piece)
-            digests.add_done_callback(
-                lambda taken: self._tools.post(partial(self._hashed, piece, taken.result()))
-            )
+            digests.add_done_callback(lambda taken: self._tools.post(partial(self._hashed, piece, taken)))
 
-    def _hashed(self, piece: Piece, digests: bytes) -> None:
-        hashed = PartHashed(
-            transfer=self._transfer, part=self._part, first=piece.first, stop=piece.stop, digests=digests
+    def _hashed(self, piece: Piece, taken: "Future[bytes]") -> None:
+        error = taken.exception()
+        self._tools.emit(
+            PartHashed(
+                transfer=self._transfer,
+                part=self._part,
+                first=piece.first,
+                stop=piece.stop,
+                digests=b"" if error is not None else taken.result(),
+                reason=f"no digest of what was written: {error!r}"[:MAX_REASON] if error is not None else "",
+            )
         )
-        self._tools.emit(hashed)
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)

@@ -30,7 +30,10 @@ class Hashing:
         if num_bytes > self._inline_bytes:
             return self._threads.submit(function, *args, **kwargs)
         future: Future[Result] = Future()
-        future.set_result(function(*args, **kwargs))
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
         return future
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class Outgoing:
             case PartWritten():
                 self._written(event)
             case PartHashed():
-                self.perform(self.handoff.pushed(event.part, event.first, event.stop, event.digests))
+                self._hashed(event)
             case PartStopped():
                 self._stopped(event.part)
 
@@ -181,6 +181,13 @@ class Outgoing:
             self.timeline.wrote(event.stop - event.first, progress)
         if not event.is_done:
             self.perform(self.handoff.push_failed(event.part, event.first, event.stop, event.reason))
+
+    def _hashed(self, event: PartHashed) -> None:
+        push = event.part, event.first, event.stop
+        if event.reason:
+            self.perform(self.handoff.push_failed(*push, event.reason))
+        else:
+            self.perform(self.handoff.pushed(*push, event.digests))
 
     def _stop(self) -> None:
         self._stopping = {route.part for route in self._routes}

@@ -194,6 +194,7 @@ class PartHashed(OfPart, frozen=True):
     first: Unit
     stop: NumUnits
     digests: Digests
+    reason: Reason = ""  # why there are none
 
 
 class PartStopped(OfPart, frozen=True):

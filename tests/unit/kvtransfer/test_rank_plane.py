@@ -18,6 +18,7 @@ from baton.kvtransfer.rank_messages import (
     GrantPart,
     OpenPart,
     PartEvent,
+    PartHashed,
     PartOpened,
     PartReached,
     PartStopped,
@@ -208,3 +209,19 @@ def test_what_is_forgotten_leaves_nothing(destination: Plane, sources: list[Plan
         destination.plane.perform(ForgetPart(transfer=TRANSFER, part=part))
         assert not source.plane._departing
     assert not destination.plane._arriving
+
+
+def test_what_cannot_be_hashed_is_said(
+    destination: Plane, sources: list[Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: object) -> bytes:
+        raise MemoryError("no room for the digests")
+
+    source = sources[0]
+    monkeypatch.setattr(source.plane.pool_doors.pages.digests, "take", take)
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert push(source, 0).is_done
+    hashed = source.hear(PartHashed)
+    assert isinstance(hashed, PartHashed)
+    assert hashed.digests == b"" and "no room for the digests" in hashed.reason
