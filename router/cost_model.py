@@ -20,6 +20,7 @@ _SURPRISE: Final = 3.0  # times the noise
 _BELIEVED: Final = 4  # surprises in a row
 _FORGET: Final = 0.99  # of what was learnt, at each measurement
 _FORGET_SURPRISED: Final = 0.5
+_LEAST_PULL: Final = 1e-9  # of the prior, as a share of all that was learnt: no matrix of these is singular
 _DOUBT: Final = 1e4  # of a prior: its standard deviation as a multiple of it; it is to be found, not kept
 
 # seconds; a new token; a pair of a new token and one that it attends to
@@ -39,13 +40,18 @@ class Fit:
     learnt before is forgotten.
     """
 
-    __slots__ = ("_num_surprises", "_scales", "_squares", "_sums", "coefficients", "num_measured")
+    __slots__ = (
+        *("_expected", "_num_surprises", "_scales", "_squares", "_sums"),
+        *("coefficients", "num_measured"),
+    )
 
-    def __init__(self, prior: tuple[float, ...]) -> None:
+    def __init__(self, prior: tuple[float, ...], scales: tuple[float, ...] | None = None) -> None:
+        """scales: what is a usual value of each coefficient, where the prior may be much less."""
         self.coefficients = prior
         self.num_measured = 0
         self._num_surprises = 0  # in a row; below 0: it took less than was expected
-        self._scales = [max(each, 1e-13) for each in prior]  # what follows is in these
+        self._scales = [max(pair) for pair in zip(prior, scales or prior, strict=True)]  # of what follows
+        self._expected = [each / scale for each, scale in zip(prior, self._scales, strict=True)]
         self._squares = [[0.0 for _ in prior] for _ in prior]  # of quantities, weighted and fading
         self._sums = [0.0 for _ in prior]  # of quantities times seconds
 
@@ -68,7 +74,7 @@ class Fit:
 
     def heir(self) -> "Fit":
         """A new one, which expects what this one has found."""
-        return Fit(self.coefficients)
+        return Fit(self.coefficients, tuple(self._scales))
 
     def _forget(self, surprise_s: float, noise_s: float) -> float:
         if abs(surprise_s) < _SURPRISE * noise_s:
@@ -79,11 +85,14 @@ class Fit:
         return _FORGET if abs(self._num_surprises) < _BELIEVED else _FORGET_SURPRISED
 
     def _solve(self) -> None:
-        """What would be below 0 is left out, the worst first."""
-        prior = 1 / _DOUBT**2
-        kept = list(range(len(self._sums)))
-        squares = np.array(self._squares) + prior * np.eye(len(kept))
-        sums = np.array(self._sums) + prior
+        """What would be below 0 is left out, the worst first.
+
+        Of what fits alike, as where all prompts are of one length, it is what is nearest to the prior.
+        """
+        squares, sums = np.array(self._squares), np.array(self._sums)
+        pull = 1 / _DOUBT**2 + _LEAST_PULL * squares.diagonal()
+        squares, sums = squares + np.diag(pull), sums + pull * self._expected
+        kept = list(range(len(sums)))
         state = np.zeros(len(kept))
         while kept:
             found = np.linalg.solve(squares[np.ix_(kept, kept)], sums[kept])
@@ -118,7 +127,7 @@ class Speeds:
 
     def learn_prefill(self, times: PrefillTimes) -> None:
         taken_s = max(0.0, times.computed_s)
-        num_pairs = times.num_new_tokens * (times.num_tokens - 0.5 * times.num_new_tokens)
+        num_pairs = times.num_new_tokens * max(0.0, times.num_tokens - 0.5 * times.num_new_tokens)
         self.prefill.learn(taken_s, 1.0, times.num_new_tokens, num_pairs)
         self.mean_compute_s += (taken_s - self.mean_compute_s) * max(0.05, 1 / self.prefill.num_measured)
 

@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from baton.control import Measured
-from baton.router.cost_model import PREFILL_PRIOR, CostModel, Fit
+from baton.router.cost_model import PREFILL_PRIOR, PULL_PRIOR, CostModel, Fit
 from baton.times import PrefillTimes, StepTimes
 from tests.node_peers import id_of
 
@@ -94,3 +94,21 @@ def test_what_is_forgotten_begins_anew() -> None:
     own = model.of("p").prefill.num_measured
     model.forget("p")
     assert own and model.of("p").prefill.num_measured == 0
+
+
+def test_prompts_of_one_length_teach_what_they_can() -> None:
+    fit = Fit(PREFILL_PRIOR)
+    for _ in range(2000):
+        fit.learn(1e-3, 1.0, 1000, 500_000)
+    assert fit.predict(1.0, 1000, 500_000) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_what_was_nothing_elsewhere_can_be_something_here() -> None:
+    sizes = (10**6, 10**8, 10**9) * 20
+    parent = Fit(PULL_PRIOR)
+    for size in sizes:
+        parent.learn(1e-9 * size, 1.0, size)
+    child = parent.heir()
+    for size in sizes:
+        child.learn(0.02 + 1e-9 * size, 1.0, size)
+    assert child.predict(1.0, 10**6) == pytest.approx(0.021, rel=0.05)
