@@ -1,11 +1,13 @@
 """Which worker serves a request, and what that is worth: the production router on simulated workers.
 
 python -m baton.bench.router [--trace FILE] [--limit N] [--seed 0] [--json FILE]
+python -m baton.bench.router --replay LOG --policy NAME
 
 With a trace of Mooncake's format: its prompts on 8 prefill workers that keep 8,000 blocks of 512 tokens each,
 by each policy; arrivals as they are, and spread within their 3 s. Without: made workloads, in which the
 policy `cost` has to find by itself which prompts a decode worker had better compute; against fixed thresholds
 of `least-loaded`, which does not look at what is held where.
+The second form replays what a router has logged (--decision-log), as it went and under another policy.
 All times are the simulation's, of a model and machines that bench/router_machine.py describes.
 """
 
@@ -22,6 +24,7 @@ import msgspec
 
 from baton.bench.report import Row, at_least, at_most, print_table, write_json
 from baton.bench.router_machine import Machine
+from baton.bench.router_replay import Log, read_log
 from baton.bench.router_workers import PrefillSim
 from baton.bench.router_workloads import WORKLOADS
 from baton.bench.router_world import Fleet, RouterWorld, config_of
@@ -56,10 +59,11 @@ def run_trace(
     fleet: Fleet | None = None,
     scale: float = SCALE,
     local_prefill_tokens: int = 0,
+    page_tokens: int = PAGE_TOKENS,
 ) -> Result:
-    """The trace's blocks are pages, of PAGE_TOKENS tokens as they are replayed."""
+    """The trace's blocks are pages, of page_tokens tokens as they are replayed."""
     config = config_of(policy, seed, local_prefill_tokens)
-    world = RouterWorld(config, fleet or Fleet(), Machine(), scale, PAGE_TOKENS)
+    world = RouterWorld(config, fleet or Fleet(), Machine(), scale, page_tokens)
     begun_s = perf_counter()
     outcomes = world.replay(trace)
     wall_s = perf_counter() - begun_s
@@ -126,8 +130,22 @@ def workload_rows(num_requests: int, seed: int) -> list[Row]:
     return rows
 
 
+def replay_rows(log: Log, policy: PolicyName, seed: int) -> list[Row]:
+    """By the simulation's machines, so only the ratio of the two policies means anything."""
+    fleet = Fleet(num_prefill=log.num_prefill, num_decode=max(1, log.num_decode), publishes_decode=True)
+    rows = [Row("as it was: TTFT mean", log.ttft_mean_s, "s", note="measured, on the machines that ran it")]
+    for name in dict.fromkeys((policy, "round-robin", "cost")):
+        result = run_trace(log.trace, name, seed=seed, fleet=fleet, scale=1.0, page_tokens=log.page_size)
+        rows.append(Row(f"{name}: TTFT mean", result.ttft_mean_s, "s"))
+        rows.append(Row(f"{name}: hit", result.hit, ""))
+        rows.append(Row(f"{name}: mean latency", result.latency_mean_s, "s"))
+    return rows
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's format")
+    parser.add_argument("--replay", type=Path, metavar="LOG", help="a router's decision log")
+    parser.add_argument("--policy", choices=POLICIES, default="cost", help="for --replay (cost)")
     parser.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload (600)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
@@ -136,7 +154,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     rows = []
-    if arguments.trace is not None:
+    if arguments.replay is not None:
+        log = read_log(arguments.replay, Machine().step_s)
+        rows += replay_rows(log, arguments.policy, arguments.seed)
+    elif arguments.trace is not None:
         trace = read_trace(arguments.trace, scale=SCALE, limit=arguments.limit)
         rows += trace_rows(trace, "as they come", arguments.seed)
         rows += trace_rows(spread(trace), "spread", arguments.seed)

@@ -16,6 +16,7 @@ from baton.cluster.router_options import add_router_options, router_of
 from baton.control import Status
 from baton.decision import Decision, Weighed
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.router.decisions import regret_s, total_s, ttft_s
 from baton.worker import Address
 
 MAX_SHOWN: Final = 16  # of the pairs that were weighed, the cheapest
@@ -51,22 +52,6 @@ def told(decision: Decision, names: dict[str, str]) -> str:
     if cheapest:
         lines += _table(cheapest, decision.chosen, names)
     return "\n".join([*lines, *_truth(decision)])
-
-
-def total_s(weighed: Weighed) -> float:
-    return sum(weighed.terms.values())
-
-
-def regret_s(decision: Decision) -> float | None:
-    """What the first token took longer than the best other pair was expected to take; None: not known."""
-    others = [ttft_s(each) for each in decision.weighed if each != decision.chosen]
-    if decision.first_token_s is None or not others:
-        return None
-    return decision.first_token_s - min(others)
-
-
-def ttft_s(weighed: Weighed) -> float:
-    return sum(weighed.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
 
 
 def _table(cheapest: list[Weighed], chosen: Weighed, names: dict[str, str]) -> list[str]:

@@ -25,6 +25,8 @@ SERVE_OPTIONS: Final = (
     Option("--decode-block-size --decode-page-size", "decode.page_size", int, "N", "of decode workers"),
     Option("--transport", "transport", str, "NAME", "of KV pages: auto, shm, cuda_ipc, nccl, gloo or tcp"),
     Option("--router-policy", "router.policy", str, "NAME", "round-robin, prefix, cost (least-loaded)"),
+    Option("--redis", "router.redis", str, "URL", "keeps who holds what; auto: one of its own (none)"),
+    Option("--decision-log", "router.decision_log", str, "FILE", "to append what the router decides to"),
     Option(
         "--local-prefill-tokens",
         "router.local_prefill_tokens",

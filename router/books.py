@@ -16,6 +16,8 @@ from baton.worker import Worker
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
 
+OTHERS: Final = ""  # the gateway of an attempt that another router has sent out
+SILENCE_S: Final = 5.0  # after which a worker that does not name another's attempt does not work on it
 EXPECTED_OUTPUT_TOKENS: Final = 256  # of an answer that may be longer: most end before their limit
 
 
@@ -75,6 +77,7 @@ class Books:
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._waiting: set[Key] = set()  # for their first token
+        self._heard_s: dict[Key, float] = {}  # when another router's were heard of
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -89,6 +92,8 @@ class Books:
         """The key must be new."""
         assert key not in self._entries, key
         self._entries[key] = entry
+        if entry.gateway == OTHERS:
+            self._heard_s[key] = self._clock.now_s()
         self._by_gateway[entry.gateway].add(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
@@ -125,13 +130,17 @@ class Books:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
+        self._heard_s.pop(key, None)
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_tokens -= entry.num_tokens
 
-    def get(self, key: Key) -> Entry | None:
-        return self._entries.get(key)
+    def is_anothers(self, key: Key) -> bool:
+        return key in self._heard_s
+
+    def wait_s(self, worker_id: str) -> float:
+        return self._accounts[worker_id].wait_s(self._clock.now_s())
 
     def waiting_at(self, decode: str) -> list[tuple[Key, Entry]]:
         """What this decode worker was given and has not begun to answer, as far as is known."""
@@ -145,16 +154,28 @@ class Books:
         self._by_gateway.pop(gateway_id, None)
 
     def beat(self, worker: Worker, beat: Beat) -> None:
-        """Count what the worker works on that is in no entry."""
+        """Count what the worker works on that is in no entry; give up what it does not work on any more."""
+        self._give_up_silent(worker.id, frozenset(beat.attempts))
         account = self._accounts[worker.id]
         account.num_unknown = sum(key not in self._entries for key in beat.attempts)
         num_active_tokens = beat.load.pages.get("active", 0) * worker.page_size
         account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
 
+    def _give_up_silent(self, decode: str, named: frozenset[Key]) -> None:
+        before_s = self._clock.now_s() - SILENCE_S
+        silent = [key for key, heard_s in self._heard_s.items() if heard_s < before_s and key not in named]
+        for key in silent:
+            if self._entries[key].decode == decode:
+                self.ended(key)
+
     def forget(self, worker_ids: Iterable[str]) -> None:
-        """Drop the accounts of workers that are gone and that no entry names."""
+        """They are gone: so are other routers' attempts there, and accounts that no entry names."""
+        gone = set(worker_ids)
+        for key in list(self._heard_s):
+            if self._entries[key].decode in gone:
+                self.ended(key)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
-        for worker_id in worker_ids:
+        for worker_id in gone:
             if worker_id not in named:
                 self._accounts.pop(worker_id, None)
 

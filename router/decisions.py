@@ -27,6 +27,22 @@ def weighed(candidate: Candidate) -> Weighed:
     )
 
 
+def total_s(weighed: Weighed) -> float:
+    return sum(weighed.terms.values())
+
+
+def regret_s(decision: Decision) -> float | None:
+    """What the first token took longer than the best other pair was expected to take; None: not known."""
+    others = [ttft_s(each) for each in decision.weighed if each != decision.chosen]
+    if decision.first_token_s is None or not others:
+        return None
+    return decision.first_token_s - min(others)
+
+
+def ttft_s(weighed: Weighed) -> float:
+    return sum(weighed.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
+
+
 class Decisions:
     """The last MAX_DECISIONS."""
 

@@ -4,45 +4,67 @@ Workers are asked for what they hold only by a router whose policy looks at it.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final
 
 from baton.clock import Clock
 from baton.control import Measured, PageEvents, PagesWanted, Submit
 from baton.decision import Decision, Weighed
 from baton.node import Peer
-from baton.router.books import Books
+from baton.router.books import Books, Entry, Key
 from baton.router.chooser import Choice, Chooser
 from baton.router.cost_model import CostModel
+from baton.router.decision_log import HasEnded, SentOut, encode_line, short_keys
 from baton.router.decisions import Decisions, weighed
 from baton.router.look import Known
 from baton.router.pairing import Pair
 from baton.router.prefix_index import MAX_PAGES, PrefixIndex
-from baton.router.prompt_keys import PromptKeys
+from baton.router.prompt_keys import PromptKeys, family_of
+from baton.router.redis_messages import AnyShared
+from baton.router.sharing import Link, Sharing
 from baton.router_config import RouterSettings
 from baton.worker import Worker
-
-LOOKING: Final = ("prefix", "cost")  # policies
 
 
 class Knowledge:
     def __init__(self, config: RouterSettings, clock: Clock, books: Books, counters: Counter[str]) -> None:
-        self.index = PrefixIndex(clock, MAX_PAGES if config.policy in LOOKING else 1024, seed=config.seed)
+        self.index = PrefixIndex(clock, MAX_PAGES if config.looks_at_prompts else 1024, seed=config.seed)
         self.model = CostModel()
         self.decisions = Decisions(clock)
         self.chooser: Chooser | None = None
+        self.sharing: Sharing | None = None
+        self._log: Callable[[bytes], object] | None = None
+        self._clock = clock
         self._counters = counters
-        if config.policy in LOOKING:
-            known = Known(books, self.index, self.model, PromptKeys())
+        self._books = books
+        self._keys = PromptKeys()
+        if config.looks_at_prompts:
+            known = Known(books, self.index, self.model, self._keys)
             only_prefix = config.policy == "prefix"
             self.chooser = Chooser(clock, known, Random(config.seed), only_prefix=only_prefix)
+
+    def link(self, link: Link) -> None:
+        """From now on other routers are told, once a worker has joined and what is sent out."""
+        self.sharing = Sharing(link, self._books, self.index, self.model)
+
+    def log_to(self, write: Callable[[bytes], object]) -> None:
+        """A line for what is sent out and for what ends, from now on."""
+        self._log = write
+
+    def heard(self, message: AnyShared) -> None:
+        if self.sharing is not None:
+            self.sharing.heard(message)
 
     def joined(self, worker: Worker, peer: Peer) -> None:
         if self.chooser is not None:
             self.index.join(worker)
+            if self.sharing is not None:
+                self.sharing.link.joined(worker)
             peer.send(PagesWanted())
 
     def gone(self, worker_id: str) -> None:
+        if self.sharing is not None:
+            self.sharing.link.left(worker_id)
         self.index.forget(worker_id)
         self.model.forget(worker_id)
 
@@ -51,8 +73,12 @@ class Knowledge:
 
     def pages(self, peer: Peer, events: PageEvents) -> None:
         """Changes of what this worker holds, of which some may have been lost."""
-        if self.chooser is not None and not self.index.apply(peer.hello.id, events):
+        if self.chooser is None:
+            return
+        if not self.index.apply(peer.hello.id, events):
             peer.send(PagesWanted())
+        if self.sharing is not None:
+            self.sharing.link.pages(peer.hello.id, events)
 
     def measured(self, worker_id: str, measured: Measured) -> None:
         self.model.learn(worker_id, measured)
@@ -67,6 +93,38 @@ class Knowledge:
             if times.moved_bytes and chosen.prefill == worker_id:
                 self.model.learn_handoff(worker_id, chosen.decode, times)
                 self.model.learn_size(times.moved_bytes, times.num_tokens)
+
+    def dispatched(self, submit: Submit, pair: Pair, entry: Entry) -> None:
+        if self.sharing is None and self._log is None:
+            return
+        request, worker = submit.request, (pair.prefill or pair.decode).worker
+        keys = self._keys.keys(family_of(worker), request)
+        key = (request.request_id, request.attempt)
+        if self.sharing is not None:
+            self.sharing.dispatched(key, entry, keys)
+        decision = self.decisions.get(key)
+        if self._log is not None and decision is not None:
+            line = SentOut(
+                at_s=self._clock.now_s(),
+                decision=decision,
+                page_size=worker.page_size,
+                num_output_tokens=entry.num_tokens - decision.num_tokens,
+                keys=short_keys(keys),
+            )
+            self._log(encode_line(line))
+
+    def started(self, attempts: Sequence[Key]) -> None:
+        for key in attempts:
+            self.decisions.started(key)
+        if self.sharing is not None:
+            self.sharing.started(attempts)
+
+    def ended(self, attempts: Sequence[Key]) -> None:
+        if self.sharing is not None:
+            self.sharing.ended(attempts)
+        if self._log is not None:
+            for request_id, attempt in attempts:
+                self._log(encode_line(self._end_of(request_id, attempt)))
 
     def decided(self, submit: Submit, pair: Pair) -> None:
         request, choice = submit.request, pair.choice
@@ -85,6 +143,15 @@ class Knowledge:
             weighed=others,
         )
         self.decisions.add(decision)
+
+    def _end_of(self, request_id: str, attempt: int) -> HasEnded:
+        decision = self.decisions.get((request_id, attempt))
+        return HasEnded(
+            at_s=self._clock.now_s(),
+            request_id=request_id,
+            attempt=attempt,
+            first_token_s=decision.first_token_s if decision is not None else None,
+        )
 
     def _count(self, choice: Choice) -> None:
         self._counters["decisions"] += 1

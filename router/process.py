@@ -1,12 +1,17 @@
-"""The router's process: a hub and a router on one event loop."""
+"""The router's process: a hub, a router and perhaps a link to Redis, on one event loop."""
 
 import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from hashlib import blake2b
+from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.hub import Hub
+from baton.router.decision_log import LogFile
+from baton.router.redis_server import PrivateRedis, find_program
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Address
@@ -19,14 +24,48 @@ async def serve_router(
 ) -> None:
     """Route until `stopping` is set. key: the cluster's. ready: told where it listens.
 
-    Raises OSError when the port is taken.
+    Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
-    hub = Hub(key)
-    try:
+    hub, router = Hub(key), Router(config, SystemClock(), secrets.token_hex(16))
+    async with AsyncExitStack() as ends:
+        ends.push_async_callback(hub.close)
+        url = await _redis_url(config, ends)
+        if url is not None:
+            await _link(router, url, key, ends)
+        if config.decision_log is not None:
+            log = ends.enter_context(closing(LogFile(Path(config.decision_log))))
+            router.knowledge.log_to(log.write)
         address = await hub.listen(config.host, config.port)
-        hub.serve(Router(config, SystemClock(), secrets.token_hex(16)))
+        hub.serve(router)
         logger.info("the router listens on %s:%d", address.host, address.port)
         ready(address)
         await stopping.wait()
-    finally:
-        await hub.close()
+
+
+async def _redis_url(config: RouterConfig, ends: AsyncExitStack) -> str | None:
+    if config.redis == "none" or not config.looks_at_prompts:
+        return None
+    if config.redis != "auto":
+        return config.redis
+    if find_program() is None:
+        logger.info("no redis-server on PATH: what workers hold is known to this process alone")
+        return None
+    redis = await ends.enter_async_context(PrivateRedis())
+    return redis.url
+
+
+async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> None:
+    """Pages' names depend on the model, so that one cluster needs one namespace, which its key names."""
+    from baton.router.redis_link import RedisLink  # needs a library that the other policies do without
+
+    namespace = blake2b(key, digest_size=8, person=b"baton-redis").hexdigest()
+    knowledge = router.knowledge
+    link = RedisLink(url, namespace, router.hello.id, knowledge.index, knowledge.heard)
+    knowledge.link(link)
+    task = asyncio.create_task(link.run())
+
+    async def stop() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    ends.push_async_callback(stop)

@@ -161,10 +161,11 @@ class Router:
             case Started():
                 for key in message.attempts:
                     self.books.started(key)
-                    self.knowledge.decisions.started(key)
+                self.knowledge.started(message.attempts)
             case Ended():
                 for key in message.attempts:
                     self.books.ended(key)
+                self.knowledge.ended(message.attempts)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self._pairing.forget()
@@ -179,6 +180,8 @@ class Router:
         request = submit.request
         key = (request.request_id, request.attempt)
         _check_key(key)
+        if self.books.is_anothers(key):
+            self.books.ended(key)  # its router is gone, or its gateway has left that one
         if key in self.books:
             raise ProtocolError(f"attempt {request.attempt} of {request.request_id} was submitted twice")
         if len(self.books) >= self._config.max_attempts:
@@ -189,8 +192,10 @@ class Router:
             self._reject(gateway, submit, "no decode worker can be reached")
             return
         gateway_id = gateway.peer.hello.id
-        self.books.enter(key, entry_of(gateway_id, request, pair))
+        entry = entry_of(gateway_id, request, pair)
+        self.books.enter(key, entry)
         self.knowledge.decided(submit, pair)
+        self.knowledge.dispatched(submit, pair, entry)
         self.counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway_id, request, pair))
         gateway.peer.send(routed_of(request, pair))
@@ -257,7 +262,8 @@ class Router:
                 reason=f"{member.worker.name} is gone: {reason}",
                 worker=member.id,
             )
-            self._gateways[entry.gateway].peer.send(failed)
+            if entry.gateway in self._gateways:
+                self._gateways[entry.gateway].peer.send(failed)
 
     def _drain(self, drain: Drain) -> None:
         """Who asked reads in the status whether it was found."""

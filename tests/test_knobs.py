@@ -100,6 +100,8 @@ SERVE_KNOBS: dict[str, Any] = {
     "router.port": 0,
     "router.policy": "least-loaded",
     "router.local_prefill_tokens": 16,
+    "router.redis": "none",
+    "router.decision_log": None,
     "router.max_attempts": 8192,
     "router.seed": 0,
     **{f"gateway.{name}": value for name, value in GATEWAY_KNOBS.items() if name not in GATEWAYS_PLACE},

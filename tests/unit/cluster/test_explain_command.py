@@ -1,8 +1,9 @@
 import pytest
 
 from baton.cluster.cli import main
-from baton.cluster.explain_command import regret_s, told
+from baton.cluster.explain_command import told
 from baton.decision import Decision, Weighed
+from baton.router.decisions import regret_s
 from baton.times import PrefillTimes
 from tests.node_peers import id_of
 

@@ -1,0 +1,141 @@
+"""Two routers over a wire that loses nothing: neither gives twice what the other has given."""
+
+from collections.abc import Sequence
+
+from baton.clock import ManualClock
+from baton.control import Beat, Ended, PageEvents, Reachable, Routed, Started, Submit
+from baton.router.books import SILENCE_S
+from baton.router.redis_messages import AnyShared, SharedDispatch
+from baton.router.router import Router
+from baton.router_config import RouterConfig
+from baton.worker import Load, Worker
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+
+WORKERS = ("p0", "p1", "d0", "d1")
+
+
+class Wire:
+    """A link whose other ends hear at once."""
+
+    def __init__(self) -> None:
+        self.others: list[Router] = []
+        self.told: list[AnyShared] = []
+        self.seen: list[str] = []
+
+    def joined(self, worker: Worker) -> None:
+        self.seen.append(worker.name)
+
+    def left(self, worker_id: str) -> None:
+        self.seen.append(f"-{worker_id}")
+
+    def pages(self, worker_id: str, events: PageEvents) -> None:
+        self.seen.append("pages")
+
+    def share(self, message: AnyShared) -> None:
+        self.told.append(message)
+        for other in self.others:
+            other.knowledge.heard(message)
+
+
+class RouterOfTwo:
+    def __init__(self, name: str, clock: ManualClock) -> None:
+        self.wire = Wire()
+        self.router = Router(RouterConfig(policy="cost", seed=ord(name)), clock, id_of(name))
+        self.router.knowledge.link(self.wire)
+        self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
+        self.workers = {
+            worker: TestPeer.worker(self.router, a_worker(worker, num_pages=4096)) for worker in WORKERS
+        }
+        for peer in (self.gateway, *self.workers.values()):
+            peer.say(Reachable(workers=tuple(map(id_of, WORKERS))))
+
+    def submit(self, name: str, num_tokens: int = 800) -> Routed:
+        self.gateway.say(Submit(request=a_request(name, num_tokens)))
+        return self.gateway.only(Routed)
+
+    def num_computing(self) -> dict[str, int]:
+        books = self.router.books
+        return {worker: books.account(id_of(worker)).num_computing for worker in WORKERS}
+
+
+def two_routers() -> tuple[ManualClock, RouterOfTwo, RouterOfTwo]:
+    clock = ManualClock(100.0)
+    one, other = RouterOfTwo("a", clock), RouterOfTwo("b", clock)
+    one.wire.others.append(other.router)
+    other.wire.others.append(one.router)
+    for each in (one, other):
+        each.gateway.received.clear()
+    return clock, one, other
+
+
+def keys_of(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    return tuple((id_of(name), 0) for name in names)
+
+
+def test_what_one_sends_out_is_in_the_books_of_both_until_its_end() -> None:
+    _, one, other = two_routers()
+    for name in "rst":
+        one.submit(name)
+    assert other.num_computing() == one.num_computing() and len(other.router.books) == 3
+    one.gateway.say(Started(attempts=keys_of("rs")))
+    assert other.num_computing() == one.num_computing() and sum(other.num_computing().values()) == 1
+    one.gateway.say(Ended(attempts=keys_of("rst")))
+    assert len(one.router.books) == len(other.router.books) == 0
+    other.router.books.check_integrity()
+
+
+def test_sibling_at_the_other_router_goes_to_the_same_worker() -> None:
+    _, one, other = two_routers()
+    for worker in ("d0", "d1"):
+        attempts = keys_of([f"{worker} {number}" for number in range(6)])
+        for each in (one, other):
+            each.workers[worker].say(Beat(load=Load(), attempts=attempts))
+    first = one.submit("r", 8000)
+    assert first.prefill
+    assert other.submit("s", 8200).prefill == first.prefill
+
+
+def test_another_routers_word_changes_nothing_of_ones_own() -> None:
+    _, one, other = two_routers()
+    one.submit("r")
+    other.wire.share(one.wire.told[0])
+    assert len(one.router.books) == 1
+    other.gateway.say(Ended(attempts=keys_of("r")))
+    assert len(one.router.books) == 1
+
+
+def test_attempts_of_a_router_that_died_are_given_up_when_workers_do_not_name_them() -> None:
+    clock, one, other = two_routers()
+    routed = one.submit("r")
+    one.submit("s")
+    decode = next(name for name in WORKERS if id_of(name) == routed.decode)
+    clock.advance(SILENCE_S + 0.1)
+    for name in ("d0", "d1"):
+        named = keys_of("r") if name == decode else ()
+        other.workers[name].say(Beat(load=Load(), attempts=named))
+    assert keys_of("r")[0] in other.router.books and len(other.router.books) == 1
+    other.router.books.check_integrity()
+
+
+def test_gateway_that_comes_over_may_submit_its_attempt_again() -> None:
+    _, one, other = two_routers()
+    one.submit("r")
+    other.submit("r")
+    assert len(other.router.books) == 1 and not other.router.books.is_anothers(keys_of("r")[0])
+
+
+def test_anothers_attempts_end_with_the_worker_that_had_them() -> None:
+    _, one, other = two_routers()
+    one.submit("r")
+    for name in ("d0", "d1"):
+        other.workers[name].leave()
+    other.router.tick()
+    assert f"-{id_of('d0')}" in other.wire.seen
+    assert len(other.router.books) == 0 and len(one.router.books) == 1
+
+
+def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
+    _, one, _ = two_routers()
+    one.submit("r", 800)
+    (shared,) = one.wire.told
+    assert isinstance(shared, SharedDispatch) and len(shared.keys) == 16 * (800 // 16)
