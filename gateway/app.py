@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from baton.errors import BatonError
 from baton.gateway import openapi
+from baton.gateway.admin import Explain, add_admin_routes
 from baton.gateway.api_errors import ApiError, as_api_error
 from baton.gateway.canary import Canary
 from baton.gateway.gate import Gate, log_failure
@@ -41,6 +42,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Metrics
     exporter: Exporter
     tenants: Tenants
+    explain: Explain | None = None  # the router's decisions to whoever asks; None: to nobody
 
 
 def make_app(parts: Parts) -> ASGIApp:
@@ -62,6 +64,8 @@ def make_app(parts: Parts) -> ASGIApp:
     app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
     app.router.routes.append(WebSocketRoute("/v1/stream", parts.stream_socket.serve))
     _add_status_routes(app, parts)
+    if parts.explain is not None:
+        add_admin_routes(app, parts.explain)
     _answer_errors(app)
     openapi.describe(app.openapi())  # it is made once, and kept
     return Gate(app, parts.tenants, posts=posts, answered=parts.metrics.answered)

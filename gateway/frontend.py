@@ -19,6 +19,7 @@ from baton.control import (
     AnyMessage,
     AttemptFailed,
     Cancel,
+    Decisions,
     Failure,
     Hello,
     Kind,
@@ -31,6 +32,7 @@ from baton.control import (
     fits_request,
 )
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
+from baton.gateway.explanations import Explanations, Told
 from baton.gateway.open_streams import OpenStreams
 from baton.gateway.replay import RETRY_AFTER_S, Limits
 from baton.gateway.service import Sink
@@ -61,6 +63,7 @@ class Frontend:
         self._clock = clock
         self._limits = limits or Limits()
         self._streams = OpenStreams(self._colleagues, clock, self._limits)
+        self._explanations = Explanations(lambda: self._colleagues.router)
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
 
@@ -114,6 +117,10 @@ class Frontend:
         stream = self._streams.get(request_id)
         return stream.decode if stream is not None else ""
 
+    def explain(self, request_id: str, told: Told) -> None:
+        """Ask the router how the request was routed."""
+        self._explanations.ask(request_id, told)
+
     # What its host calls.
 
     def joined(self, peer: Peer) -> None:
@@ -135,6 +142,7 @@ class Frontend:
             return
         if peer.hello.process is Kind.ROUTER:
             self._streams.lose_router()
+            self._explanations.lose_router()
         else:
             self._report()  # before anything is submitted again
             self._streams.lose_worker(peer.hello.id)
@@ -252,6 +260,8 @@ class Frontend:
                 self._take_members(message)
             case Status():
                 self.status = message
+            case Decisions():
+                self._explanations.answer(message.decisions)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
 

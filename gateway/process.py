@@ -13,6 +13,7 @@ from typing import Final
 from baton.clock import Clock, SystemClock
 from baton.errors import Overloaded
 from baton.gateway import replay
+from baton.gateway.admin import Explain
 from baton.gateway.app import Parts, make_app
 from baton.gateway.call_reader import CallReader
 from baton.gateway.canary import Canary
@@ -29,7 +30,7 @@ from baton.gateway.tenants import Tenants
 from baton.gateway.text_routes import TextRoutes
 from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
-from baton.gateway_config import GatewayConfig
+from baton.gateway_config import GatewayConfig, is_loopback
 from baton.hub import Hub
 from baton.worker import Address
 
@@ -145,7 +146,14 @@ def _parts(
         metrics=metrics,
         exporter=Exporter(metrics, model.service, model=model.name, vllm_names=config.vllm_metric_names),
         tenants=tenants,
+        explain=_explain_of(config, model.service),
     )
+
+
+def _explain_of(config: GatewayConfig, service: Service) -> Explain | None:
+    """Only for those on this machine, where nobody is a tenant."""
+    is_private = is_loopback(config.host) and config.tenants_file is None
+    return service.explain if is_private and isinstance(service, Frontend) else None
 
 
 def _limits(config: GatewayConfig, metrics: Metrics) -> Limits:
