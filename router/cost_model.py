@@ -14,6 +14,7 @@ from baton.control import Measured
 from baton.times import PrefillTimes, StepTimes
 
 MAX_PAIRS: Final = 4096
+_FADE: Final = 0.999  # of the size of a token that was seen once and not again
 _NOISE: Final = 0.1  # of a measurement, as a share of it
 _LEAST_NOISE_S: Final = 2e-4
 _SURPRISE: Final = 3.0  # times the noise
@@ -141,6 +142,7 @@ class CostModel:
 
     def __init__(self) -> None:
         self.bytes_a_token = float(BYTES_A_TOKEN_PRIOR)
+        self._has_size = False  # been told one
         self._all = Speeds(Fit(PREFILL_PRIOR), Fit(STEP_PRIOR))
         self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
         self._workers: dict[str, Speeds] = {}
@@ -185,9 +187,11 @@ class CostModel:
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
 
     def learn_size(self, num_bytes: int, num_tokens: int) -> None:
-        """That so many tokens' pages had so many bytes."""
+        """That so many tokens' pages had so many bytes, or more: some may have been there already."""
         if num_bytes > 0 and num_tokens > 0:
-            self.bytes_a_token += 0.1 * (num_bytes / num_tokens - self.bytes_a_token)
+            least = num_bytes / num_tokens
+            self.bytes_a_token = least if not self._has_size else max(least, self.bytes_a_token * _FADE)
+            self._has_size = True
 
     def _pair(self, one: str, other: str) -> Transfer:
         key = (one, other)

@@ -36,6 +36,7 @@ class Look:
         self._now_s = now_s
         self._num_kv_tokens = num_kv_tokens(request)
         self._found: dict[Family, tuple[bytes, Match]] = {}
+        self._located: dict[str, PullSource | None] = {}
 
     def num_held_tokens(self, member: Member, *, on_device: bool = False) -> int:
         """Of the prompt's first."""
@@ -73,18 +74,24 @@ class Look:
         return Decoder(self.computer(member), num_running, step_s, room_s, token_harm_s)
 
     def sources(self, members: Iterable[Member]) -> Sequence[Source]:
-        """Those that hold most of the prompt on their devices."""
-        held = [(self.num_held_tokens(member, on_device=True), member.id) for member in members]
-        most = sorted((each for each in held if each[0]), reverse=True)[:MAX_SOURCES]
-        return [Source(worker, num_tokens, self._known.model.pull_s) for num_tokens, worker in most]
+        """Those that hold most of the prompt on their devices and have said where."""
+        held = [(self.num_held_tokens(member, on_device=True), member.id, member) for member in members]
+        most = sorted((each for each in held if each[0]), key=lambda each: each[:2], reverse=True)
+        found = []
+        for _, _, member in most[:MAX_SOURCES]:
+            located = self.locate(member)
+            if located is not None:
+                found.append(Source(member.id, located.num_tokens, self._known.model.pull_s))
+        return found
 
     def locate(self, member: Member) -> PullSource | None:
         """None: it is expected to hold them, and has not said yet where."""
-        located = self._known.index.locate(member.id, self.keys(member))
-        if not located.pages:
-            return None
-        num_tokens = len(located.pages) * member.worker.page_size
-        return PullSource(member.id, num_tokens, located.pages, located.generations)
+        if member.id not in self._located:
+            located = self._known.index.locate(member.id, self.keys(member))
+            num_tokens = len(located.pages) * member.worker.page_size
+            source = PullSource(member.id, num_tokens, *located) if located.pages else None
+            self._located[member.id] = source
+        return self._located[member.id]
 
     def _match(self, family: Family) -> tuple[bytes, Match]:
         if family not in self._found:

@@ -6,6 +6,8 @@
 3. A short prompt, or one that no prefill worker can be found for, is computed by the decode worker.
 4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
    workers that the gateway and the decode worker reach, that reach it, and that have the same weights.
+
+The policies that look at prompts (chooser.py) choose both at once, and `cost` whether a prompt is short.
 """
 
 from collections.abc import Sequence
@@ -46,6 +48,7 @@ class Pairing:
         self._decoders: dict[frozenset[str], list[Member]] = {}
         self._paired: dict[frozenset[str], frozenset[str]] = {}
         self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
+        self._fields: dict[frozenset[str], Field] = {}
 
     def pair(self, submit: Submit, reached: frozenset[str]) -> Pair | None:
         """reached: the workers that the gateway reaches. None: nobody can take it now."""
@@ -78,17 +81,27 @@ class Pairing:
         self._decoders.clear()
         self._paired.clear()
         self._partners.clear()
+        self._fields.clear()
 
     def _choose_both(
         self, chooser: Chooser, submit: Submit, decoders: list[Member], reached: frozenset[str]
     ) -> Pair:
-        partners = {each.id: _without(self._partners_of(each, reached), submit.avoid) for each in decoders}
-        fillers = {member.id: member for each in partners.values() for member in each}
-        ids = {decode: {member.id for member in each} for decode, each in partners.items()}
-        field = Field(decoders, list(fillers.values()), lambda decode, prefill: prefill in ids[decode])
+        if submit.avoid:
+            field = self._field(decoders, submit.avoid, reached)
+        else:
+            if reached not in self._fields:
+                self._fields[reached] = self._field(decoders, (), reached)
+            field = self._fields[reached]
         choice = chooser.choose(submit.request, field)
         decode = next(each for each in decoders if each.id == choice.candidate.decode)
-        return Pair(decode, fillers.get(choice.candidate.prefill), self._config.policy, choice)
+        prefill = self._members.get(choice.candidate.prefill) if choice.candidate.prefill else None
+        return Pair(decode, prefill, self._config.policy, choice)
+
+    def _field(self, decoders: list[Member], avoid: Sequence[str], reached: frozenset[str]) -> Field:
+        partners = {each.id: _without(self._partners_of(each, reached), avoid) for each in decoders}
+        fillers = {member.id: member for each in partners.values() for member in each}
+        ids = {decode: {member.id for member in each} for decode, each in partners.items()}
+        return Field(decoders, list(fillers.values()), lambda decode, prefill: prefill in ids[decode])
 
     def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
         turn = self._turns[role]
