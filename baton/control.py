@@ -27,6 +27,7 @@ from baton.decision import Decision, PullSource
 from baton.errors import WireError
 from baton.request import Request
 from baton.seal import MAX_BODY_BYTES
+from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
 from baton.wire_types import (
@@ -115,6 +116,7 @@ class Rejected(Message, frozen=True):
     attempt: Attempt
     reason: Reason
     retry_after_s: Seconds
+    refusal: Refusal = Refusal.NO_ROOM  # what is not NO_ROOM is the request's end: its client is told why
 
 
 class Started(Message, frozen=True):

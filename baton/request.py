@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import InvalidRequest
+from baton.tenancy import Sla, Standing
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -147,11 +148,6 @@ def _bound(value: float, low: float, high: float | None) -> str:
     return "finite" if value > low else f"at least {low}"
 
 
-class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
 
@@ -168,6 +164,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cache_salt: bytes = b""  # derived from the tenant by the gateway; pages are shared within one salt only
     priority: int = 0  # lower is served first, as in vLLM
     sla: Sla = Sla()
+    standing: Standing = Standing()  # of the tenant, written by the gateway
     arrival_s: float = 0.0
     attempt: int = 0
     generated_token_ids: tuple[int, ...] = ()

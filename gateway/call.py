@@ -8,7 +8,8 @@ from baton.errors import InvalidRequest
 from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
 from baton.gateway.tenants import Tenant
-from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams, Sla
+from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from baton.tenancy import Sla
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's; a chat ends where the model ends it
 SAMPLING_FIELDS: Final = (

@@ -23,7 +23,7 @@ from baton.gateway.call import (
 from baton.gateway.metrics import Metrics
 from baton.gateway.prompts import GivenPrompt, list_prompts
 from baton.gateway.served_model import ServedModel
-from baton.request import Sla
+from baton.tenancy import Sla
 
 TTFT_HEADER: Final = b"x-llm-d-slo-ttft-ms"
 TPOT_HEADER: Final = b"x-llm-d-slo-tpot-ms"
