@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from baton.decision import Decision, PullSource
 from baton.errors import WireError
+from baton.pressure import QueueStatus, Rung
 from baton.request import Request
 from baton.seal import MAX_BODY_BYTES
 from baton.tenancy import Refusal
@@ -129,6 +130,7 @@ class Ended(Message, frozen=True):
     """Gateway to router: these attempts take up no capacity any more."""
 
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
+    num_tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_EVENTS)] = ()  # that each answered
 
 
 class Dispatch(Message, frozen=True):
@@ -246,6 +248,12 @@ class Drain(Message, frozen=True):
     worker: Name  # its name or id
 
 
+class Pressure(Message, frozen=True):
+    """Router to workers: the rung that the cluster is on, when it changes and to each that joins."""
+
+    rung: Rung
+
+
 class StatusQuery(Message, frozen=True):
     """Operator to router."""
 
@@ -258,6 +266,7 @@ class Status(Message, frozen=True):
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    queue: QueueStatus = QueueStatus()
 
 
 class Explain(Message, frozen=True):
@@ -293,6 +302,7 @@ AnyMessage: TypeAlias = (
     | PagesWanted
     | Measured
     | Drain
+    | Pressure
     | StatusQuery
     | Status
     | Explain

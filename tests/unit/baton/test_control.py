@@ -10,7 +10,9 @@ from baton import control as c
 from baton.control import decode, encode
 from baton.decision import Decision, Weighed
 from baton.errors import WireError
+from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
 from baton.wire_types import MAX_EVENTS, MAX_WORKERS
@@ -57,7 +59,7 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         c.Routed(request_id=ID, attempt=1, decode=OTHER_ID, prefill=ID, reason="least loaded"),
         c.Rejected(request_id=ID, attempt=1, reason="full", retry_after_s=1.5),
         c.Started(attempts=attempts),
-        c.Ended(attempts=attempts),
+        c.Ended(attempts=attempts, num_tokens=(17, 0)),
         c.Dispatch(request=request, gateway=ID, prefill=OTHER_ID),
         c.Prefill(request=request, gateway=ID, transfer=rng.randbytes(16), num_held_tokens=32),
         c.Tokens(events=(event, event)),
@@ -75,15 +77,22 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
             steps=(StepTimes(3, 0, 500, 0.01),),
         ),
         c.Drain(worker="decode-0"),
+        c.Pressure(rung=Rung.SWAP_OUT),
         c.StatusQuery(),
         c.Status(
             workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
             num_gateways=1,
             counters={"routed": 5},
+            queue=queue_status(),
         ),
         c.Explain(request_id=ID),
         c.Decisions(decisions=(decision(),)),
     ]
+
+
+def queue_status() -> QueueStatus:
+    tenant = TenantStatus(tenant="acme", num_queued=3, oldest_wait_s=1.5, refused={Refusal.SLO: 2})
+    return QueueStatus(rung=Rung.CLIP, num_queued=3, oldest_wait_s=1.5, tenants=(tenant,))
 
 
 def decision() -> Decision:

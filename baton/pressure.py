@@ -1,0 +1,59 @@
+"""How overloaded the cluster is, and how its tenants fare: what the router tells the others of its queue.
+
+The ladder, from the bottom. Each rung keeps what the rungs below it do:
+
+    CALM           nothing
+    QUEUE          requests wait at the router, in the order of shares and deadlines
+    LOCAL_PREFILL  longer prompts are computed where they are decoded
+    SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
+    SWAP_OUT       workers make room by preempting sequences of the lowest class
+    CLIP           answers are made shorter, and alternatives fewer, where the tenant allows it
+    SHED           requests of the lowest class that wait are refused, where the tenant allows it
+"""
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from baton.tenancy import Refusal
+from baton.wire_types import Count, Seconds
+
+MAX_TENANTS: Final = 1024  # that a status names: those with most in the queue and most work
+
+
+class Rung(IntEnum):
+    CALM = 0
+    QUEUE = 1
+    LOCAL_PREFILL = 2
+    SMALL_CHUNKS = 3
+    SWAP_OUT = 4
+    CLIP = 5
+    SHED = 6
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tenant's, as one router sees it. What is counted is counted since the router began."""
+
+    tenant: Annotated[str, Meta(max_length=128)]
+    weight: float = 1.0
+    num_queued: Count = 0
+    num_active: Count = 0  # handed to workers and not ended
+    oldest_wait_s: Seconds = 0.0  # of those in the queue
+    work_tokens: Count = 0  # used: prompt tokens that were computed, and answered ones
+    num_dispatched: Count = 0
+    waited_s: float = 0.0  # by those that were dispatched, together
+    num_met: Count = 0  # first tokens within their ttft_ms, of those that had one
+    num_missed: Count = 0
+    num_degraded: Count = 0
+    refused: dict[Refusal, Count] = {}
+
+
+class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one router."""
+
+    rung: Rung = Rung.CALM
+    num_queued: Count = 0
+    oldest_wait_s: Seconds = 0.0
+    tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
