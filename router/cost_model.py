@@ -21,6 +21,7 @@ _SURPRISE: Final = 3.0  # times the noise
 _BELIEVED: Final = 4  # surprises in a row
 _FORGET: Final = 0.99  # of what was learnt, at each measurement
 _FORGET_SURPRISED: Final = 0.5
+_MOST_PENDING: Final = 16
 _LEAST_PULL: Final = 1e-9  # of the prior, as a share of all that was learnt: no matrix of these is singular
 _DOUBT: Final = 1e4  # of a prior: its standard deviation as a multiple of it; it is to be found, not kept
 
@@ -38,11 +39,13 @@ class Fit:
     """`coefficients`: seconds for one of each quantity; the least squares of relative errors, none below 0.
 
     What took much longer than it should weighs little, as errors are relative; where it goes on, what was
-    learnt before is forgotten.
+    learnt before is forgotten. A measurement is added up in a few microseconds; the coefficients, which take
+    ten times as long, follow after the 1st, 3rd, 7th, 15th and then each 16th, after what changes much, and
+    when `settle` is called.
     """
 
     __slots__ = (
-        *("_expected", "_num_surprises", "_scales", "_squares", "_sums"),
+        *("_expected", "_num_pending", "_num_surprises", "_scales", "_squares", "_sums"),
         *("coefficients", "num_measured"),
     )
 
@@ -50,6 +53,7 @@ class Fit:
         """scales: what is a usual value of each coefficient, where the prior may be much less."""
         self.coefficients = prior
         self.num_measured = 0
+        self._num_pending = 0  # measurements that the coefficients do not know of
         self._num_surprises = 0  # in a row; below 0: it took less than was expected
         self._scales = [max(pair) for pair in zip(prior, scales or prior, strict=True)]  # of what follows
         self._expected = [each / scale for each, scale in zip(prior, self._scales, strict=True)]
@@ -71,7 +75,15 @@ class Fit:
             squares = self._squares[row]
             for column, other in enumerate(inputs):
                 squares[column] = squares[column] * forget + weight * sums_to * other
-        self._solve()
+        self._num_pending += 1
+        if forget == _FORGET_SURPRISED or self._num_pending >= min(_MOST_PENDING, 1 + self.num_measured // 2):
+            self.settle()
+
+    def settle(self) -> None:
+        """Take everything into account that was learnt."""
+        if self._num_pending:
+            self._num_pending = 0
+            self._solve()
 
     def heir(self) -> "Fit":
         """A new one, which expects what this one has found."""
@@ -177,14 +189,20 @@ class CostModel:
         for step in measured.steps:
             speeds.learn_step(step)
             self._all.learn_step(step)
+        for fit in (speeds.prefill, speeds.step):
+            fit.settle()
 
     def learn_pull(self, source: str, worker: str, times: PrefillTimes) -> None:
-        for pair in (self._pair(source, worker), self._between_all):
+        own = self._pair(source, worker)
+        for pair in (own, self._between_all):
             pair.pull.learn(times.pulled_s, 1.0, times.pulled_bytes)
+        own.pull.settle()
 
     def learn_handoff(self, prefill: str, decode: str, times: PrefillTimes) -> None:
-        for pair in (self._pair(prefill, decode), self._between_all):
+        own = self._pair(prefill, decode)
+        for pair in (own, self._between_all):
             pair.handoff.learn(times.exposed_s, 1.0, times.moved_bytes)
+        own.handoff.settle()
 
     def learn_size(self, num_bytes: int, num_tokens: int) -> None:
         """That so many tokens' pages had so many bytes, or more: some may have been there already."""

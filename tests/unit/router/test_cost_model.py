@@ -114,3 +114,26 @@ def test_what_was_nothing_elsewhere_can_be_something_here() -> None:
     for size in sizes:
         child.learn(0.02 + 1e-9 * size, 1.0, size)
     assert child.predict(1.0, 10**6) == pytest.approx(0.021, rel=0.05)
+
+
+def test_measurements_teach_the_same_in_one_message_as_in_many() -> None:
+    random, steps = Random(4), []
+    for _ in range(100):
+        num, context = random.randint(1, 200), random.randint(0, 200_000)
+        steps.append(StepTimes(num, 0, context, 0.01 + 1e-4 * num + 2e-7 * context))
+    together, singly = CostModel(), CostModel()
+    together.learn("d", Measured(steps=tuple(steps)))
+    for step in steps:
+        singly.learn("d", Measured(steps=(step,)))
+    for quantities in ((1.0, 1, 0, 0), (1.0, 100, 100_000, 0)):
+        one_s, other_s = (each.of("d").step.predict(*quantities) for each in (together, singly))
+        assert one_s == pytest.approx(other_s, rel=0.01)
+
+
+def test_nothing_that_was_added_up_is_left_out_once_it_is_settled() -> None:
+    fit = Fit(PULL_PRIOR)
+    for size in (10**6, 10**6, 10**6, 10**9):  # only the last tells what a byte takes
+        fit.learn(0.5 + 1e-8 * size, 1.0, size)
+    unsettled_s = fit.predict(1.0, 10**9)
+    fit.settle()
+    assert fit.predict(1.0, 10**9) == pytest.approx(10.5, rel=0.02) != unsettled_s
