@@ -35,7 +35,7 @@ class Knowledge:
         self.sharing: Sharing | None = None
         self._log: Callable[[bytes], object] | None = None
         self._clock = clock
-        self._counters = counters
+        self.counters = counters
         self._books = books
         self._keys = PromptKeys()
         if config.looks_at_prompts:
@@ -154,7 +154,7 @@ class Knowledge:
         )
 
     def _count(self, choice: Choice) -> None:
-        self._counters["decisions"] += 1
-        self._counters["blind_decisions"] += choice.is_blind
-        self._counters["pulls"] += choice.source is not None
-        self._counters["computed_locally"] += not choice.candidate.prefill
+        self.counters["decisions"] += 1
+        self.counters["blind_decisions"] += choice.is_blind
+        self.counters["pulls"] += choice.source is not None
+        self.counters["computed_locally"] += not choice.candidate.prefill

@@ -1,9 +1,27 @@
 """What the choice of a pair makes of an attempt: an entry in the books, and a word to either side."""
 
+from typing import Final
+
+import msgspec
+
 from baton.control import Dispatch, Routed, fits_beside
+from baton.errors import ProtocolError
 from baton.request import Request
-from baton.router.books import Entry, num_kv_tokens
+from baton.router.books import Entry, Key, num_kv_tokens
 from baton.router.pairing import Pair
+from baton.wire_types import Attempt, Id
+
+_KEY: Final = tuple[Id, Attempt]
+
+
+def key_of(request: Request) -> Key:
+    """The attempt's name. ProtocolError when it is none that messages can carry."""
+    key = (request.request_id, request.attempt)
+    try:
+        return msgspec.convert(key, _KEY)
+    except msgspec.ValidationError as error:
+        message = f"attempt {key[1]} of {key[0][:64]!r} is no attempt's name: {error}"
+        raise ProtocolError(message) from error
 
 
 def prefill_of(pair: Pair) -> str:
