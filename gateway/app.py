@@ -19,9 +19,10 @@ from baton.gateway import openapi
 from baton.gateway.admin import Explain, add_admin_routes
 from baton.gateway.api_errors import ApiError, as_api_error
 from baton.gateway.canary import Canary
+from baton.gateway.exporter import Exporter
 from baton.gateway.gate import Gate, log_failure
 from baton.gateway.inference import Inference
-from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway.metrics import Metrics
 from baton.gateway.served_model import ServedModel
 from baton.gateway.stream_socket import StreamSocket
 from baton.gateway.tenants import Tenants
@@ -96,13 +97,13 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """In Prometheus' text format."""
-        return Response(parts.exporter.text(), headers={"content-type": METRICS_TYPE})
+        """In Prometheus' text format, of every gateway behind the port."""
+        return Response(await parts.exporter.scraped(), headers={"content-type": METRICS_TYPE})
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        """Calls that this process is answering."""
-        return {"server_load": parts.metrics.num_open}
+        """Calls that are being answered behind the port."""
+        return {"server_load": await parts.exporter.num_open()}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -18,13 +18,15 @@ from baton.gateway.app import Parts, make_app
 from baton.gateway.call_reader import CallReader
 from baton.gateway.canary import Canary
 from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.exporter import Exporter
 from baton.gateway.frontend import Frontend
 from baton.gateway.http_protocol import Limits
 from baton.gateway.http_server import HttpServer
 from baton.gateway.inference import Inference
-from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway.metrics import Metrics
 from baton.gateway.served_model import ServedModel
 from baton.gateway.service import Service
+from baton.gateway.siblings import Siblings
 from baton.gateway.stream_socket import StreamSocket
 from baton.gateway.tenants import Tenants
 from baton.gateway.text_routes import TextRoutes
@@ -53,29 +55,37 @@ class Gateway:
         Raises ModelError and ConfigError, which say what to change.
         """
         self.is_draining = False
+        self._shares_port = config.shares_port
         directory = Path(config.model)
         self._text = TextWork(Tokenizer.find(directory), ChatTemplate.from_directory(directory))
-        self.metrics = Metrics(name)
+        self.metrics = metrics = Metrics(name)
+        self._siblings = Siblings(key, lambda: metrics.counts(service.counters))
         model = ServedModel(
             name=config.served_model_name or directory.name,
             text=self._text,
             service=service,
             created_s=int(time.time()),
         )
+        exporter = Exporter(
+            metrics, service, self._siblings, model=model.name, vllm_names=config.vllm_metric_names
+        )
         tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
-        parts = _parts(config, model, self.metrics, clock, Tenants.from_file(tenants_file, key))
+        parts = _parts(config, model, exporter, clock, Tenants.from_file(tenants_file, key))
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 
     async def start(self) -> Address:
         """Where it listens from now on."""
-        host, port = await self._server.start()
-        return Address(host, port)
+        address = Address(*await self._server.start())
+        if self._shares_port:
+            self._siblings.listen(address)
+        return address
 
     async def drain(self) -> None:
         """Take nothing new, let what runs end, close. May be called twice."""
         self.is_draining = True
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
+        self._siblings.close()
         self._text.close()
 
     @property
@@ -119,8 +129,9 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 
 
 def _parts(
-    config: GatewayConfig, model: ServedModel, metrics: Metrics, clock: Clock, tenants: Tenants
+    config: GatewayConfig, model: ServedModel, exporter: Exporter, clock: Clock, tenants: Tenants
 ) -> Parts:
+    metrics = exporter.metrics
     reader = CallReader(
         model,
         metrics,
@@ -144,7 +155,7 @@ def _parts(
         stream_socket=StreamSocket(inference, config.idle_timeout_s),
         canary=Canary(model.service, clock),
         metrics=metrics,
-        exporter=Exporter(metrics, model.service, model=model.name, vllm_names=config.vllm_metric_names),
+        exporter=exporter,
         tenants=tenants,
         explain=_explain_of(config, model.service),
     )

@@ -15,7 +15,8 @@ from baton.cluster.command_line import parser_of
 from baton.cluster.settings import Settings
 from baton.config_tree import build
 from baton.control import Status
-from baton.gateway.metrics import Exporter, Metrics
+from baton.gateway.exporter import Exporter
+from baton.gateway.metrics import Metrics
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig

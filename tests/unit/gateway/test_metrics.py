@@ -1,13 +1,17 @@
+import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.control import Status
-from baton.gateway.metrics import Exporter, Histogram, Metrics
+from baton.gateway.counts import Counts, HistogramCounts
+from baton.gateway.exporter import Exporter
+from baton.gateway.metrics import Histogram, Metrics
 from baton.worker import Load, WorkerStatus
 from tests.scripted_service import ScriptedService, worker
 
 
-def samples(exporter: Exporter) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    families = text_string_to_metric_families(exporter.text().decode())
+def samples(exporter: Exporter, *others: Counts) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(exporter.text(others).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in families
@@ -33,8 +37,9 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     histogram = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 7.0):
         histogram.observe(value)
-    found = {sample.labels.get("le"): sample.value for sample in histogram.family("x", "y", "g").samples}
-    assert (found["0.1"], found["1.0"], found["+Inf"]) == (2.0, 3.0, 4.0)
+    counts = histogram.counts()
+    assert counts.counts == (2, 1, 1)
+    assert counts.sum == pytest.approx(7.65)
 
 
 def test_requests_are_counted_by_known_routes_only() -> None:
@@ -67,3 +72,41 @@ def test_vllms_names_are_there_when_asked_for() -> None:
     assert found["vllm:kv_cache_usage_perc", model] == 0.25
     assert found["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "64"))] == 1
     assert any(name == "vllm:lora_requests_info" for name, _ in found)
+
+
+def counted(name: str) -> Metrics:
+    metrics = Metrics(name)
+    metrics.answered("/v1/completions", 200)
+    metrics.refused["headers"] += 1
+    metrics.ttft.observe(0.15)
+    return metrics
+
+
+def test_gateways_that_are_shown_together_keep_their_names() -> None:
+    found = samples(exporter(counted("g0"), ScriptedService()), counted("g1").counts({"replays_lost": 3}))
+    for name in ("g0", "g1"):
+        route = (("gateway", name), ("route", "/v1/completions"), ("status", "200"))
+        assert found["baton_requests_total", route] == 1
+        assert found["baton_connections_refused_total", (("gateway", name), ("reason", "headers"))] == 1
+        assert found["baton_time_to_first_token_seconds_count", (("gateway", name),)] == 1
+        assert found["baton_time_to_first_token_seconds_bucket", (("gateway", name), ("le", "0.1"))] == 0
+        assert found["baton_time_to_first_token_seconds_bucket", (("gateway", name), ("le", "0.2"))] == 1
+    assert found["baton_frontend_total", (("event", "replays_lost"), ("gateway", "g1"))] == 3
+
+
+def test_each_name_is_explained_once_however_many_gateways_there_are() -> None:
+    text = exporter(counted("g0"), ScriptedService()).text([counted("g1").counts({})]).decode()
+    explained = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(explained)) == len(explained)
+
+
+def test_counts_survive_the_way_between_gateways() -> None:
+    counts = counted("g1").counts({"replays_lost": 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
+
+
+def test_a_histogram_of_another_release_is_left_out() -> None:
+    counts = msgspec.structs.replace(counted("g1").counts({}), itl=HistogramCounts((1, 2), 3.0))
+    found = samples(exporter(counted("g0"), ScriptedService()), counts)
+    assert ("baton_inter_token_latency_seconds_count", (("gateway", "g1"),)) not in found
+    assert found["baton_request_seconds_count", (("gateway", "g1"),)] == 0

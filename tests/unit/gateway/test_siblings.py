@@ -1,0 +1,103 @@
+"""Real sockets of the kernel's, in one process: as processes of one machine find each other."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from baton.gateway import siblings
+from baton.gateway.metrics import Metrics
+from baton.gateway.siblings import Siblings
+from baton.worker import Address
+
+KEY = b"k" * 32
+PORT = Address("127.0.0.1", 8000)
+
+
+@asynccontextmanager
+async def listening(*names: str, key: bytes = KEY, address: Address = PORT) -> AsyncIterator[list[Siblings]]:
+    """One for each name, which has as many open calls as its name has letters."""
+    made = []
+    for name in names:
+        metrics = Metrics(name)
+        metrics.num_open = len(name)
+        one = Siblings(key, lambda metrics=metrics: metrics.counts({}))  # type: ignore[misc]
+        one.listen(address)
+        made.append(one)
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+async def found_by(one: Siblings) -> dict[str, int]:
+    return {counts.gateway: counts.num_open for counts in await one.others()}
+
+
+async def hung_up_on(reader: asyncio.StreamReader) -> None:
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+
+
+def test_each_hears_all_the_others() -> None:
+    async def run() -> None:
+        async with listening("a", "bb", "ccc") as (first, second, third):
+            assert await found_by(first) == {"bb": 2, "ccc": 3}
+            assert await found_by(second) == {"a": 1, "ccc": 3}
+            third.close()
+            assert await found_by(second) == {"a": 1}
+
+    asyncio.run(run())
+
+
+def test_those_of_another_port_or_cluster_are_no_siblings() -> None:
+    async def run() -> None:
+        async with (
+            listening("a") as (one,),
+            listening("bb", address=Address("127.0.0.1", 8001)),
+            listening("ccc", key=b"another key, of another cluster!"),
+        ):
+            assert await found_by(one) == {}
+
+    asyncio.run(run())
+
+
+def test_who_does_not_hold_the_key_is_told_nothing_and_tells_nothing() -> None:
+    async def run() -> None:
+        async with listening("a", "bb") as (one, other):
+            with socket.socket(socket.AF_UNIX) as impostor:  # its name is for all to see
+                impostor.bind(f"\0{other._prefix}impostor")
+                impostor.listen()
+                assert await found_by(one) == {"bb": 2}
+            reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+            writer.write(b"x" * 1000)
+            await hung_up_on(reader)
+            writer.close()
+            assert await found_by(other) == {"a": 1}
+
+    asyncio.run(run())
+
+
+def test_more_that_ask_at_once_than_are_answered_are_hung_up_on() -> None:
+    async def run() -> None:
+        async with listening("a") as (one,):
+            idle = [
+                await asyncio.open_unix_connection(f"\0{one._name}") for _ in range(siblings.MAX_ANSWERING)
+            ]
+            reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
+            await hung_up_on(reader)
+            for _, each in (*idle, (reader, writer)):
+                each.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_listen_has_none() -> None:
+    alone = Siblings(KEY, lambda: Metrics("a").counts({}))
+
+    async def run() -> None:
+        async with listening("bb"):
+            assert await alone.others() == []
+
+    asyncio.run(run())
