@@ -121,12 +121,12 @@ class HostedWorker:
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         colleagues = Colleagues(self._hello(), config.router, thread.dial, wanted)
         beats = Beats(colleagues, SystemClock())
+        links = KvLinks(partial(_connect, endpoint))
         if config.role is WorkerRole.PREFILL:
-            links = KvLinks(partial(_connect, endpoint))
             num_groups = num_layer_groups(engine.runner.layout)
             return PrefillWorker(engine, endpoint, colleagues, beats, links, num_layer_groups=num_groups)
         num_local = config.local_prefill_tokens
-        return DecodeWorker(engine, endpoint, colleagues, beats, local_prefill_tokens=num_local)
+        return DecodeWorker(engine, endpoint, colleagues, beats, links, local_prefill_tokens=num_local)
 
     def _hello(self) -> Hello:
         config, engine = self._config, self.engine

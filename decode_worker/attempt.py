@@ -3,7 +3,8 @@
 1. WAITING: for pages. Nothing is held but the words of the Dispatch.
 2. PREFILLING: another worker computes the prompt. What is known of it here is claimed, pages for the rest are
    reserved once that worker asks, and two things come, in any order: those pages and the first token.
-3. RUNNING: the engine has it, and the pages with it.
+3. PULLING, instead: it is computed here, once a prefix of it that another worker holds has come.
+4. RUNNING: the engine has it, and the pages with it.
 
 It may end in any of these; what it holds then is let go of in one place (`DecodeWorker._let_go`).
 """
@@ -16,8 +17,9 @@ import msgspec
 from baton.control import AttemptFailed, Cancel, Dispatch, Failure
 from baton.decision import PullSource
 from baton.engine.replica import Replica
-from baton.engine.sequence import FilledPages
 from baton.errors import InvalidRequest
+from baton.filled_pages import FilledPages
+from baton.kvtransfer.pulls import Pull
 from baton.request import Request
 from baton.token_event import TokenEvent
 
@@ -25,6 +27,7 @@ from baton.token_event import TokenEvent
 class Stage(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
+    PULLING = "pulling"
     RUNNING = "running"
 
 
@@ -40,6 +43,7 @@ class Attempt:
     num_wanted_pages: int = 0  # that there was no room for
     num_promised_pages: int = 0  # that the prefill worker has yet to ask for
     first: TokenEvent | None = None
+    pull: Pull | None = None  # of a prefix, once that has ended
 
     @classmethod
     def of(cls, dispatch: Dispatch) -> "Attempt":

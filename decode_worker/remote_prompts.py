@@ -1,8 +1,9 @@
-"""Prompts that prefill workers compute for this worker, while their pages and first tokens are under way.
+"""Prompts of which other workers send pages: all of them, with a first token, or a prefix that they hold.
 
 1. `ask` sends Prefill with the id of a transfer to come; the known prefix is the attempt's already.
 2. The endpoint asks `admit` when the prefill worker reserves; the attempt's name in the engine is who adopts.
-3. `poll` says whose pages have come, or will not. `drop` ends it from outside: pages that come all the same
+3. `pull` instead has a prefix fetched that another worker holds, of a prompt that is computed here.
+4. `poll` says whose pages have come, or will not. `drop` ends it from outside: pages that come all the same
    are let go of.
 """
 
@@ -14,23 +15,31 @@ from baton.control import Prefill
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.engine.replica import Replica
-from baton.engine.sequence import FilledPages
+from baton.engine.sought_prefix import SoughtPrefix
+from baton.filled_pages import FilledPages
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.pulled_prefixes import PulledPrefixes
 
 TRANSFER_BYTES: Final = 16
 
 
 class RemotePrompts:
     def __init__(
-        self, engine: Replica, endpoint: PageEndpoint, colleagues: Colleagues, admission: Admission
+        self,
+        engine: Replica,
+        endpoint: PageEndpoint,
+        colleagues: Colleagues,
+        admission: Admission,
+        prefixes: PulledPrefixes[Attempt],
     ) -> None:
         self._engine = engine
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._admission = admission
+        self._prefixes = prefixes
         # By transfer: until the endpoint says that it has ended, or it is clear that it will never begin.
         self._attempts: dict[bytes, Attempt] = {}
 
@@ -51,6 +60,14 @@ class RemotePrompts:
         )
         self._colleagues.tell(attempt.prefill, prefill)
 
+    def pull(self, attempt: Attempt) -> bool:
+        """Have what the router's source holds of it fetched first; False: nothing comes."""
+        prefix = SoughtPrefix(self._engine, attempt.request, attempt.engine_id)
+        if not self._prefixes.begin(attempt, attempt.source, prefix):
+            return False
+        attempt.stage = Stage.PULLING
+        return True
+
     def admit(self, reserve: Reserve, num_pages: int) -> str | None:
         """Who adopts the pages of this reservation; None: nobody here has asked for them, or no room."""
         attempt = self._attempts.get(reserve.transfer)
@@ -63,12 +80,16 @@ class RemotePrompts:
         return None
 
     def poll(self) -> list[tuple[Attempt, str | None]]:
-        """Attempts whose transfer has ended: all their pages are here, or the reason why they are not."""
+        """Attempts whose transfer has ended: all their pages are here, or the reason why they are not.
+
+        Those that are PULLING have what has come, perhaps nothing: they can be computed.
+        """
         ended = [self._take(each) for each in self._endpoint.poll()]
         return [each for each in ended if each is not None]
 
     def drop(self, attempt: Attempt) -> None:
         """Let go of all that it holds."""
+        self._prefixes.drop(attempt)
         transfer, attempt.transfer = attempt.transfer, b""
         if transfer:
             self._endpoint.abort(transfer, "not wanted any more")
@@ -80,6 +101,10 @@ class RemotePrompts:
             self._engine.release(filled)
 
     def _take(self, ended: Ended) -> tuple[Attempt, str | None] | None:
+        pulled = self._prefixes.take(ended)
+        if pulled is not None:
+            pulled.waiter.filled, pulled.waiter.pull = pulled.filled, pulled.pull
+            return pulled.waiter, None
         attempt = self._attempts.pop(ended.transfer, None)
         if attempt is None:
             return None

@@ -54,6 +54,7 @@ class Reports(WorkerReports):
         if stamps is None:
             return
         self._computing.pop(attempt.engine_id, None)
+        pull = attempt.pull
         started_s = self.step_began_s if stamps.started_s is None else stamps.started_s
         self.measurements.prefilled(
             PrefillTimes(
@@ -63,6 +64,8 @@ class Reports(WorkerReports):
                 computed_s=self.clock.now_s() - started_s,
                 num_new_tokens=len(attempt.token_ids) - output.num_cached_tokens,
                 num_tokens=len(attempt.token_ids),
+                pulled_bytes=pull.num_bytes if pull is not None and pull.pages else 0,
+                pulled_s=pull.seconds if pull is not None else 0.0,
             )
         )
 

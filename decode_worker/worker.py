@@ -26,11 +26,8 @@ from baton.control import (
     AnyMessage,
     Cancel,
     Dispatch,
-    Drain,
     Failure,
     Kind,
-    Members,
-    PagesWanted,
     Prefilled,
     PrefillFailed,
 )
@@ -43,21 +40,25 @@ from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.decode_worker.reports import Reports
 from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
+from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.pulled_prefixes import PulledPrefixes
 from baton.node import Peer
 from baton.token_event import TokenEvent
 from baton.worker import Load
+from baton.worker_node import WorkerNode
 
 logger = logging.getLogger(__name__)
 
 
-class DecodeWorker:
+class DecodeWorker(WorkerNode):
     def __init__(
         self,
         engine: Replica,
         endpoint: PageEndpoint,
         colleagues: Colleagues,
         beats: Beats,
+        links: KvLinks,
         *,
         local_prefill_tokens: int,
     ) -> None:
@@ -66,16 +67,14 @@ class DecodeWorker:
         local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
         """
         self.counters: Counter[str] = Counter()
-        self.hello = colleagues.hello
-        self.is_draining = False
+        self._reports = Reports(colleagues, beats.clock)
+        super().__init__(colleagues, links, beats, self._reports)
         self._engine = engine
         self._endpoint = endpoint
-        self._colleagues = colleagues
-        self._beats = beats
-        self._reports = Reports(colleagues, beats.clock)
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
-        self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission)
+        self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
+        self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission, self._prefixes)
         self.admit = self._prompts.admit
         self._answers = Answers(engine, colleagues, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
@@ -97,20 +96,15 @@ class DecodeWorker:
             num_waiting=load.num_waiting + len(self._admission),
             num_incoming=self._endpoint.num_open,
             num_tokens=self._answers.num_tokens,
-            counters={**self._endpoint.counts(), **self.counters},
+            counters={**self._endpoint.counts(), **self._prefixes.counters, **self.counters},
         )
-
-    def drain(self) -> None:
-        """Take nothing new, finish what goes on."""
-        self.is_draining = True
-        self._beats.give(self, at_once=True)
 
     # The loop.
 
     def step(self) -> None:
         """Do what can be done now."""
         for attempt, reason in self._prompts.poll():
-            if attempt.is_complete:
+            if attempt.is_complete or attempt.stage is Stage.PULLING:
                 self._answer(attempt)
             elif attempt.first is not None and reason is not None:
                 self._recompute(attempt, reason)
@@ -125,35 +119,22 @@ class DecodeWorker:
 
     # Colleagues.
 
-    def joined(self, peer: Peer) -> None:
-        self._colleagues.joined(peer)
-        self._report()
+    def tick(self) -> None:
+        self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
+        super().tick()
 
-    def left(self, peer: Peer) -> None:
-        if not self._colleagues.left(peer):
-            return
+    def _reachable(self) -> list[str]:
+        return self._colleagues.connected()
+
+    def _lost(self, peer: Peer) -> None:
         if peer.hello.process is Kind.GATEWAY:
             self._lose_gateways([peer.hello.id])
-        self._lost_prefill_workers([peer.hello.id])
-        self._report()
+        self._lost_workers([peer.hello.id])
 
-    def tick(self) -> None:
-        self._colleagues.keep_up()
-        self._report()
-        self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
-        self._beats.give(self)
-
-    def received(self, peer: Peer, message: AnyMessage) -> None:
+    def _heard(self, peer: Peer, message: AnyMessage) -> None:
         match message:
-            case Members() if self._colleagues.is_router(peer):
-                self._lost_prefill_workers(self._colleagues.changed(message))
-                self.tick()
             case Dispatch() if self._colleagues.is_router(peer):
                 self._dispatch(message)
-            case Drain() if self._colleagues.is_router(peer):
-                self.drain()
-            case PagesWanted() if self._colleagues.is_router(peer):
-                self._reports.want(peer)
             case Prefilled(event):
                 self._prefilled(self._asked_of(peer, event.request_id, event.attempt), event)
             case PrefillFailed():
@@ -162,9 +143,6 @@ class DecodeWorker:
                 self._cancel(peer, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a decode worker")
-
-    def _report(self) -> None:
-        self._colleagues.report(self._colleagues.connected())
 
     def _asked_of(self, peer: Peer, request_id: str, number: int) -> Attempt | None:
         """The attempt that waits for this very prefill worker; None when it is over."""
@@ -177,7 +155,7 @@ class DecodeWorker:
         for attempt in [each for each in self._attempts.values() if each.gateway in ids]:
             self._let_go(attempt)
 
-    def _lost_prefill_workers(self, ids: list[str]) -> None:
+    def _lost_workers(self, ids: list[str]) -> None:
         for attempt in list(self._attempts.values()):
             if attempt.stage is Stage.PREFILLING and attempt.prefill in ids and not attempt.is_complete:
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
@@ -212,7 +190,8 @@ class DecodeWorker:
     def _begin(self, attempt: Attempt) -> bool:
         """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
         if not attempt.prefill:
-            self._answer(attempt)
+            if not self._prompts.pull(attempt):
+                self._answer(attempt)
             return True
         prefill = self._colleagues.members.get(attempt.prefill)
         if prefill is None or self._colleagues.peer(attempt.prefill) is None:
@@ -291,7 +270,7 @@ class DecodeWorker:
         match attempt.stage:
             case Stage.WAITING:
                 self._admission.leave(attempt)
-            case Stage.PREFILLING:
+            case Stage.PREFILLING | Stage.PULLING:
                 self._colleagues.tell(attempt.prefill, attempt.cancel)
                 self._prompts.drop(attempt)
             case Stage.RUNNING:

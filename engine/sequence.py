@@ -14,9 +14,9 @@ from collections.abc import Collection
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
-from baton.engine.leases import Owner
+from baton.filled_pages import FilledPages as FilledPages
 from baton.request import FinishReason, Request, SamplingParams
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
@@ -28,17 +28,6 @@ class SequenceStatus(Enum):
     SWAPPED = "swapped"  # preempted with its KV kept in host_pages
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class FilledPages(NamedTuple):
-    """The KV of the first `num_tokens` tokens of a request, in pages that `owner` uses in the ledger.
-
-    The last page may be filled in part.
-    """
-
-    pages: tuple[int, ...]
-    num_tokens: int
-    owner: Owner
 
 
 class Progress(Protocol):

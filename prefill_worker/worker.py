@@ -20,35 +20,33 @@ from baton.control import (
     TOO_LARGE,
     AnyMessage,
     Cancel,
-    Drain,
     Failure,
     Kind,
-    Members,
-    PagesWanted,
     Prefill,
     Prefilled,
     fits,
 )
 from baton.engine.replica import Replica
-from baton.engine.sequence import FilledPages
+from baton.engine.sought_prefix import SoughtPrefix
 from baton.errors import InvalidRequest, ProtocolError
+from baton.filled_pages import FilledPages
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.pulls import Pulls
+from baton.kvtransfer.pulled_prefixes import PulledPrefixes
 from baton.node import Peer
 from baton.prefill_worker.departure import Departure, Stage, refusal
 from baton.prefill_worker.last_chunks import LastChunks
-from baton.prefill_worker.pulled_prefixes import PulledPrefixes
 from baton.prefill_worker.reports import Reports
 from baton.request import FinishReason, StepOutput
 from baton.token_event import TokenEvent
 from baton.worker import Load
+from baton.worker_node import WorkerNode
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
 
 
-class PrefillWorker:
+class PrefillWorker(WorkerNode):
     def __init__(
         self,
         engine: Replica,
@@ -60,15 +58,12 @@ class PrefillWorker:
         num_layer_groups: int = 1,
     ) -> None:
         """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
-        self.hello = colleagues.hello
-        self.is_draining = False
+        self._reports = Reports(colleagues, beats.clock)
+        super().__init__(colleagues, links, beats, self._reports)
         self._engine = engine
         self._endpoint = endpoint
-        self._colleagues = colleagues
-        self._beats = beats
-        self._reports = Reports(colleagues, beats.clock)
         self._links = links
-        self._prefixes = PulledPrefixes(engine, endpoint, links, Pulls(endpoint, beats.clock))
+        self._prefixes = PulledPrefixes[Departure](engine, endpoint, links, beats.clock)
         self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
         self._num_layer_groups = num_layer_groups
@@ -94,11 +89,6 @@ class PrefillWorker:
             counters={**self._endpoint.counts(), **self._prefixes.counters},
         )
 
-    def drain(self) -> None:
-        """Take nothing new, finish what goes on."""
-        self.is_draining = True
-        self._beats.give(self, at_once=True)
-
     # The loop.
 
     def step(self) -> None:
@@ -119,30 +109,14 @@ class PrefillWorker:
 
     # Colleagues.
 
-    def joined(self, peer: Peer) -> None:
-        self._colleagues.joined(peer)
-        self._report()
+    def _reachable(self) -> list[str]:
+        return self._links.reachable()
 
-    def left(self, peer: Peer) -> None:
-        if self._colleagues.left(peer):
-            self._lost_decode_workers([peer.hello.id])
-            self._report()
+    def _lost(self, peer: Peer) -> None:
+        self._lost_workers([peer.hello.id])
 
-    def tick(self) -> None:
-        self._colleagues.keep_up()
-        self._links.keep_up(self._colleagues.with_pages())
-        self._report()
-        self._beats.give(self)
-
-    def received(self, peer: Peer, message: AnyMessage) -> None:
+    def _heard(self, peer: Peer, message: AnyMessage) -> None:
         match message:
-            case Members() if self._colleagues.is_router(peer):
-                self._lost_decode_workers(self._colleagues.changed(message))
-                self.tick()
-            case Drain() if self._colleagues.is_router(peer):
-                self.drain()
-            case PagesWanted() if self._colleagues.is_router(peer):
-                self._reports.want(peer)
             case Prefill() if peer.hello.process is Kind.WORKER:
                 self._begin(peer, message)
             case Cancel():
@@ -150,10 +124,7 @@ class PrefillWorker:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a prefill worker")
 
-    def _report(self) -> None:
-        self._colleagues.report(self._links.reachable())
-
-    def _lost_decode_workers(self, ids: list[str]) -> None:
+    def _lost_workers(self, ids: list[str]) -> None:
         for departure in list(self._departures.values()):
             if departure.decode in ids:  # it may hear us yet: gone is what the router says it is
                 self._give_up(departure, "its decode worker is gone")
@@ -200,7 +171,8 @@ class PrefillWorker:
         departure = self._departures.get(transfer)
         if departure is None or departure.stage is not Stage.ASKING:
             return
-        if self._prefixes.begin(departure):
+        prefix = SoughtPrefix(self._engine, departure.request, departure.engine_id)
+        if self._prefixes.begin(departure, departure.prefill.source, prefix):
             departure.stage = Stage.PULLING
         else:
             self._start(departure, None)
@@ -209,8 +181,8 @@ class PrefillWorker:
         """Go on with the prefix that has come, or without."""
         pulled = self._prefixes.take(ended)
         if pulled is not None:
-            self._reports.pulled(pulled.departure, pulled.pull)
-            self._start(pulled.departure, pulled.filled)
+            self._reports.pulled(pulled.waiter, pulled.pull)
+            self._start(pulled.waiter, pulled.filled)
 
     def _start(self, departure: Departure, filled: FilledPages | None) -> None:
         try:

@@ -16,6 +16,7 @@ from baton.control import AnyMessage, AttemptFailed, Cancel, Dispatch, Hello, Ki
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.loading import load_engine
 from baton.engine.pages import PageState
+from baton.errors import TransferFailed
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Timing
 from baton.kvtransfer.kv_links import KvLinks
@@ -107,10 +108,15 @@ class Host:
         return self.hello.id
 
     def colleagues(self, *wanted: WorkerRole) -> Colleagues:
-        return Colleagues(self.hello, _ROUTER_ADDRESS, self.dialled.append, wanted)
+        return Colleagues(self.hello, [_ROUTER_ADDRESS], self.dialled.append, wanted)
 
     def connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
-        answer(self.endpoint.link((address.host, address.port)))
+        try:
+            link = self.endpoint.link((address.host, address.port))
+        except TransferFailed:
+            answer(None)
+        else:
+            answer(link)
 
     def held(self) -> dict[str, int]:
         """What it holds for anybody, once its ledger has been found sound."""
@@ -158,6 +164,7 @@ class WorkerPair:
             self.decode.endpoint,
             colleagues,
             Beats(colleagues, SystemClock()),
+            KvLinks(self.decode.connect),
             local_prefill_tokens=local_prefill_tokens,
         )
         self._alive = [self.prefill, self.decode]

@@ -149,10 +149,13 @@ class WorkerLife:
         wanted = () if is_prefill else (WorkerRole.PREFILL,)
         colleagues = Colleagues(hello, ROUTER, self._host.dial, wanted)
         beats = Beats(colleagues, self.process.clock)
+        links = KvLinks(self._connect)
         if is_prefill:
-            return PrefillWorker(self.engine, self.endpoint, colleagues, beats, KvLinks(self._connect))
+            return PrefillWorker(self.engine, self.endpoint, colleagues, beats, links)
         num_local = self.plan.local_prefill_tokens
-        return DecodeWorker(self.engine, self.endpoint, colleagues, beats, local_prefill_tokens=num_local)
+        return DecodeWorker(
+            self.engine, self.endpoint, colleagues, beats, links, local_prefill_tokens=num_local
+        )
 
     def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
         """See kv_links.Connect."""

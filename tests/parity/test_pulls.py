@@ -1,9 +1,10 @@
-"""Prompts whose prefix is fetched from another prefill worker: not one token may differ.
+"""Prompts whose prefix is fetched from a prefill worker that holds it: not one token may differ.
 
 The router's word, which pair and which source, is the test's.
 """
 
 import queue
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -61,6 +62,10 @@ def held(worker: WorkerThread, token_ids: Sequence[int]) -> PullSource:
     return on_its_thread(worker, look)
 
 
+def pulls(worker: WorkerThread) -> Counter[str]:
+    return Counter(on_its_thread(worker, lambda: worker.hosted.node.load().counters))
+
+
 class Words(NamedTuple):
     prefill: str
     source: PullSource | None
@@ -108,24 +113,27 @@ def test_pulled_prefixes_give_the_tokens_of_one_engine(
     words: dict[str, Words],
     model_directory: Callable[..., Path],
 ) -> None:
-    """Page sizes: of the holder, of who pulls, of the decode worker. The holder has so many ranks."""
+    """Page sizes: of the holder, of who pulls, of the decode worker, which computes two of the prompts itself
+    and knows them already or pulls them too. The holder has so many ranks.
+    """
     directory = model_directory(MODEL)
     holder_size, puller_size, decode_size = page_sizes
     prefill = [config(directory, holder_size, tensor_parallel_size), config(directory, puller_size)]
     with Cluster(prefill, [config(directory, decode_size)], transport=transport) as cluster:
         holder, puller = cluster.workers_of(WorkerRole.PREFILL)
-        ids = {each.config.name: each.hosted.node.hello.id for each in (holder, puller)}
+        (decode,) = cluster.workers_of(WorkerRole.DECODE)
+        holder_id, puller_id = holder.hosted.node.hello.id, puller.hosted.node.hello.id
         first = a_request("a", prompts()[0], 0.0)
-        words[first.request_id] = Words(ids[holder.config.name], None)
+        words[first.request_id] = Words(holder_id, None)
         assert cluster.ask([first])[0].token_ids == alone(oracle, first)
         named = zip("bcde", prompts(), (0.0, 1.0, 0.0, 1.5), strict=True)
         asked = [a_request(name, prompt, temperature) for name, prompt, temperature in named]
-        for request in asked:
+        for request, prefill_id in zip(asked, (puller_id, "", puller_id, ""), strict=True):
             source = held(holder, request.token_ids)
             assert source.num_tokens >= 192
-            words[request.request_id] = Words(ids[puller.config.name], source)
+            words[request.request_id] = Words(prefill_id, source)
         expected = [alone(oracle, request) for request in asked]
         assert [answer.token_ids for answer in cluster.ask(asked)] == expected
-        counters = on_its_thread(puller, lambda: puller.hosted.node.load().counters)
-        assert counters["pulls"] >= 1 and not counters.get("pulls_failed"), counters
+        assert pulls(puller)["pulls"] >= 1
+        assert not pulls(puller)["pulls_failed"] and not pulls(decode)["pulls_failed"]
         cluster.check_nothing_is_held()

@@ -3,7 +3,7 @@
 from baton.control import Dispatch, Measured, PageEvents, PagesWanted
 from baton.kvtransfer.messages import Commit
 from baton.times import PrefillTimes, StepTimes
-from tests.unit.prefill_worker.test_pulled_prefixes import PROMPT, begin, warm
+from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
 from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request
 

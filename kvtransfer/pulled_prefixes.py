@@ -1,0 +1,146 @@
+"""Prefixes of sequences that a peer holds, fetched from there before the rest is computed.
+
+1. `begin` takes hold of what is known of the sequence here, makes room, and asks the worker that the router
+   named for the pages that follow. It does nothing where that is not possible, or brings nothing.
+2. `take` is told of the transfer's end: the pages go to the sequence, or all is let go of and it is computed.
+3. `drop` ends it from outside; pages that come all the same are let go of.
+
+What the router said of the holder is a hint: the holder compares page and generation before it sends any.
+"""
+
+import logging
+from collections import Counter
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from baton.clock import Clock
+from baton.decision import PullSource
+from baton.filled_pages import FilledPages
+from baton.kvtransfer.ended import Ended
+from baton.kvtransfer.kv_links import KvLinks
+from baton.kvtransfer.link import Link
+from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.pulls import PlannedPull, Pull, Pulls, plan_pull
+
+MAX_PULLS: Final = 64  # at a time; who comes then computes
+
+WaiterT = TypeVar("WaiterT")
+
+logger = logging.getLogger(__name__)
+
+
+class Prefix(Protocol):
+    """The beginning of a sequence; an engine has one of each request."""
+
+    @property
+    def owner(self) -> str:
+        """Of the pages that are claimed and that come."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That may be brought."""
+
+    def claim(self, multiple_of: int) -> FilledPages:
+        """Hold the pages here that have its first tokens, a multiple of so many; perhaps none."""
+
+
+class PageSizes(Protocol):
+    @property
+    def page_size(self) -> int: ...
+
+
+class Store(Protocol):
+    """Of pages: an engine."""
+
+    @property
+    def pages(self) -> PageSizes: ...
+
+    def make_room(self, num_pages: int) -> bool: ...
+
+    def release(self, filled: FilledPages) -> None: ...
+
+
+class Pulled(NamedTuple, Generic[WaiterT]):
+    """The end of a pull: `filled` None where all is to be computed."""
+
+    waiter: WaiterT
+    filled: FilledPages | None
+    pull: Pull
+
+
+class _Fetch(NamedTuple, Generic[WaiterT]):
+    waiter: WaiterT
+    claim: FilledPages
+    plan: PlannedPull
+
+
+class PulledPrefixes(Generic[WaiterT]):
+    """`counters`: pulls that ended well, or not, and bytes."""
+
+    def __init__(self, store: Store, endpoint: PageEndpoint, links: KvLinks, clock: Clock) -> None:
+        self.counters: Counter[str] = Counter()
+        self._store = store
+        self._endpoint = endpoint
+        self._links = links
+        self._pulls = Pulls(endpoint, clock)
+        self._fetches: dict[bytes, _Fetch[WaiterT]] = {}  # by transfer, until that has ended
+        self._dropped: set[bytes] = set()
+
+    def begin(self, waiter: WaiterT, source: PullSource | None, prefix: Prefix) -> bool:
+        """Whether a transfer has begun, of which `take` will tell."""
+        if source is None:
+            return False
+        link = self._links.to(source.worker)
+        may_begin = len(self._fetches) < MAX_PULLS and prefix.num_tokens > 0
+        has_begun = link is not None and may_begin and self._fetch(waiter, source, prefix, link)
+        self.counters["pulls_not_begun"] += not has_begun
+        return has_begun
+
+    def take(self, ended: Ended) -> Pulled[WaiterT] | None:
+        """None where it was no pull, or one that nobody waits for any more."""
+        pull = self._pulls.take(ended)
+        if pull is None:
+            return None
+        waiter, claim, plan = self._fetches.pop(ended.transfer)
+        pages, owner = pull.pages or (), claim.owner
+        if ended.transfer in self._dropped:
+            self._dropped.remove(ended.transfer)
+            self._store.release(FilledPages(pages, plan.num_tokens, owner))
+            return None
+        if pull.pages is None:
+            logger.info("request %s: its prefix is computed here: %s", owner, pull.reason)
+            self.counters["pulls_failed"] += 1
+            self._store.release(claim)
+            return Pulled(waiter, None, pull)
+        self.counters["pulls"] += 1
+        self.counters["pulled_bytes"] += pull.num_bytes
+        filled = FilledPages(claim.pages + pages, claim.num_tokens + plan.num_tokens, owner)
+        return Pulled(waiter, filled, pull)
+
+    def drop(self, waiter: WaiterT) -> None:
+        """Nobody wants it any more; nothing happens where none has begun."""
+        for transfer, fetch in self._fetches.items():
+            if fetch.waiter is waiter and transfer not in self._dropped:
+                self._dropped.add(transfer)
+                self._store.release(fetch.claim)
+                self._endpoint.abort(transfer, "not wanted any more")
+
+    def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
+        page_sizes = self._store.pages.page_size, link.hello.layout.page_size
+        claim = prefix.claim(max(page_sizes))
+        held = list(zip(source.pages, source.generations, strict=False))
+        plan = plan_pull(held, page_sizes, claim.num_tokens, min(source.num_tokens, prefix.num_tokens))
+        transfer = None if plan is None else self._ask(link, plan, prefix.owner)
+        if plan is None or transfer is None:
+            self._store.release(claim)
+            return False
+        self._fetches[transfer] = _Fetch(waiter, claim, plan)
+        return True
+
+    def _ask(self, link: Link, plan: PlannedPull, owner: str) -> bytes | None:
+        if not self._store.make_room(plan.num_pages):
+            return None
+        try:
+            return self._pulls.begin(link, plan, owner)
+        except ValueError as error:
+            logger.warning("request %s: its prefix can't be pulled: %s", owner, error)
+            return None

@@ -1,0 +1,118 @@
+"""Prompts that a decode worker computes itself after their prefix has been fetched from a prefill worker."""
+
+import pytest
+
+from baton.control import Dispatch, Measured, PagesWanted
+from baton.decision import PullSource
+from baton.engine.engine import Engine
+from baton.kvtransfer.messages import Commit, Pull
+from baton.request import Request
+from baton.times import PrefillTimes
+from tests.tiny_models import VOCAB_SIZE
+from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair
+from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
+
+PROMPT = tuple((3 * i + i * i) % VOCAB_SIZE for i in range(70))
+
+
+def begin(pair: WorkerPair, request: Request, source: PullSource) -> None:
+    pair.tell(pair.decode, ROUTER, Dispatch(request=request, gateway=GATEWAY.id, source=source))
+
+
+def warm(pair: WorkerPair) -> PullSource:
+    """The prefill worker alone knows the prompt; what the router would have learned of it."""
+    pair.answer(a_request(90, PROMPT))
+    pair.quiet_down()
+    ledger = pair.decode.engine.pages
+    pair.decode.engine.scheduler.cache.make_room(ledger.num_pages, keep=False)
+    engine = pair.prefill.engine
+    claim = engine.claim_prefix(PROMPT, b"", "the router")
+    generations = tuple(map(engine.pages.generation, claim.pages))
+    engine.release(claim)
+    return PullSource(PREFILL, claim.num_tokens, claim.pages, generations)
+
+
+def pulls(pair: WorkerPair, **number: int) -> bool:
+    counters = pair.decode.node.load().counters
+    names = ("pulls", "pulls_failed", "pulls_not_begun")
+    return {name: counters.get(name, 0) for name in names} == dict.fromkeys(names, 0) | number
+
+
+@pytest.mark.parametrize("page_sizes", [(4, 4), (16, 4), (4, 16)])
+def test_what_was_pulled_is_not_computed_and_the_tokens_are_the_same(
+    make_pair: MakePair, alone: Engine, page_sizes: tuple[int, int]
+) -> None:
+    pair = make_pair(page_sizes=page_sizes)
+    source = warm(pair)
+    request = a_request(1, PROMPT, logprobs=2)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    events = pair.heard(request)
+    assert said(events) == answer_alone(alone, request)
+    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == source.num_tokens >= 64
+
+
+def test_tokens_of_an_earlier_attempt_are_gone_on_from(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    whole = answer_alone(alone, a_request(1, PROMPT))
+    tokens = tuple(token.token_id for token in whole[:3] if token.token_id is not None)
+    request = a_request(1, PROMPT, attempt=1, generated_token_ids=tokens)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == whole[3:]
+    assert pulls(pair, pulls=1)
+
+
+def test_pages_that_are_not_there_any_more_are_computed(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.prefill.engine.scheduler.cache.make_room(96, keep=False)
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_failed=1)
+
+
+def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.prefill.endpoint.holds = Pull
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_failed=1)
+    pair.prefill.endpoint.release()
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, is_asked: bool) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    holding = pair.prefill.endpoint if is_asked else pair.decode.endpoint
+    holding.holds = Pull if is_asked else Commit
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: holding.is_holding)
+    pair.cancel(request)
+    holding.release()
+    pair.quiet_down()
+    assert not pair.heard(request)
+
+
+def test_the_pull_is_told_with_the_prompts_times(make_pair: MakePair) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    begin(pair, a_request(1, PROMPT), source)
+
+    def prefills() -> list[PrefillTimes]:
+        told = [each for each in pair.said[ROUTER.id] if isinstance(each, Measured)]
+        return [times for each in told for times in each.prefills]
+
+    pair.turns_until(lambda: bool(prefills()))
+    (times,) = prefills()
+    assert (times.num_tokens, times.num_new_tokens, times.pulled_bytes) == (70, 2, 68 * 512)
+    assert 0 < times.pulled_s <= times.waited_s
