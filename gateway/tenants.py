@@ -1,91 +1,83 @@
-"""Whose request it is: keys of tenants, hashed at rest, from `tenants.yaml`.
+"""Whose request it is: the tenants of one gateway, by the keys that clients send.
 
-    tenants:
-      acme:
-        keys: ["sha256:f64e871c..."]   # of the key that clients send, in hexadecimal
-        models: [tiny]                 # left out: every model
-        admin: true                    # left out: its keys do not open /metrics and /load
-
-`printf %s KEY | sha256sum` prints the digits. A tenant's name decides which cached prompts its requests may
-share: its salt is derived here, from the cluster's key, and no client can name one.
+A tenant's name decides which cached prompts its requests may share: its salt is derived here, from the
+cluster's key, and no client can name one. What the file says is in tenants_file.py.
 """
 
-import difflib
 import hashlib
 import hmac
-import re
-from collections.abc import Iterable, Mapping
+import secrets
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import yaml
 
 from baton.errors import ConfigError
+from baton.gateway.tenants_file import TenantsFile, read_tenants
+from baton.tenancy import ONLY_CLASS, TenantPolicy
 
-KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
-NAME_FORM: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SALT_BYTES: Final = 16
-MAX_FILE_BYTES: Final = 16 * 2**20
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cache_salt: bytes
-    models: frozenset[str] | None = None  # None: every one
+    policy: TenantPolicy = TenantPolicy()
+    classes: tuple[str, ...] = (ONLY_CLASS,)  # of the file, the one that is served first first
+    rank: int = 0  # of its own class
+    public_texts: tuple[str, ...] = ()  # its prompts share the pages of these with other tenants'
     is_admin: bool = False
 
     def may_use(self, model: str) -> bool:
-        return self.models is None or model in self.models
-
-
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: list[str]
-    models: list[str] | None = None
-    admin: bool = False
+        return self.policy.models is None or model in self.policy.models
 
 
 class Tenants:
-    """Who may come in. Without any tenant everybody is the one that has no name."""
+    """Who may come in. Without a file everybody is the one that has no name."""
 
-    def __init__(self, cluster_key: bytes, entries: Mapping[str, tuple[Iterable[bytes], Tenant]]) -> None:
-        """`entries`: for each name the SHA-256 digests of its keys, and the tenant."""
-        self._anyone = Tenant(name="", cache_salt=cache_salt(cluster_key, ""))
-        self._keys = [(digest, tenant) for digests, tenant in entries.values() for digest in digests]
+    def __init__(self, cluster_key: bytes, file: TenantsFile | None = None) -> None:
+        self.anyone = Tenant(name="", cache_salt=cache_salt(cluster_key, ""))
+        self.by_name: dict[str, Tenant] = {}
+        self._cluster_key = cluster_key
+        self._secret = secrets.token_bytes(32)  # nobody can tell which keys lie near each other in the table
+        self._of_key: dict[bytes, tuple[bytes, Tenant]] = {}  # by _place -> the key's digest, its tenant
+        self.need_keys = file is not None
+        if file is not None:
+            self.replace(file)
 
     @classmethod
     def from_file(cls, path: Path | None, cluster_key: bytes) -> "Tenants":
-        """Raises ConfigError, which names the tenant and the key, on anything that is not as above."""
+        """Raises ConfigError, which names the tenant and the key, on a file that is wrong or has no key."""
         if path is None:
-            return cls(cluster_key, {})
-        entries = _read(path)
-        digests = [digest for found in entries.values() for digest in found.keys]
-        if not digests:
+            return cls(cluster_key)
+        file = read_tenants(path)
+        if not any(entry.keys for entry in file.tenants.values()):
             raise ConfigError(f"{path}: expected at least one tenant with a key, got none")
-        if len(set(digests)) < len(digests):
-            raise ConfigError(f"{path}: one key belongs to two tenants, or stands twice")
-        return cls(
-            cluster_key,
-            {name: (_digests(entry), _tenant(name, entry, cluster_key)) for name, entry in entries.items()},
-        )
+        return cls(cluster_key, file)
 
-    @property
-    def need_keys(self) -> bool:
-        return bool(self._keys)
+    def replace(self, file: TenantsFile) -> None:
+        """These from now on: a key that is not there any more opens nothing. What runs is not touched."""
+        tenants = {name: _tenant(name, file, self._cluster_key) for name in file.tenants}
+        self.by_name = tenants
+        self._of_key = {
+            self._place(digest): (digest, tenants[name])
+            for name, entry in file.tenants.items()
+            for digest in entry.digests
+        }
 
     def find(self, key: str) -> Tenant | None:
         """The tenant of the key that a client sent; None when it is nobody's.
 
-        Every digest is compared, each in constant time, so that time tells nothing about how near a guess is.
+        The time it takes does not tell how near a guess is: where it is looked up depends on a secret.
         """
-        if not self._keys:
-            return self._anyone
+        if not self.need_keys:
+            return self.anyone
         given = key_digest(key)
-        found = None
-        for digest, tenant in self._keys:
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        return found
+        digest, tenant = self._of_key.get(self._place(given), (b"", None))
+        return tenant if hmac.compare_digest(digest, given) else None
+
+    def _place(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret, digest_size=16).digest()
 
 
 def key_digest(key: str) -> bytes:
@@ -97,54 +89,15 @@ def cache_salt(cluster_key: bytes, tenant: str) -> bytes:
     return hmac.digest(cluster_key, b"baton cache salt 1:" + tenant.encode(), "sha256")[:SALT_BYTES]
 
 
-def _tenant(name: str, entry: _Entry, cluster_key: bytes) -> Tenant:
-    models = None if entry.models is None else frozenset(entry.models)
-    salt = cache_salt(cluster_key, name)
-    return Tenant(name=name, cache_salt=salt, models=models, is_admin=entry.admin)
-
-
-def _digests(entry: _Entry) -> list[bytes]:
-    return [bytes.fromhex(key.removeprefix("sha256:")) for key in entry.keys]
-
-
-def _read(path: Path) -> dict[str, _Entry]:
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: expected at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a mapping with the key 'tenants', got {type(content).__name__}")
-    _check_keys(path, "", content, ("tenants",))
-    tenants = content.get("tenants")
-    if not isinstance(tenants, dict):
-        raise ConfigError(f"{path}: tenants: expected a mapping, got {type(tenants).__name__}")
-    return {name: _entry(path, name, entry) for name, entry in tenants.items()}
-
-
-def _entry(path: Path, name: object, entry: object) -> _Entry:
-    if not isinstance(name, str) or not NAME_FORM.fullmatch(name):
-        raise ConfigError(f"{path}: tenants: a name matches {NAME_FORM.pattern}, got {name!r}")
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{path}: tenants.{name}: expected a mapping, got {type(entry).__name__}")
-    _check_keys(path, f"tenants.{name}.", entry, _Entry.__struct_fields__)
-    try:
-        read = msgspec.convert(entry, _Entry)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: tenants.{name}: {error}") from None
-    for index, key in enumerate(read.keys):
-        if not KEY_FORM.fullmatch(key):  # it may be the key itself: it is not shown
-            raise ConfigError(
-                f"{path}: tenants.{name}.keys[{index}]: expected 'sha256:' and 64 hexadecimal digits"
-            )
-    return read
-
-
-def _check_keys(path: Path, prefix: str, given: Mapping[object, object], known: Iterable[str]) -> None:
-    names = list(known)
-    for key in given:
-        if key not in names:
-            nearest = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(names)}"
-            raise ConfigError(f"{path}: unknown key {prefix + str(key)!r}; {hint}")
+def _tenant(name: str, file: TenantsFile, cluster_key: bytes) -> Tenant:
+    entry = file.tenants[name]
+    policy = {field: getattr(entry, field) for field in TenantPolicy.__struct_fields__}
+    return Tenant(
+        name=name,
+        cache_salt=cache_salt(cluster_key, name),
+        policy=TenantPolicy(**policy),
+        classes=file.classes,
+        rank=file.rank(entry),
+        public_texts=tuple(file.public_prefixes[prefix] for prefix in entry.public_prefixes),
+        is_admin=entry.admin,
+    )

@@ -55,7 +55,7 @@ def test_salts_depend_on_the_clusters_key() -> None:
         ("tenants: {}", "at least one tenant"),
         ("tenants: {a: {keys: []}}", "at least one tenant"),
         ("tennants: {}", "did you mean 'tenants'"),
-        (f'tenants: {{a: {{key: ["{GOOD}"]}}}}', "did you mean 'keys'"),
+        (f'tenants: {{a: {{key: ["{GOOD}"]}}}}', "did you mean 'tenants.a.keys'"),
         ("tenants: {a: {keys: [my-secret-key]}}", r"keys\[0\]: expected 'sha256:'"),
         (f"tenants: {{a: {{keys: {GOOD}}}}}", "tenants.a"),
         ("tenants: {a: {}}", "tenants.a"),
