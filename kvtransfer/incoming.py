@@ -23,7 +23,7 @@ from baton.kvtransfer.rank_messages import (
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.rank_plane import Plane
+from baton.kvtransfer.rank_plane import Performer
 from baton.kvtransfer.ranks import Route
 
 
@@ -90,7 +90,7 @@ class Incoming:
             case PartVerified():
                 self.perform(self.handoff.verified(event.part, event.corrupt_units))
 
-    def lose(self, plane: Plane, reason: str, *, is_dead: bool) -> None:
+    def lose(self, plane: Performer, reason: str, *, is_dead: bool) -> None:
         """A rank is lost; is_dead: for certain, and with it its pages and whoever wrote there."""
         parts = [route.part for route in self._routes if route.plane is plane]
         if not parts:

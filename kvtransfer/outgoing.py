@@ -20,7 +20,7 @@ from baton.kvtransfer.rank_messages import (
     ReachPeer,
     StopPart,
 )
-from baton.kvtransfer.rank_plane import Plane
+from baton.kvtransfer.rank_plane import Performer
 from baton.kvtransfer.ranks import Route
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from baton.kvtransfer.timeline import Timeline
@@ -112,7 +112,7 @@ class Outgoing:
             case PartStopped():
                 self._stopped(event.part)
 
-    def lose(self, plane: Plane, reason: str, *, is_dead: bool) -> None:
+    def lose(self, plane: Performer, reason: str, *, is_dead: bool) -> None:
         """A rank is lost; is_dead: for certain, so that nothing leaves it any more."""
         parts = [route.part for route in self._routes if route.plane is plane]
         if not parts:

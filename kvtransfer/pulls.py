@@ -5,14 +5,13 @@ wanted the pages computes what they would have held; so it does after any other 
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from baton.clock import Clock
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.page_endpoint import PageEndpoint
 
 LEAST_DEADLINE_S: Final = 1.0
 MOST_DEADLINE_S: Final = 60.0
@@ -20,6 +19,20 @@ PATIENCE: Final = 3.0  # times as long as it should take
 FIRST_BYTES_PER_S: Final = 100e6  # until something has been measured
 LEAST_BYTES_PER_S: Final = 1e6
 NEWEST_SHARE: Final = 0.25  # of the latest pull in what is expected of the next
+
+
+class Puller(Protocol):
+    """An endpoint, as far as pulls need one: see `PageEndpoint.pull`."""
+
+    def pull(
+        self,
+        link: Link,
+        wanted: Sequence[tuple[int, int]],
+        num_units: int,
+        adopter: Owner,
+        *,
+        deadline_s: float,
+    ) -> bytes: ...
 
 
 class PlannedPull(NamedTuple):
@@ -60,7 +73,7 @@ class Pull(NamedTuple):
 class Pulls:
     """Those that are under way. What it expects of the next it has learned from those before."""
 
-    def __init__(self, endpoint: PageEndpoint, clock: Clock) -> None:
+    def __init__(self, endpoint: Puller, clock: Clock) -> None:
         self._endpoint = endpoint
         self._clock = clock
         self._begun: dict[bytes, tuple[float, int]] = {}  # transfer -> when, bytes

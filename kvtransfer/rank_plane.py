@@ -46,7 +46,14 @@ from baton.wire import DroppedPeers
 Emit = Callable[[PartEvent], None]
 
 
-class Plane(Protocol):
+class Performer(Protocol):
+    """Any rank of a replica, as the transfers see it."""
+
+    def perform(self, command: Command) -> None:
+        """Returns at once; what comes of it is emitted."""
+
+
+class Plane(Performer, Protocol):
     """Any rank of a replica, as its rank 0 sees it. All but `stop` and `close` are called by one thread."""
 
     @property
@@ -55,9 +62,6 @@ class Plane(Protocol):
     @property
     def is_lost(self) -> bool:
         """Whether its process is gone, or going: nothing is begun with it any more."""
-
-    def perform(self, command: Command) -> None:
-        """Returns at once; what comes of it is emitted."""
 
     def stop(self) -> None:
         """No page leaves it any more; `wait_until_stopped` says when. From any thread."""

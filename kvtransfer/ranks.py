@@ -5,12 +5,13 @@ from typing import Final, NamedTuple
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.message_stream import Post
 from baton.kvtransfer.messages import Doors
 from baton.kvtransfer.rank_agents import RankAgents
 from baton.kvtransfer.rank_messages import Command, DropLink, PeerRank
-from baton.kvtransfer.rank_plane import Emit, Plane, RankPlane
+from baton.kvtransfer.rank_plane import Emit, Performer, Plane, RankPlane
 from baton.kvtransfer.remote_rank import OnLost, RemoteRank
 
 STOP_S: Final = 5.0  # for followers to say that no page leaves them; one that hangs never does
@@ -20,7 +21,7 @@ class Route(NamedTuple):
     """A part of a transfer: the rank of ours that carries it out, and the peer's rank at its other end."""
 
     part: int
-    plane: Plane
+    plane: Performer
     peer: PeerRank
     layers: tuple[int, int]
 
@@ -47,6 +48,7 @@ class Ranks:
             if agents is not None:
                 agents.close()
             raise
+        self._here = here
         self._planes: list[Plane] = [here, *self._others]
 
     def start(self, post: Post, emit: Emit, on_lost: OnLost) -> None:
@@ -55,6 +57,16 @@ class Ranks:
             rank.start(post, emit, on_lost)
         if self._agents is not None:
             self._agents.watch(self._others)
+
+    @property
+    def landings(self) -> Landings:
+        """Of rank 0: part 0 of every transfer that arrives is in them."""
+        return self._here.pool_doors.landings
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names of those by which rank 0's pages are reached."""
+        return self._here.pool_doors.names
 
     @property
     def doors(self) -> Doors:

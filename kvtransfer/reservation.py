@@ -1,6 +1,5 @@
 """What our own side may ask a peer for. Anything else would cost us the link, and all who use it."""
 
-import secrets
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,9 +16,9 @@ ID_BYTES: Final = 16
 
 
 def reservation(
-    num_units: int, num_parts: int, deadline_s: float, *, transfer: bytes | None = None, position: int = 0
+    transfer: bytes, num_units: int, num_parts: int, deadline_s: float, position: int = 0
 ) -> Reserve:
-    """A new transfer, by the id given or a new one. ValueError for what no message can ask for."""
+    """A new transfer of this id. ValueError for what no message can ask for."""
     if not 1 <= num_units <= MAX_PAGES or num_units * num_parts > MAX_DIGESTS:
         raise ValueError(
             f"{num_units} units in {num_parts} parts are no transfer, 1 to {MAX_PAGES} units are, "
@@ -29,12 +28,12 @@ def reservation(
         raise ValueError(f"a transfer of {num_parts} parts, {MAX_PARTS} are most")
     if not 0 < deadline_s <= MAX_DURATION_MS / 1000:
         raise ValueError(f"a transfer within {deadline_s} s, {MAX_DURATION_MS // 1000} are most")
-    if transfer is not None and len(transfer) != ID_BYTES:
+    if len(transfer) != ID_BYTES:
         raise ValueError(f"a transfer's id has {ID_BYTES} bytes, got {len(transfer)}")
     if not 0 <= position < 2**31:
         raise ValueError(f"no sequence has a token {position}")
     return Reserve(
-        transfer=secrets.token_bytes(ID_BYTES) if transfer is None else transfer,
+        transfer=transfer,
         num_units=num_units,
         deadline_ms=max(1, round(deadline_s * 1000)),
         position=position,

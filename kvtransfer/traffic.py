@@ -1,8 +1,8 @@
 """The transfers that are open at an endpoint, and who may begin another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -12,20 +12,37 @@ from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.handoff import Finished, Terms
 from baton.kvtransfer.incoming import Incoming
+from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.ledger import PageLedger
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Pull, Reserve
 from baton.kvtransfer.outgoing import Outgoing
-from baton.kvtransfer.ranks import Ranks
+from baton.kvtransfer.ranks import Route
 from baton.kvtransfer.source_handoff import SourceHandoff
 
 End: TypeAlias = Outgoing | Incoming
 
 
+class Routing(Protocol):
+    """The ranks of a replica; see `Ranks`."""
+
+    @property
+    def landings(self) -> Landings: ...
+
+    @property
+    def transports(self) -> tuple[str, ...]: ...
+
+    def complaint(self) -> str | None: ...
+
+    def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> Sequence[Route]: ...
+
+    def drop(self, link: Link) -> None: ...
+
+
 class Traffic:
     """An end is kept from its first call until nobody is in its pages any more. One thread calls."""
 
-    def __init__(self, settings: EndpointSettings, ledger: PageLedger, clock: Clock, ranks: Ranks) -> None:
+    def __init__(self, settings: EndpointSettings, ledger: PageLedger, clock: Clock, ranks: Routing) -> None:
         self.outgoing: dict[bytes, Outgoing] = {}
         self.incoming: dict[bytes, Incoming] = {}
         self._settings = settings

@@ -1,30 +1,30 @@
 """A link between two endpoints of the simulation: what they say about transfers, over a wire of its own."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from baton.cluster.sim.network import End
 from baton.errors import WireError
-from baton.kvtransfer.link import Link
+from baton.kvtransfer.link import Link, OnMessage
 from baton.kvtransfer.messages import AnyMessage, Hello, decode, encode
-
-
-class LinkOwner(Protocol):
-    """An endpoint, as its links see it."""
-
-    def received(self, link: "SimLink", message: AnyMessage) -> None: ...
-
-    def lost(self, link: "SimLink") -> None: ...
 
 
 class SimLink(Link):
     """Has no socket and no thread; both ends of it know each other's Hello from the start."""
 
-    def __init__(self, end: End, hello: Hello, owner: LinkOwner, note: Callable[[WireError], None]) -> None:
+    def __init__(
+        self,
+        end: End,
+        hello: Hello,
+        on_message: OnMessage,
+        on_end: Callable[["SimLink"], None],
+        note: Callable[[WireError], None],
+    ) -> None:
         self.hello = hello
+        self.number = 0
         self.is_lost = False
         self._end = end
-        self._owner = owner
+        self._on_message = on_message
+        self._on_end = on_end
         self._note = note
         end.on_body = self._received
         end.on_end = self._lost
@@ -40,8 +40,8 @@ class SimLink(Link):
         self._end.close()
 
     def _received(self, body: bytes) -> None:
-        self._owner.received(self, decode(body))
+        self._on_message(self, decode(body))
 
     def _lost(self) -> None:
         self.is_lost = True
-        self._owner.lost(self)
+        self._on_end(self)

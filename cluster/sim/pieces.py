@@ -15,7 +15,7 @@ from baton.kvtransfer.landing import Writing
 from baton.kvtransfer.messages import DIGEST_BYTES
 
 if TYPE_CHECKING:
-    from baton.cluster.sim.endpoint import SimEndpoint
+    from baton.cluster.sim.rank import SimRank
 
 OnEnd: TypeAlias = Callable[[bytes | None, str], None]  # digests of the piece's units, or why it failed
 
@@ -38,6 +38,10 @@ class Piece:
     on_end: OnEnd
     is_stopped: bool = False
     contents: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.first) * self.unit_tokens * ENTRY_BYTES
 
     @property
     def digests(self) -> bytes:
@@ -65,20 +69,20 @@ class Pieces:
         self._process = process
         self._network = network
         self._random = random
-        self._targets: dict[bytes, tuple[SimEndpoint, bool]] = {}  # by incarnation
-        self._going: dict[Piece, SimEndpoint] = {}
+        self._targets: dict[bytes, tuple[SimRank, bool]] = {}  # by incarnation
+        self._going: dict[Piece, SimRank] = {}
 
     @property
     def num_going(self) -> int:
         return len(self._going)
 
-    def reach(self, target: SimEndpoint, *, is_direct: bool) -> None:
-        self._targets.setdefault(target.hello.incarnation, (target, is_direct))
+    def reach(self, target: SimRank, *, is_direct: bool) -> None:
+        self._targets.setdefault(target.incarnation, (target, is_direct))
 
     def is_direct(self, incarnation: bytes) -> bool:
         return self._targets[incarnation][1]
 
-    def push(self, source: SimEndpoint, incarnation: bytes, piece: Piece) -> None:
+    def push(self, source: SimRank, incarnation: bytes, piece: Piece) -> None:
         target, is_direct = self._targets[incarnation]
         self._going[piece] = target
         if self._random.random() < self.faults.break_chance:
@@ -94,8 +98,8 @@ class Pieces:
             piece.is_stopped = True
             del self._going[piece]
 
-    def target_died(self, target: SimEndpoint) -> None:
-        for piece in [piece for piece, its in self._going.items() if its is target]:
+    def target_died(self, incarnation: bytes) -> None:
+        for piece in [piece for piece, its in self._going.items() if its.incarnation == incarnation]:
             self._fail(piece, "the destination is gone")
 
     def _later(self, call: Callable[[], None]) -> None:
@@ -107,7 +111,7 @@ class Pieces:
 
     # By hand.
 
-    def _look(self, source: SimEndpoint, target: SimEndpoint, piece: Piece) -> None:
+    def _look(self, source: SimRank, target: SimRank, piece: Piece) -> None:
         if piece.is_stopped:
             return
         units_per_page = target.memory.page_size // piece.unit_tokens
@@ -118,28 +122,28 @@ class Pieces:
         self._take_contents(source, piece)
         self._process.later(self._nap_s(), lambda: self._write_by_hand(target, piece))
 
-    def _write_by_hand(self, target: SimEndpoint, piece: Piece) -> None:
+    def _write_by_hand(self, target: SimRank, piece: Piece) -> None:
         if not piece.is_stopped:
             self._write(target, piece)
             self._end(piece)
 
     # Through the receiver.
 
-    def _read(self, source: SimEndpoint, target: SimEndpoint, piece: Piece) -> None:
+    def _read(self, source: SimRank, target: SimRank, piece: Piece) -> None:
         if piece.is_stopped:
             return
         self._take_contents(source, piece)
         target.process.later(self._network.delay_s(), lambda: self._arrive(target, piece))
 
-    def _arrive(self, target: SimEndpoint, piece: Piece) -> None:
-        num_bytes = (piece.stop - piece.first) * piece.unit_tokens * ENTRY_BYTES
-        writing = target.landings.begin(piece.transfer, piece.epoch, piece.first, piece.stop, num_bytes)
+    def _arrive(self, target: SimRank, piece: Piece) -> None:
+        whole = piece.first, piece.stop, piece.num_bytes
+        writing = target.landings.begin(piece.transfer, piece.epoch, *whole)
         if writing is None:
             self._later(lambda: self._fail(piece, "refused"))
         else:
             target.process.later(self._nap_s(), lambda: self._land(target, piece, writing))
 
-    def _land(self, target: SimEndpoint, piece: Piece, writing: Writing) -> None:
+    def _land(self, target: SimRank, piece: Piece, writing: Writing) -> None:
         is_whole = not writing.must_stop
         if is_whole:
             self._write(target, piece)
@@ -148,7 +152,7 @@ class Pieces:
 
     # Both.
 
-    def _take_contents(self, source: SimEndpoint, piece: Piece) -> None:
+    def _take_contents(self, source: SimRank, piece: Piece) -> None:
         memory, reader = source.memory, ("reader", piece.transfer)
         units_per_page = memory.page_size // piece.unit_tokens
         for unit in range(piece.first, piece.stop):
@@ -157,7 +161,7 @@ class Pieces:
             place = memory.unit(page, unit % units_per_page * piece.unit_tokens, piece.unit_tokens)
             piece.contents.append(bytes(memory.bytes[place]))
 
-    def _write(self, target: SimEndpoint, piece: Piece) -> None:
+    def _write(self, target: SimRank, piece: Piece) -> None:
         memory, writer = target.memory, ("writer", piece.transfer, 0)
         units_per_page = memory.page_size // piece.unit_tokens
         for unit, content in zip(range(piece.first, piece.stop), piece.contents, strict=True):

@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.cluster.sim.transfers import SimIncoming
+from baton.cluster.sim.rank import SimRank
 from baton.cluster.sim.world import World
 from baton.decode_worker.admission import Admission
 from baton.engine.outside_pages import OutsidePages
 from baton.gateway.stream_log import Stream
 from baton.kvtransfer.destination_handoff import DestinationHandoff
+from baton.kvtransfer.rank_messages import ClosePart
 from baton.prefill_worker.departure import Departure, Offer
 from baton.request import Request
 from baton.router.books import Books
@@ -40,10 +41,12 @@ def test_pages_that_are_not_compared_show_as_wrong_tokens(monkeypatch: pytest.Mo
 
 
 def test_pages_that_are_freed_under_their_writer_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = SimIncoming._close_landing
-    found = finding(
-        monkeypatch, SimIncoming, "_close_landing", lambda self, is_confirmed: close(self, is_confirmed=True)
-    )
+    close = SimRank._close
+
+    def confirmed(self: SimRank, command: ClosePart) -> None:
+        close(self, msgspec.structs.replace(command, is_confirmed=True))
+
+    found = finding(monkeypatch, SimRank, "_close", confirmed)
     assert "while a writer is in it" in found
 
 

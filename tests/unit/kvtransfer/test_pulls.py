@@ -45,29 +45,8 @@ def test_a_plan_has_every_token_that_can_be_had(
 class Endpoint:
     """Remembers what it is asked for, and has nothing."""
 
-    num_open = 0
-
     def __init__(self) -> None:
         self.deadlines_s: list[float] = []
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def start(
-        self,
-        link: Link,
-        num_units: int,
-        *,
-        deadline_s: float,
-        transfer: bytes | None = None,
-        num_layer_groups: int = 1,
-    ) -> bytes:
-        raise NotImplementedError
-
-    def offer(
-        self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
-    ) -> None:
-        raise NotImplementedError
 
     def pull(
         self,
@@ -80,15 +59,6 @@ class Endpoint:
     ) -> bytes:
         self.deadlines_s.append(deadline_s)
         return len(self.deadlines_s).to_bytes(16, "big")
-
-    def abort(self, transfer: bytes, reason: str) -> None:
-        raise NotImplementedError
-
-    def take_granted(self) -> list[bytes]:
-        return []
-
-    def poll(self) -> list[Ended]:
-        return []
 
 
 def ended(transfer: bytes, outcome: Outcome) -> Ended:

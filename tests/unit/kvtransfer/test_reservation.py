@@ -7,6 +7,7 @@ import pytest
 from baton.kvtransfer.messages import MAX_DIGESTS, MAX_PAGES, MAX_PARTS, Reserve, decode, encode
 from baton.kvtransfer.reservation import check_pull, reservation
 
+ID = b"t" * 16
 ALL_PARTS_UNITS = MAX_DIGESTS // MAX_PARTS
 
 
@@ -14,14 +15,9 @@ ALL_PARTS_UNITS = MAX_DIGESTS // MAX_PARTS
     ("num_units", "num_parts"), [(1, 1), (MAX_PAGES, 1), (1, MAX_PARTS), (ALL_PARTS_UNITS, MAX_PARTS)]
 )
 def test_what_a_message_can_say_is_asked_for(num_units: int, num_parts: int) -> None:
-    request = reservation(num_units, num_parts, 0.5, position=2**31 - 1)
+    request = reservation(ID, num_units, num_parts, 0.5, position=2**31 - 1)
     assert decode(encode(request)) == request
     assert (request.num_units, request.num_parts, request.deadline_ms) == (num_units, num_parts, 500)
-
-
-def test_an_id_is_the_callers_or_new() -> None:
-    assert reservation(1, 1, 1.0, transfer=b"t" * 16).transfer == b"t" * 16
-    assert len({reservation(1, 1, 1.0).transfer for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize(
@@ -41,7 +37,7 @@ def test_an_id_is_the_callers_or_new() -> None:
     ],
 )
 def test_what_no_message_can_say_is_our_mistake(wrong: dict[str, Any]) -> None:
-    fields = {"num_units": 1, "num_parts": 1, "deadline_s": 1.0, **wrong}
+    fields = {"transfer": ID, "num_units": 1, "num_parts": 1, "deadline_s": 1.0, **wrong}
     with pytest.raises(ValueError, match="transfer|token"):
         reservation(**fields)
 
@@ -55,5 +51,5 @@ def test_pages_that_nobody_can_hold_are_not_pulled(wanted: list[tuple[int, int]]
 
 
 def test_a_short_deadline_is_a_millisecond_at_least() -> None:
-    request = reservation(1, 1, 1e-6)
+    request = reservation(ID, 1, 1, 1e-6)
     assert isinstance(decode(encode(request)), Reserve) and request.deadline_ms == 1
