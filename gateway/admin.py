@@ -1,4 +1,4 @@
-"""Routes for whoever runs the cluster. They are there only where nobody else can come: see process.py."""
+"""Routes for whoever runs the cluster: gate.py lets in nobody else."""
 
 import asyncio
 import re

@@ -1,8 +1,8 @@
 """The first to see every request: gives it an id, lets in who may come in, answers what goes wrong.
 
-Whoever has no key sees `/health` and `/ping`, and on the machine itself `/metrics` and `/load`, which need an
-admin's key from elsewhere; nothing else. A path is what the server parsed from the request line, never what a
-Host header makes of it.
+Whoever has no key sees `/health` and `/ping`, and on the machine itself `/metrics`, `/load` and `/admin/...`,
+which need an admin's key from elsewhere; nothing else. A path is what the server parsed from the request
+line, never what a Host header makes of it.
 """
 
 import logging
@@ -19,7 +19,8 @@ from baton.gateway.sites import check_site, is_from_here
 from baton.gateway.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
-OPERATORS_PATHS: Final = frozenset({"/metrics", "/load"})  # they tell of everybody's requests
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/load"})  # they tell of everybody's requests,
+OPERATORS_FOLDER: Final = "/admin/"  # and so does what is in here
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
@@ -94,9 +95,10 @@ class Gate:
     def _tenant(self, scope: Scope) -> Tenant | None:
         """None where no key is needed, whatever key comes along. Raises ApiError 401, and 403."""
         path, need_keys = scope["path"], self._tenants.need_keys
+        is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
         if not need_keys:
             check_site(scope)
-        if path in PUBLIC_PATHS or (path in OPERATORS_PATHS and need_keys and is_from_here(scope)):
+        if path in PUBLIC_PATHS or (is_operators and need_keys and is_from_here(scope)):
             return None
         given = header(scope, b"authorization")
         key = given[len(BEARER) :] if given and given.lower().startswith(BEARER) else None
@@ -109,7 +111,7 @@ class Gate:
         tenant = self._tenants.find(key or "")
         if tenant is None:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
-        if path in OPERATORS_PATHS and need_keys and not tenant.is_admin:
+        if is_operators and need_keys and not tenant.is_admin:
             raise ApiError(403, f"{path} needs the key of a tenant with 'admin: true'", code="admin_only")
         return tenant
 

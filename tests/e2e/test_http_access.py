@@ -111,6 +111,11 @@ def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str
                 assert status(path, headers, "k-acme") == 403
                 assert status(path, headers, "k-root") == 200
         assert status("/metrics/", {}) == 401
+        assert status("/admin/decisions/x", {}) == 404, "it is let in"
+        for headers in away:
+            assert status("/admin/decisions/x", headers) == 401
+            assert status("/admin/decisions/x", headers, "k-acme") == 403
+            assert status("/admin/decisions/x", headers, "k-root") == 404
 
 
 def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:

@@ -1,13 +1,15 @@
 from baton.control import Decisions, Explain
 from baton.decision import Decision, Weighed
 from baton.gateway.explanations import MAX_ASKED
-from tests.node_peers import id_of
+from tests.node_peers import TestPeer, id_of
 from tests.unit.gateway.frontend_peers import gateway
 
 
-def a_decision(name: str) -> Decision:
+def a_decision(name: str, attempt: int = 0) -> Decision:
     chosen = Weighed(decode=id_of("d0"))
-    return Decision(request_id=id_of(name), attempt=0, age_s=1.0, reason="cost", num_tokens=3, chosen=chosen)
+    return Decision(
+        request_id=id_of(name), attempt=attempt, age_s=1.0, reason="cost", num_tokens=3, chosen=chosen
+    )
 
 
 def test_questions_are_answered_in_the_order_of_asking() -> None:
@@ -29,6 +31,28 @@ def test_router_that_is_lost_answers_nothing() -> None:
     assert told == [None]
     g.frontend.explain(id_of("b"), told.append)
     assert told == [None, None]
+
+
+def test_each_of_several_routers_tells_its_own_attempts() -> None:
+    g = gateway("d0")
+    other = TestPeer.router(g.frontend, "other")
+    told: list[object] = []
+    g.frontend.explain(id_of("a"), told.append)
+    second, first = a_decision("a", attempt=1), a_decision("a", attempt=0)
+    g["router"].say(Decisions(decisions=(second,)))
+    assert told == []
+    other.say(Decisions(decisions=(first,)))
+    assert told == [(first, second)]
+
+
+def test_router_that_is_lost_keeps_nobody_from_the_others_answer() -> None:
+    g = gateway("d0")
+    other = TestPeer.router(g.frontend, "other")
+    told: list[object] = []
+    g.frontend.explain(id_of("a"), told.append)
+    other.say(Decisions(decisions=(a_decision("a"),)))
+    g["router"].leave()
+    assert told == [(a_decision("a"),)]
 
 
 def test_answers_that_nobody_asked_for_are_nothing() -> None:
