@@ -6,6 +6,7 @@ without the secret nobody can compute the key of a prompt. Python's `hash()` has
 """
 
 import struct
+from copy import copy
 from hashlib import blake2b
 
 KEY_BYTES = 16
@@ -22,8 +23,13 @@ class PageKeys:
             identity.update(len(part).to_bytes(8, "little") + part)
         self._identity = identity.digest()
         self._page_hash = blake2b(digest_size=KEY_BYTES, key=self._identity, person=b"baton-page")
-        self._pack = struct.Struct(f"<{page_size}I").pack
-        self._page_size = page_size
+        self._resize(page_size)
+
+    def of_size(self, page_size: int) -> "PageKeys":
+        """How others name pages of another size that hold the same KV."""
+        other = copy(self)
+        other._resize(page_size)
+        return other
 
     def root(self, salt: bytes) -> bytes:
         return blake2b(salt, digest_size=KEY_BYTES, key=self._identity, person=b"baton-salt").digest()
@@ -37,3 +43,7 @@ class PageKeys:
             page_hash.update(parent + self._pack(*token_ids[first : first + size]))
             parent = page_hash.digest()
             keys.append(parent)
+
+    def _resize(self, page_size: int) -> None:
+        self._pack = struct.Struct(f"<{page_size}I").pack
+        self._page_size = page_size

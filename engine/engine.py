@@ -175,6 +175,20 @@ class Engine:
         self.scheduler.cache.make_room(num_pages, keep=False)
         return True
 
+    def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
+        """What replicas of this model with pages of that size call those that these tokens fill."""
+        return self.scheduler.cache.name(token_ids, salt, page_size)
+
+    def lend(self, keys: Ordered[bytes], borrower: Owner) -> list[int] | None:
+        """Pages of the device with what these keys name, which the borrower uses until it releases them in
+        the ledger; what is on the host alone is copied there. None: it is not all here, or has no room.
+        """
+        self._expire()
+        loan = self.scheduler.outside.lend(keys, borrower)
+        if loan is not None and loan.copies:
+            self._run(Batch(chunks=(), num_decodes=0, copies_to_device=loan.copies), None)
+        return None if loan is None else loan.pages
+
     def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
         """What others could find here and could not when this was last called; is_afresh: all of it."""
         return self.scheduler.cache.take_changes(is_afresh=is_afresh)

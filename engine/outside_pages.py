@@ -4,7 +4,8 @@
    only the rest need come from elsewhere.
 2. `settle` makes claimed and received pages those of a new sequence; `release` lets them go instead.
 3. `keep` takes the pages of a sequence that has ended until `release_kept`, for whoever still reads them.
-4. `num_reservable` says how many pages a reservation may take; leases are the pool's own business.
+4. `lend` finds pages by their keys for a reader, who holds them until `release`.
+5. `num_reservable` says how many pages a reservation may take; leases are the pool's own business.
 
 The watermark: what outsiders do not hold is always enough for the longest live sequence, whatever it may
 grow to, alone. Preemption frees all but what outsiders hold, so live sequences can end one after another,
@@ -15,13 +16,20 @@ wait for it; reservations end by their deadlines.
 """
 
 from collections.abc import Sequence as Ordered
+from typing import NamedTuple
 
 from baton.engine.leases import Owner
+from baton.engine.plan import PageCopy
 from baton.engine.plan_draft import HEADROOM_TOKENS
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import FilledPages, Sequence, SequenceKey
 from baton.engine.sequence_queues import SequenceQueues
 from baton.errors import IntegrityError
+
+
+class Loan(NamedTuple):
+    pages: list[int]  # in the order of the keys
+    copies: tuple[PageCopy, ...]  # from the host, to be made before anybody reads them
 
 
 class OutsidePages:
@@ -46,6 +54,24 @@ class OutsidePages:
         self._pool.check_used_by(pages, owner)
         self._pool.release(pages, owner)
         self._end_claim(pages, owner)
+
+    def lend(self, keys: Ordered[bytes], borrower: Owner) -> Loan | None:
+        """Hold what these keys name. What is on the host alone is lent as copies, which nobody else finds, as
+        long as the borrower has them. None, and nothing is held: not all is here, or there is no room for it.
+        """
+        known = {key: self._cache.page_of(key) for key in keys}
+        on_host = {key: self._cache.host.page_of(key) for key, page in known.items() if page is None}
+        if None in on_host.values() or len(known) != len(keys):
+            return None
+        found = [page for page in known.values() if page is not None]
+        self._pool.share(found, borrower)
+        if on_host and len(on_host) > self.num_reservable():
+            self._pool.release(found, borrower)
+            return None
+        self._cache.make_room(len(on_host), keep=False)
+        copies = dict(zip(on_host, self._pool.allocate(len(on_host), borrower), strict=True))
+        pages = [copies[key] if page is None else page for key, page in known.items()]
+        return Loan(pages, tuple((copies[key], page) for key, page in on_host.items() if page is not None))
 
     def check(self, filled: FilledPages, sequence: Sequence) -> None:
         """ValueError unless these pages can be what the sequence starts with."""

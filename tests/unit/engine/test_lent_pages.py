@@ -1,0 +1,94 @@
+"""Pages that somebody asks for by their keys: the very contents, wherever they are kept."""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from baton.engine.engine import Engine
+from baton.engine.pages import PageState
+from baton.page_keys import PageKeys
+from baton.request import Request, SamplingParams
+from tests.tiny_models import VOCAB_SIZE, tiny_engine
+
+PAGE_BYTES: Final = 4 * 512
+PROMPT: Final = tuple((5 * i + i * i) % VOCAB_SIZE for i in range(48))
+OTHER: Final = tuple((7 * i + i * i) % VOCAB_SIZE for i in range(80))
+
+
+def run(engine: Engine, prompt: tuple[int, ...]) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    engine.add(Request(request_id="a request", token_ids=prompt, sampling=sampling))
+    while engine.has_work():
+        engine.step()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    """It has computed PROMPT, twelve pages; there is room for twenty-four, and for as many on the host."""
+    cache = {"kv_cache_memory_bytes": 24 * PAGE_BYTES, "host_cache_memory_bytes": 24 * PAGE_BYTES}
+    engine = tiny_engine(tmp_path / "model", cache=cache)
+    run(engine, PROMPT)
+    return engine
+
+
+def contents(engine: Engine, pages: list[int]) -> torch.Tensor:
+    return engine.runner.pool.device[pages].clone()
+
+
+def lend(engine: Engine, keys: list[bytes]) -> list[int]:
+    pages = engine.lend(keys, "a borrower")
+    assert pages is not None
+    return pages
+
+
+def is_all_back(engine: Engine) -> bool:
+    engine.scheduler.check_integrity()
+    states = (PageState.ACTIVE, PageState.LEASED, PageState.QUARANTINED)
+    return not any(engine.pages.count(state) for state in states)
+
+
+def test_keys_name_the_same_pages_in_every_replica_and_are_of_a_salt(engine: Engine) -> None:
+    keys = engine.page_keys(PROMPT, b"", 4)
+    assert lend(engine, keys) == list(engine.scheduler.cache.find([*PROMPT, 0], b""))
+    assert engine.lend(engine.page_keys(PROMPT, b"another tenant", 4), "another") is None
+    layout, larger = engine.runner.layout, []
+    namer = PageKeys(model_fingerprint=engine.fingerprint, dtype=layout.dtype, page_size=16)
+    namer.extend(larger, list(PROMPT), 3, b"")
+    assert engine.page_keys(PROMPT, b"", 16) == larger
+    engine.pages.release(engine.scheduler.cache.find([*PROMPT, 0], b""), "a borrower")
+    assert is_all_back(engine)
+
+
+def test_pages_on_the_host_are_lent_as_copies(engine: Engine) -> None:
+    keys = engine.page_keys(PROMPT, b"", 4)
+    expected = contents(engine, engine.scheduler.cache.find([*PROMPT, 0], b""))
+    run(engine, OTHER)
+    known = [engine.scheduler.cache.page_of(key) for key in keys]
+    assert None in known and known[0] is not None  # the last ones have gone to the host
+    pages = lend(engine, keys)
+    assert torch.equal(contents(engine, pages), expected)
+    assert [engine.scheduler.cache.page_of(key) for key in keys] == known  # a copy is found by nobody
+    engine.pages.release(pages, "a borrower")
+    assert is_all_back(engine)
+    assert engine.pages.num_free >= known.count(None)
+
+
+def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
+    keys = engine.page_keys(PROMPT, b"", 4)
+    run(engine, OTHER)
+    taken = engine.pages.allocate(engine.pages.num_free, "somebody")
+    held = [page for page in range(24) if engine.pages.state(page) is PageState.CACHED]
+    engine.pages.share(held, "somebody")
+    assert engine.lend(keys, "a borrower") is None
+    engine.pages.release([*taken, *held], "somebody")
+    assert is_all_back(engine)
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "twice"])
+def test_what_is_not_here_is_not_lent(engine: Engine, wrong: str) -> None:
+    keys = engine.page_keys(PROMPT, b"", 4)
+    keys = [*keys, b"?" * 16] if wrong == "unknown" else [*keys, keys[0]]
+    assert engine.lend(keys, "a borrower") is None
+    assert is_all_back(engine)
