@@ -5,11 +5,14 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.router.index_sets import MAX_SLOTS
+from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets, SetIds
+from baton.router.index_table import Keys, KeyTable
 
 Lengths: TypeAlias = NDArray[np.int32]
 
+STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 _FEW: Final = 8
+_NOWHERE: Final = Places(0, 0)
 
 
 class Match(NamedTuple):
@@ -20,6 +23,38 @@ class Match(NamedTuple):
 
     num_device_pages: Lengths
     num_pages: Lengths
+
+
+def runs_along(table: KeyTable, sets: PlaceSets, keys: Keys) -> list[tuple[int, Places]]:
+    """Where each run of pages with the same holders begins, and the end."""
+    if not keys.size:
+        return [(0, _NOWHERE)]
+    ids = _sets_along(table, keys)
+    starts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist()]
+    held_by = map(sets.places, ids[starts].tolist())
+    return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
+
+
+def _sets_along(table: KeyTable, keys: Keys) -> SetIds:
+    """One page in STRIDE is looked up, and what is between two that differ: what a worker holds is
+    prefix-closed, so that between two pages with the same holders no page has others."""
+    if keys.size <= 2 * STRIDE:
+        return _sets_of(table, keys)
+    some = np.arange(0, keys.size, STRIDE)
+    some[-1] = keys.size - 1
+    found = _sets_of(table, keys[some])
+    ids = np.repeat(found, STRIDE)[: keys.size]
+    ids[some[-1]] = found[-1]
+    before = some[:-1][found[1:] != found[:-1]]
+    between = (before[:, None] + np.arange(1, 2 * STRIDE)).ravel()
+    between = between[between < keys.size]
+    ids[between] = _sets_of(table, keys[between])
+    return ids
+
+
+def _sets_of(table: KeyTable, keys: Keys) -> SetIds:
+    cells = table.find(keys)
+    return np.where(cells >= 0, table.values[cells], EMPTY).astype(np.int32, copy=False)
 
 
 def measure(runs: list[tuple[int, int]], present: int, num_slots: int) -> Lengths:

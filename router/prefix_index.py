@@ -28,24 +28,26 @@ from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
-from baton.router.index_match import Match, measure
-from baton.router.index_sets import EMPTY, MAX_SLOTS, Places, PlaceSets, SetIds
+from baton.router.index_match import Match, measure, runs_along
+from baton.router.index_sets import EMPTY, MAX_SLOTS, PlaceSets
 from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 from baton.worker import Tier, Worker
 
 MAX_PAGES: Final = 2**22
 MAX_SETS: Final = 2**17
-STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 NUM_SPARE_PAGES: Final = 1024  # of a worker's share: what is expected of it comes on top of what it has
 PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
-_NOWHERE: Final = Places(0, 0)
 
 
 class PrefixIndex:
-    """`counters`: gaps, stale (told before), unknown (by who has not joined), malformed, ..."""
+    """`counters`: gaps, stale (told before), unknown (by who has not joined), malformed, ...
+
+    `version` changes whenever a worker's slot may have.
+    """
 
     def __init__(self, clock: Clock, max_pages: int = MAX_PAGES, *, seed: int = 0) -> None:
         self.counters: Counter[str] = Counter()
+        self.version = 0
         self._clock = clock
         self._max_pages = max_pages
         self._seed = seed
@@ -77,6 +79,7 @@ class PrefixIndex:
         self._holders[worker.id] = Holder(slot, num_pages, self._seed)
         self._present |= 1 << slot
         self._num_slots = max(self._num_slots, slot + 1)
+        self.version += 1
         self._share_out()
 
     def forget(self, worker_id: str) -> None:
@@ -86,6 +89,7 @@ class PrefixIndex:
             return
         self._present &= ~(1 << holder.slot)
         self._purges.append((holder.slot, holder.clear()))
+        self.version += 1
         self._share_out()
 
     def slot(self, worker_id: str) -> int | None:
@@ -139,7 +143,7 @@ class PrefixIndex:
 
     def match(self, keys: bytes) -> Match:
         """keys: 16 bytes for each full page of the prompt, in order."""
-        runs = self._runs(keys_of(keys)) if keys else [(0, _NOWHERE)]
+        runs = runs_along(self._table, self._sets, keys_of(keys))
         on_devices = [(start, places.devices) for start, places in runs]
         anywhere = [(start, places.anywhere) for start, places in runs]
         lengths = measure(anywhere, self._present, self._num_slots)
@@ -201,33 +205,6 @@ class PrefixIndex:
                 for set_id in self._table.values[cells[cells >= 0]].tolist():
                     assert self._sets.places(set_id)[tier] >> holder.slot & 1
         assert not (self._table.values[self._table.taken()] == EMPTY).any()
-
-    def _runs(self, keys: Keys) -> list[tuple[int, Places]]:
-        """Where each run of pages with the same holders begins, and the end."""
-        sets = self._sets_along(keys)
-        starts = [0, *(np.flatnonzero(sets[1:] != sets[:-1]) + 1).tolist()]
-        held_by = map(self._sets.places, sets[starts].tolist())
-        return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
-
-    def _sets_along(self, keys: Keys) -> SetIds:
-        """One page in STRIDE is looked up, and what is between two that differ: what a worker holds is
-        prefix-closed, so that between two pages with the same holders no page has others."""
-        if keys.size <= 2 * STRIDE:
-            return self._sets_of(keys)
-        some = np.arange(0, keys.size, STRIDE)
-        some[-1] = keys.size - 1
-        found = self._sets_of(keys[some])
-        sets = np.repeat(found, STRIDE)[: keys.size]
-        sets[some[-1]] = found[-1]
-        before = some[:-1][found[1:] != found[:-1]]
-        between = (before[:, None] + np.arange(1, 2 * STRIDE)).ravel()
-        between = between[between < keys.size]
-        sets[between] = self._sets_of(keys[between])
-        return sets
-
-    def _sets_of(self, keys: Keys) -> SetIds:
-        cells = self._table.find(keys)
-        return np.where(cells >= 0, self._table.values[cells], EMPTY).astype(np.int32, copy=False)
 
     def _follow(self, holder: Holder, events: PageEvents, num_stale: int) -> None:
         keys = keys_of(events.keys)[num_stale:]
