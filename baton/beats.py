@@ -1,4 +1,4 @@
-"""The signs of life that a worker gives its router, and what they tell of it."""
+"""The signs of life that a worker gives its routers, and what they tell of it."""
 
 from typing import Final, Protocol
 
@@ -54,12 +54,14 @@ class Beats:
 
     def give(self, worker: Beater, *, at_once: bool = False) -> None:
         """To be called at least every BEAT_S; says nothing where it was said a moment ago."""
-        router, now_s = self._colleagues.router, self.clock.now_s()
-        if router is None or (now_s < self._next_s and not at_once):
+        routers, now_s = self._colleagues.routers, self.clock.now_s()
+        if not routers or (now_s < self._next_s and not at_once):
             return
         self._next_s = now_s + BEAT_S
         attempts = worker.attempts[:MAX_EVENTS]
-        router.send(Beat(load=worker.load(), is_draining=worker.is_draining, attempts=attempts))
+        beat = Beat(load=worker.load(), is_draining=worker.is_draining, attempts=attempts)
+        for router in routers:
+            router.send(beat)
 
 
 def load_of(stats: Stats) -> Load:

@@ -1,12 +1,15 @@
 """Whom a worker, or a gateway, is connected to, and what is ready to be said to them.
 
-1. A worker keeps a connection to the router, and to the workers of `wanted` roles that the router lists.
+1. It keeps a connection to each router, and to the workers of `wanted` roles that any of them lists.
 2. Gateways and other workers connect to it; each is known by the id in its Hello. A newer connection of the
    same process takes the older one's place.
-3. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each.
+3. A worker is gone when no router that is connected lists it any more: one of them may have lost it alone.
+   Until one of them has a complete list, nobody is gone who was listed before.
+4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from hashlib import blake2b
 from typing import Final
 
 from baton.control import AnyMessage, Hello, Kind, Members, Reachable, Tokens
@@ -16,30 +19,38 @@ from baton.worker import Address, Worker, WorkerRole
 
 EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
 
+NOTHING_YET: Final = Members(workers=(), is_complete=False)
+
 
 class Colleagues:
     def __init__(
-        self, hello: Hello, router: Address, dial: Dial, wanted: Collection[WorkerRole] = ()
+        self, hello: Hello, routers: Sequence[Address], dial: Dial, wanted: Collection[WorkerRole] = ()
     ) -> None:
         self.hello = hello
-        self.members: dict[str, Worker] = {}  # those that the router takes for alive
-        self._router = router
+        self.members: dict[str, Worker] = {}  # those that a router takes for alive
+        self._addresses = routers
         self._dial = dial
         self._wanted = frozenset(wanted)
         self._peers: dict[str, Peer] = {}
-        self._router_id = ""
+        self._lists: dict[str, Members] = {}  # router's id -> what it said last; those that are connected
+        self._chosen = ""  # router
         self._unsent: dict[str, list[TokenEvent]] = {}  # gateway's id -> events
-        self._reported: frozenset[str] | None = None  # what the router was last told of
+        self._reported: dict[str, frozenset[str]] = {}  # router's id -> what it was last told of
 
     @property
     def router(self) -> Peer | None:
-        return self._peers.get(self._router_id)
+        """The one to ask for something. It stays the same while the same routers are there and know all."""
+        return self._peers.get(self._chosen)
+
+    @property
+    def routers(self) -> list[Peer]:
+        return [self._peers[id_] for id_ in self._lists]
 
     def peer(self, id_: str) -> Peer | None:
         return self._peers.get(id_)
 
     def is_router(self, peer: Peer) -> bool:
-        return self._peers.get(self._router_id) is peer
+        return peer.hello.id in self._lists and self._peers[peer.hello.id] is peer
 
     def of_role(self, role: WorkerRole) -> dict[str, Worker]:
         return {id_: worker for id_, worker in self.members.items() if worker.role is role}
@@ -55,7 +66,9 @@ class Colleagues:
     def joined(self, peer: Peer) -> None:
         self._peers[peer.hello.id] = peer
         if peer.hello.process is Kind.ROUTER:
-            self._router_id, self._reported = peer.hello.id, None
+            self._lists[peer.hello.id] = NOTHING_YET
+            self._reported.pop(peer.hello.id, None)
+            self._choose()
 
     def left(self, peer: Peer) -> bool:
         """Whether that was the connection in use: nothing reaches its process now."""
@@ -63,30 +76,37 @@ class Colleagues:
             return False
         del self._peers[peer.hello.id]
         self._unsent.pop(peer.hello.id, None)
+        self._reported.pop(peer.hello.id, None)
+        if self._lists.pop(peer.hello.id, None) is not None:
+            self._choose()
         return True
 
-    def changed(self, message: Members) -> list[str]:
-        """Take the router's word; returns the ids of workers that are gone."""
+    def changed(self, router: Peer, message: Members) -> list[str]:
+        """Take a router's word; returns the ids of workers that are gone."""
         before = self.members
-        self.members = {worker.id: worker for worker in message.workers}
-        if not message.is_complete:
+        self._lists[router.hello.id] = message
+        self._choose()
+        self.members = {worker.id: worker for each in self._lists.values() for worker in each.workers}
+        if not any(each.is_complete for each in self._lists.values()):
             self.members = before | self.members
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:
         """Ask for the connections that are missing."""
-        if self.router is None:
-            self._dial(self._router)
+        if len(self._lists) < len(self._addresses):
+            for address in self._addresses:
+                self._dial(address)
         for worker in self.members.values():
             if worker.role in self._wanted and worker.id not in self._peers:
                 self._dial(worker.address)
 
     def report(self, reachable: Collection[str]) -> None:
-        """Tell the router whom this worker can send to, if it does not know that."""
+        """Tell each router whom this worker can send to, if it does not know that."""
         found = frozenset(reachable)
-        if self.router is not None and found != self._reported:
-            self.router.send(Reachable(workers=tuple(sorted(found))))
-            self._reported = found
+        for router in self.routers:
+            if found != self._reported.get(router.hello.id):
+                router.send(Reachable(workers=tuple(sorted(found))))
+                self._reported[router.hello.id] = found
 
     def connected(self) -> list[str]:
         """Listed workers that there is a connection to, whoever made it."""
@@ -112,3 +132,11 @@ class Colleagues:
             small = [event for event in events if event.prompt_logprobs is None] if large else events
             for first in range(0, len(small), EVENTS_PER_MESSAGE):
                 self.tell(gateway, Tokens(events=tuple(small[first : first + EVENTS_PER_MESSAGE])))
+
+    def _choose(self) -> None:
+        """One that knows all workers, if there is one; which of them is each process's own chance."""
+        knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
+        self._chosen = max(knowing or self._lists, key=self._rank, default="")
+
+    def _rank(self, router_id: str) -> bytes:
+        return blake2b(f"{self.hello.id} {router_id}".encode(), digest_size=8).digest()

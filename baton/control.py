@@ -27,12 +27,14 @@ from baton.decision import Decision, PullSource
 from baton.errors import WireError
 from baton.pressure import QueueStatus, Rung
 from baton.request import Request
+from baton.router_status import RouterStatus
 from baton.seal import MAX_BODY_BYTES
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
 from baton.wire_types import (
     MAX_EVENTS,
+    MAX_ROUTERS,
     MAX_WORKERS,
     Attempt,
     Count,
@@ -265,7 +267,7 @@ class Status(Message, frozen=True):
     num_gateways: Count = 0
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
-    counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
     queue: QueueStatus = QueueStatus()
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from baton.config_tree import check_between
 from baton.errors import ConfigError
-from baton.worker import Address
+from baton.worker import Routers
 
 MAX_CONNECTIONS: Final = 2**16
 MAX_OPEN_REQUESTS: Final = 2**20
@@ -46,7 +46,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class GatewayConfig(GatewaySettings, frozen=True):
     model: str  # the directory whose tokenizer and chat template are served
-    router: Address
+    routers: Routers
     served_model_name: str = ""  # as requests name the model; "": the directory's name
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any that is free

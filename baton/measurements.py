@@ -1,4 +1,4 @@
-"""What a worker's own work has taken, told to the router that predicts what other work will take.
+"""What a worker's own work has taken, told to the routers that predict what other work will take.
 
 Told at most once a TELL_S, and only to a router that has asked for this worker's pages: no other can use
 it. What nobody takes is kept up to a limit, the newest of it. Of steps a sample is told: one each STEP_S.
@@ -57,10 +57,12 @@ class Measurements:
             self._steps.append(StepTimes(*figures, step.step_s))
 
     def tell(self) -> None:
-        now_s, router = self._clock.now_s(), self._news.reader
-        if router is None or now_s < self._next_tell_s or not (self._prefills or self._steps):
+        now_s, routers = self._clock.now_s(), self._news.readers
+        if not routers or now_s < self._next_tell_s or not (self._prefills or self._steps):
             return
         self._next_tell_s = now_s + TELL_S
-        router.send(Measured(prefills=tuple(self._prefills), steps=tuple(self._steps)))
+        measured = Measured(prefills=tuple(self._prefills), steps=tuple(self._steps))
+        for router in routers:
+            router.send(measured)
         self._prefills.clear()
         self._steps.clear()

@@ -1,8 +1,9 @@
-"""What a worker tells its router of the pages that others can find at it.
+"""What a worker tells its routers of the pages that others can find at it.
 
-1. Nothing before the router has asked for it (PagesWanted): then all that is known, afresh.
+1. Nothing before a router has asked for it (PagesWanted): then all that is known, afresh.
 2. Changes follow, as they come and at most every NEWS_S, numbered through the worker's whole life.
-3. A router that asks again, or one that has taken its place, is told all again.
+3. When one asks again, or for the first time, each of those that have asked is told all again: what is told
+   is the same for all of them.
 """
 
 from collections.abc import Sequence
@@ -37,23 +38,24 @@ class PageNews:
     def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
         self._colleagues = colleagues
         self._clock = clock
-        self._reader: Peer | None = None  # the router that has asked
+        self._asked: list[Peer] = []  # routers; some may be gone
         self._is_asked_anew = False
         self._next_s = clock.now_s()
         self._next_number = 0
 
     def want(self, router: Peer) -> None:
         """It is told all in the next `tell`."""
-        self._reader, self._is_asked_anew, self._next_s = router, True, self._clock.now_s()
+        self._asked = [*self.readers, router] if router not in self._asked else self.readers
+        self._is_asked_anew, self._next_s = True, self._clock.now_s()
 
     @property
-    def reader(self) -> Peer | None:
-        """The router of now, if it has asked: no other has a use for it."""
-        return self._reader if self._reader is self._colleagues.router else None
+    def readers(self) -> list[Peer]:
+        """The routers that are there and have asked: no other has a use for it."""
+        return [router for router in self._asked if self._colleagues.is_router(router)]
 
     @property
     def is_wanted(self) -> bool:
-        return self.reader is not None
+        return bool(self.readers)
 
     def tell(self, engine: Knowing) -> None:
         """To be called after each step; says nothing where there is nothing to say, or just was."""
@@ -71,17 +73,16 @@ class PageNews:
             self._next_s = now_s + NEWS_S
 
     def _send(self, tier: Tier, changes: Sequence[tuple[bytes, int, int]], *, is_afresh: bool) -> None:
-        assert self._reader is not None
         for first in range(0, max(1, len(changes)), PAGES_PER_MESSAGE):
             told = changes[first : first + PAGES_PER_MESSAGE]
-            self._reader.send(
-                PageEvents(
-                    first=self._next_number,
-                    keys=b"".join([key for key, _, _ in told]),
-                    pages=tuple([page for _, page, _ in told]),
-                    generations=tuple([generation for _, _, generation in told]),
-                    tier=tier,
-                    is_afresh=is_afresh and not first,
-                )
+            events = PageEvents(
+                first=self._next_number,
+                keys=b"".join([key for key, _, _ in told]),
+                pages=tuple([page for _, page, _ in told]),
+                generations=tuple([generation for _, _, generation in told]),
+                tier=tier,
+                is_afresh=is_afresh and not first,
             )
+            for router in self.readers:
+                router.send(events)
             self._next_number += len(told)

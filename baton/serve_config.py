@@ -9,7 +9,7 @@ from baton.config import EngineSettings
 from baton.errors import ConfigError
 from baton.gateway_config import GatewaySettings, is_loopback
 from baton.router_config import RouterConfig
-from baton.wire_types import MAX_WORKERS
+from baton.wire_types import MAX_ROUTERS, MAX_WORKERS
 from baton.worker_config import TransportChoice
 
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
@@ -42,6 +42,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     host: str = "127.0.0.1"  # where clients are listened to
     port: Port = 8000  # 0: one that is free
     gateways: Annotated[int, Meta(ge=1, le=MAX_GATEWAYS)] = 1  # processes behind the one port
+    routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1  # another goes on when one dies
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
     transport: TransportChoice = "auto"  # of KV pages

@@ -5,8 +5,9 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 MAX_WORKERS: Final = 1024
+MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
-MAX_PULLED_PAGES: Final = 32_768  # as kvtransfer allows
+MAX_PULLED_PAGES: Final = 28_672  # as kvtransfer allows
 
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]

@@ -1,17 +1,20 @@
 """What the cluster knows of a worker: who it is, and what it has."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from baton.wire_types import Count, Id, Name, Seconds, UnixSeconds
+from baton.wire_types import MAX_ROUTERS, Count, Id, Name, Seconds, UnixSeconds
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
+Routers: TypeAlias = Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_ROUTERS)]
 
 
 class WorkerRole(StrEnum):

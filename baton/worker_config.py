@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from baton.config import EngineConfig
 from baton.wire_types import Name
-from baton.worker import Address, WorkerRole
+from baton.worker import Address, Routers, WorkerRole
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 # A worker that drains goes on for at least so long: what is under way to it is refused, not lost, all have
@@ -31,7 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: Name  # as "decode-0"; a replacement that is started under it fences the one before
     model_name: Name  # as the API names it
     engine: EngineConfig
-    router: Address
+    routers: Routers
     host: str = "127.0.0.1"  # listens there, for control connections and for pages
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of control connections; 0: one that is free
     transport: TransportChoice = "auto"

@@ -81,7 +81,7 @@ async def served(plane: Plane) -> AsyncIterator[str]:
         port = 0
         for number in range(plane.num_gateways):
             gateway = GatewayConfig(
-                model=str(directory), router=router, port=port, shares_port=plane.num_gateways > 1
+                model=str(directory), routers=(router,), port=port, shares_port=plane.num_gateways > 1
             )
             port = (await (await _spawn(runtime, "gateway", f"gateway-{number}", gateway)).ready()).port
         url = f"http://127.0.0.1:{port}"

@@ -65,7 +65,7 @@ class StubWorker:
         self.is_draining = False
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         self._config = config
-        self._colleagues = Colleagues(hello, config.router, dial, wanted)
+        self._colleagues = Colleagues(hello, (config.router,), dial, wanted)
         self._beats = Beats(self._colleagues, SystemClock())
         self._asked: dict[str, Answer] = {}  # their first token is a prefill stub's
         self._running: dict[str, Answer] = {}
@@ -95,7 +95,7 @@ class StubWorker:
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:
             case Members():
-                self._colleagues.changed(message)
+                self._colleagues.changed(peer, message)
                 self.tick()
             case Dispatch():
                 self._dispatch(message)

@@ -14,7 +14,7 @@ import msgspec
 from baton.cluster.cluster_key import write_secret
 from baton.config import cache_directory
 from baton.errors import ConfigError
-from baton.worker import Address
+from baton.worker import Routers
 
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
@@ -22,7 +22,7 @@ EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str  # that the API listens on
     port: int
-    router: Address
+    routers: Routers
     key: bytes
 
     @property

@@ -9,9 +9,9 @@ import asyncio
 
 from baton.cluster import standard_output
 from baton.cluster.operator_node import connected
-from baton.cluster.router_options import add_router_options, router_of
+from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.errors import PeerGone, WorkerLost
-from baton.worker import Address
+from baton.worker import Routers
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,13 +21,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    asyncio.run(_drain(arguments.worker, arguments.force, *router_of(arguments)))
+    asyncio.run(_drain(arguments.worker, arguments.force, *routers_of(arguments)))
     standard_output.write(f"{arguments.worker} drains; `baton status` shows it until it has ended\n")
 
 
-async def _drain(worker: str, may_be_last: bool, router: Address, key: bytes) -> None:
+async def _drain(worker: str, may_be_last: bool, routers: Routers, key: bytes) -> None:
     try:
-        async with connected(router, key) as operator:
+        async with connected(routers, key) as operator:
             await operator.drain(worker, may_be_last=may_be_last)
     except (TimeoutError, PeerGone):
-        raise WorkerLost(f"the router at {router.host}:{router.port} does not answer") from None
+        raise WorkerLost(f"the router at {spelled(routers)} does not answer") from None

@@ -12,12 +12,12 @@ import msgspec
 
 from baton.cluster import standard_output
 from baton.cluster.operator_node import connected
-from baton.cluster.router_options import add_router_options, router_of
+from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.control import Status
 from baton.decision import Decision, Weighed
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.router.decisions import regret_s, total_s, ttft_s
-from baton.worker import Address
+from baton.worker import Routers
 
 MAX_SHOWN: Final = 16  # of the pairs that were weighed, the cheapest
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     request_id = arguments.request_id.rpartition("-")[2]
     if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
-    decisions, status = asyncio.run(_ask(*router_of(arguments), request_id))
+    decisions, status = asyncio.run(_ask(*routers_of(arguments), request_id))
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(decisions).decode()}\n")
         return
@@ -92,11 +92,11 @@ def _pair(weighed: Weighed, names: dict[str, str]) -> str:
     return f"{decode} < {filled}{source}"
 
 
-async def _ask(router: Address, key: bytes, request_id: str) -> tuple[tuple[Decision, ...], Status]:
+async def _ask(routers: Routers, key: bytes, request_id: str) -> tuple[tuple[Decision, ...], Status]:
     try:
-        async with connected(router, key) as operator:
+        async with connected(routers, key) as operator:
             return await operator.explain(request_id), await operator.status()
     except (TimeoutError, PeerGone):
         raise WorkerLost(
-            f"the router at {router.host}:{router.port} does not answer; is the key right?"
+            f"the router at {spelled(routers)} does not answer; is the key right?"
         ) from None

@@ -17,18 +17,18 @@ import msgspec
 from baton.cluster.options import AnyOption, add_to, part_of
 from baton.cluster.process import STOPPED_TWICE, run
 from baton.cluster.process_spec import Assignment, ProcessKind
-from baton.cluster.router_options import add_key_option, address, key_of
+from baton.cluster.router_options import add_key_option, addresses, key_of
 from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
 from baton.config_tree import leaves
 from baton.errors import ConfigError
-from baton.worker import Address
+from baton.worker import Address, Routers
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 # What to say where nobody has given one of these.
 MISSING: Final = {
-    "router.host": "--router HOST:PORT: expected where the router listens, got none",
+    "routers": "--router HOST:PORT: expected where the router listens, got none",
     "model": 'MODEL: expected a directory, or "tiny", got none',
     "engine.model": 'MODEL: expected a directory, or "tiny", got none',
 }
@@ -43,17 +43,18 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *
     add_to(groups, options)
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
     if needs_router:
-        parser.add_argument("--router", type=address, metavar="HOST:PORT", help="where the router listens")
+        parser.add_argument(
+            "--router", type=addresses, metavar="HOST:PORT", help="where it listens; several with commas"
+        )
     add_key_option(parser)
 
 
 def settings(struct_type: type[StructT], arguments: argparse.Namespace) -> StructT:
     """Options, then variables, then the file, then defaults. Raises ConfigError."""
     flags = flags_given(struct_type, arguments)
-    router: Address | None = getattr(arguments, "router", None)
-    if router is not None:
-        flags["router.host"] = Given(router.host, "--router")
-        flags["router.port"] = Given(router.port, "--router")
+    routers: Routers | None = getattr(arguments, "router", None)
+    if routers is not None:
+        flags["routers"] = Given(routers, "--router")
     given = Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
     for key in MISSING.keys() & leaves(struct_type).keys() - given.given.keys():
         raise ConfigError(MISSING[key])

@@ -1,13 +1,17 @@
-"""What the command line is to the cluster: it asks the router, and serves nothing.
+"""What the command line is to the cluster: it asks the routers, and serves nothing.
 
-`async with connected(...) as operator:` keeps a connection to the router, dialled again when it is lost.
+`async with connected(...) as operator:` keeps a connection to each router, dialled again when it is lost.
 """
 
 import asyncio
+import contextlib
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, TypeAlias
+
+import msgspec
 
 from baton.control import AnyMessage, Decisions, Drain, Explain, Hello, Kind, Status, StatusQuery
 from baton.decision import Decision
@@ -17,6 +21,10 @@ from baton.node import Dial, Peer
 from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
+MOMENT_S: Final = 0.5  # for a further router to be connected to
+
+Answer: TypeAlias = "asyncio.Future[AnyMessage]"
+
 # What becomes of a cluster whose workers of a role have gone.
 ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",
@@ -25,89 +33,121 @@ ALONE: Final = {
 
 
 class Operator:
-    """A Node; `status`, `explain` and `drain` are for whoever runs on its loop."""
+    """A Node; `status`, `explain` and `drain` are for whoever runs on its loop.
 
-    def __init__(self, router: Address, dial: Dial) -> None:
+    They raise PeerGone or TimeoutError when no router answers.
+    """
+
+    def __init__(self, routers: Sequence[Address], dial: Dial) -> None:
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
-        self._address = router
+        self._addresses = routers
         self._dial = dial
-        self._router: Peer | None = None
-        self._is_connected = asyncio.Event()
-        self._answers: list[asyncio.Future[Status]] = []
-        self._explanations: list[asyncio.Future[tuple[Decision, ...]]] = []
-
-    async def explain(self, request_id: str) -> tuple[Decision, ...]:
-        """One an attempt. PeerGone or TimeoutError, as below."""
-        router = await self._connection()
-        answer: asyncio.Future[tuple[Decision, ...]] = asyncio.get_running_loop().create_future()
-        self._explanations.append(answer)
-        router.send(Explain(request_id=request_id))
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await answer
+        self._routers: dict[Peer, deque[Answer]] = {}  # what each has been asked, in order
+        self._is_connected = asyncio.Event()  # to one at least
+        self._has_all = asyncio.Event()
 
     async def status(self) -> Status:
-        """PeerGone or TimeoutError when the router does not answer."""
-        router = await self._connection()
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-        self._answers.append(answer)
-        router.send(StatusQuery())
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await answer
+        """Of all routers that answer."""
+        return _joined([each for each in await self._ask(StatusQuery()) if isinstance(each, Status)])
+
+    async def explain(self, request_id: str) -> tuple[Decision, ...]:
+        """One an attempt."""
+        answers = await self._ask(Explain(request_id=request_id))
+        decisions = [found for each in answers if isinstance(each, Decisions) for found in each.decisions]
+        return tuple(sorted(decisions, key=lambda decision: decision.attempt))
 
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
         """ConfigError when there is no worker of that name or id, or no other of its role would be left."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
-        (await self._connection()).send(Drain(worker=worker))
-        await self.status()  # answered in order: the router has had the Drain
+        await self._ask(Drain(worker=worker))
 
-    async def _connection(self) -> Peer:
+    async def _ask(self, question: AnyMessage) -> list[AnyMessage]:
+        """The answers of those that answer in time."""
+        await self._until_connected()
+        asked: list[Answer] = []
+        for router, answers in self._routers.items():
+            asked.append(asyncio.get_running_loop().create_future())
+            answers.append(asked[-1])
+            router.send(question)
+        if not asked:
+            raise PeerGone("the router has closed the connection")
+        done, late = await asyncio.wait(asked, timeout=ANSWER_TIMEOUT_S)
+        for answer in late:
+            answer.cancel()
+        heard = [answer.result() for answer in asked if answer in done and answer.exception() is None]
+        if not done:
+            raise TimeoutError
+        if not heard:
+            raise PeerGone("the router has closed the connection")
+        return heard
+
+    async def _until_connected(self) -> None:
+        """To all routers, if those that are missing do not take longer than a moment."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await self._is_connected.wait()
-        assert self._router is not None
-        return self._router
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MOMENT_S):
+                await self._has_all.wait()
 
     # What the hub calls.
 
     def joined(self, peer: Peer) -> None:
         if peer.hello.process is not Kind.ROUTER:
             raise WireError(f"expected a router, got a {peer.hello.process}", reason="protocol")
-        self._router = peer
-        self._is_connected.set()
+        self._routers[peer] = deque()
+        self._count()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
-        if isinstance(message, Status) and self._answers:
-            answer = self._answers.pop(0)
+        answers = self._routers.get(peer)
+        if answers and isinstance(message, Status | Decisions):
+            answer = answers.popleft()
             if not answer.done():
                 answer.set_result(message)
-        elif isinstance(message, Decisions) and self._explanations:
-            explanation = self._explanations.pop(0)
-            if not explanation.done():
-                explanation.set_result(message.decisions)
 
     def left(self, peer: Peer) -> None:
-        self._router = None
-        self._is_connected.clear()
-        for answers in (self._answers, self._explanations):
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(PeerGone("the router has closed the connection"))
-            answers.clear()
+        for answer in self._routers.pop(peer, ()):
+            if not answer.done():
+                answer.set_exception(PeerGone("the router has closed the connection"))
+        self._count()
 
     def tick(self) -> None:
-        if self._router is None:
-            self._dial(self._address)
+        if not self._has_all.is_set():
+            for address in self._addresses:
+                self._dial(address)
+
+    def _count(self) -> None:
+        for event, is_true in (
+            (self._is_connected, bool(self._routers)),
+            (self._has_all, len(self._routers) >= len(self._addresses)),
+        ):
+            if is_true:
+                event.set()
+            else:
+                event.clear()
 
 
 @asynccontextmanager
-async def connected(router: Address, key: bytes) -> AsyncIterator[Operator]:
+async def connected(routers: Sequence[Address], key: bytes) -> AsyncIterator[Operator]:
     hub = Hub(key)
-    operator = Operator(router, hub.dial)
+    operator = Operator(routers, hub.dial)
     hub.serve(operator)
     operator.tick()
     try:
         yield operator
     finally:
         await hub.close()
+
+
+def _joined(statuses: Sequence[Status]) -> Status:
+    """Of several routers: the workers as that one sees them which sees most."""
+    most = max(statuses, key=lambda status: len(status.workers))
+    return msgspec.structs.replace(
+        most,
+        num_gateways=min(status.num_gateways for status in statuses),
+        num_met=min(status.num_met for status in statuses),
+        num_attempts=sum(status.num_attempts for status in statuses),
+        routers=tuple(router for status in statuses for router in status.routers),
+    )
 
 
 def _check_drain(worker: str, entries: Sequence[WorkerStatus], may_be_last: bool) -> None:

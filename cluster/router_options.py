@@ -8,12 +8,15 @@ from baton.cluster.cluster_key import read_key
 from baton.cluster.cluster_record import find_record
 from baton.config import cluster_key_file
 from baton.errors import ConfigError
-from baton.worker import Address
+from baton.wire_types import MAX_ROUTERS
+from baton.worker import Address, Routers
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help="of the API of the cluster on this machine")
-    parser.add_argument("--router", type=address, metavar="HOST:PORT", help="of another cluster")
+    parser.add_argument(
+        "--router", type=addresses, metavar="HOST:PORT", help="of another cluster; several with commas"
+    )
     add_key_option(parser)
 
 
@@ -23,11 +26,11 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def router_of(arguments: argparse.Namespace) -> tuple[Address, bytes]:
-    """Where the router listens, and the cluster's key."""
+def routers_of(arguments: argparse.Namespace) -> tuple[Routers, bytes]:
+    """Where the routers listen, and the cluster's key."""
     if arguments.router is None:
         record = find_record(arguments.port)
-        return record.router, record.key
+        return record.routers, record.key
     return arguments.router, key_of(arguments)
 
 
@@ -38,7 +41,19 @@ def key_of(arguments: argparse.Namespace) -> bytes:
     return read_key(Path(name))
 
 
-def address(text: str) -> Address:
+def addresses(text: str) -> Routers:
+    """HOST:PORT, or several with commas between them."""
+    found = tuple(map(_address, text.split(",")))
+    if len(found) > MAX_ROUTERS:
+        raise ArgumentTypeError(f"expected {MAX_ROUTERS} routers at most, got {len(found)}")
+    return found
+
+
+def spelled(routers: Routers) -> str:
+    return ", ".join(f"{router.host}:{router.port}" for router in routers)
+
+
+def _address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise ArgumentTypeError(f"expected HOST:PORT such as 10.0.0.1:7000, got {text!r}")

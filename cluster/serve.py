@@ -10,16 +10,18 @@ import msgspec
 
 from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_record import url
+from baton.cluster.kept_redis import KeptRedis
 from baton.cluster.kernel_builds import are_compiled_now
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
-from baton.cluster.serve_plan import Site, specs
+from baton.cluster.serve_plan import Site, router_ports, specs
 from baton.cluster.supervisor import Supervised
 from baton.control import Status
-from baton.errors import PeerGone, WorkerLost
+from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
-from baton.worker import Address
+from baton.worker import Address, Routers
 
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
@@ -35,7 +37,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int  # of the API
-    router: Address
+    routers: Routers
 
     @property
     def url(self) -> str:
@@ -54,6 +56,7 @@ class Cluster:
         self._processes: list[Supervised] = []
         self._keeping: list[asyncio.Task[None]] = []
         self._resources = AsyncExitStack()
+        self.redis: KeptRedis | None = None
 
     async def start(self) -> Serving:
         """Returns when a request would be answered. ConfigError or WorkerLost: why none would be."""
@@ -63,7 +66,7 @@ class Cluster:
             await self._runtime.place(planned)
             self._processes = [Supervised(spec, self._runtime, self._clock) for spec in planned]
             await self._start_in_time(site)
-        return Serving(host=self._config.host, port=site.port, router=site.router)
+        return Serving(host=self._config.host, port=site.port, routers=site.routers)
 
     async def drain(self) -> None:
         for kind in STOPPING_ORDER:
@@ -82,20 +85,38 @@ class Cluster:
         port = self._resources.enter_context(KeptPort(config.host, config.port, socket.SO_REUSEPORT))
         await self._runtime.open()
         host = self._runtime.host
-        router = self._resources.enter_context(KeptPort(host, config.router.port, socket.SO_REUSEADDR))
+        kept = [
+            self._resources.enter_context(KeptPort(host, number, socket.SO_REUSEADDR))
+            for number in router_ports(config)
+        ]
         return Site(
-            router=Address(host, router.number),
+            routers=tuple(Address(host, port.number) for port in kept),
+            redis=await self._redis_url(),
             host=self._runtime.worker_host,
             port=port.number,
             num_gpus=self._runtime.num_gpus,
         )
+
+    async def _redis_url(self) -> str:
+        settings = self._config.router
+        if settings.redis != "auto" or not settings.looks_at_prompts:
+            return settings.redis
+        if find_program() is None:
+            return "none"  # `baton doctor` says so
+        self.redis = KeptRedis(self._clock)
+        self._resources.push_async_callback(self.redis.close)
+        try:
+            return await self.redis.start()
+        except ConfigError as error:
+            self._say(f"warning: routers share nothing, and know nothing after a restart: {error}")
+            return "none"
 
     async def _start_in_time(self, site: Site) -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start_all()
                 self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
-                operator = await self._resources.enter_async_context(connected(site.router, self._key))
+                operator = await self._resources.enter_async_context(connected(site.routers, self._key))
                 await self._until_all_have_met(operator)
         except TimeoutError:
             late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
@@ -118,7 +139,8 @@ class Cluster:
         num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
         if status is None or status.num_met < num_workers:
             return False
-        return status.num_gateways >= self._config.gateways
+        has_all = len(status.routers) >= self._config.routers
+        return has_all and status.num_gateways >= self._config.gateways
 
     @asynccontextmanager
     async def _saying_what_is_missing(self) -> AsyncIterator[None]:

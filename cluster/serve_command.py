@@ -58,7 +58,7 @@ async def _serve(config: ServeConfig, key: bytes) -> bool:
     with recorded() as record:
 
         def on_ready(serving: Serving) -> None:
-            record(ClusterRecord(host=serving.host, port=serving.port, router=serving.router, key=key))
+            record(ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, key=key))
             print(banner(config, serving), flush=True)
 
         runtime = make_runtime(config, key)

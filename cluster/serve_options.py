@@ -17,6 +17,9 @@ SERVE_OPTIONS: Final = (
     Option("--host", "host", str, "ADDRESS", "to listen on for clients (127.0.0.1)"),
     Option("--port", "port", int, "N", "to listen on for clients; 0: any that is free (8000)"),
     Option("--gateways", "gateways", int, "N", "processes behind that port (1)"),
+    Option(
+        "--routers", "routers", int, "N", "that choose workers: one goes on when another dies (1)"
+    ),
     Option("--prefill", "prefill.num_workers", int, "N", "prefill workers; 0: decode workers do it all (1)"),
     Option("--decode", "decode.num_workers", int, "N", "decode workers (1)"),
     Option("--prefill-tp", "prefill.tensor_parallel_size", int, "N", "ranks of a prefill worker"),
@@ -25,7 +28,7 @@ SERVE_OPTIONS: Final = (
     Option("--decode-block-size --decode-page-size", "decode.page_size", int, "N", "of decode workers"),
     Option("--transport", "transport", str, "NAME", "of KV pages: auto, shm, cuda_ipc, nccl, gloo or tcp"),
     Option("--router-policy", "router.policy", str, "NAME", "round-robin, prefix, cost (least-loaded)"),
-    Option("--redis", "router.redis", str, "URL", "keeps who holds what; auto: one of its own (none)"),
+    Option("--redis", "router.redis", str, "URL", "of what workers hold; auto: one of its own; none (auto)"),
     Option("--decision-log", "router.decision_log", str, "FILE", "to append what the router decides to"),
     Option(
         "--local-prefill-tokens",

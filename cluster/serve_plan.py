@@ -8,28 +8,36 @@ from baton.cluster.process_spec import ProcessSpec
 from baton.config import EngineConfig, EngineSettings
 from baton.gateway_config import GatewayConfig
 from baton.serve_config import ServeConfig, WorkersConfig
-from baton.worker import Address, WorkerRole
+from baton.worker import Routers, WorkerRole
 from baton.worker_config import WorkerConfig
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Where a cluster is put."""
 
-    router: Address  # where it will listen
+    routers: Routers  # where they will listen
     host: str  # that workers listen on; "": the address of the machine that each runs on
     port: int  # that clients connect to
+    redis: str = "none"  # where routers share what they know
     num_gpus: int  # for all workers together
 
 
 def specs(config: ServeConfig, site: Site) -> list[ProcessSpec]:
-    """Workers first, which are many seconds in starting; then the router, then gateways."""
+    """Workers first, which are many seconds in starting; then routers, then gateways."""
     gpus_per_rank = _gpus_per_rank(config, site.num_gpus)
     workers = [
         _worker(config, site, role, index, gpus_per_rank)
         for role, of_role in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
         for index in range(of_role.num_workers)
     ]
-    return [*workers, _router(config, site), *(_gateway(config, site, i) for i in range(config.gateways))]
+    routers = [_router(config, site, index) for index in range(len(site.routers))]
+    return [*workers, *routers, *(_gateway(config, site, i) for i in range(config.gateways))]
+
+
+def router_ports(config: ServeConfig) -> list[int]:
+    """Of each router; 0 is any that is free. A port that was given is the first one's, others follow it."""
+    first = config.router.port
+    return [first + index if first else 0 for index in range(config.routers)]
 
 
 def _of_role(config: ServeConfig, role: WorkerRole) -> WorkersConfig:
@@ -66,7 +74,7 @@ def _worker(
             name=name,
             model_name=config.model_name,
             engine=EngineConfig(model=config.model, **msgspec.structs.asdict(settings)),
-            router=site.router,
+            routers=site.routers,
             host=site.host,
             transport=config.transport,
             local_prefill_tokens=config.router.local_prefill_tokens,
@@ -84,9 +92,12 @@ def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSetti
     return msgspec.structs.replace(settings, cache=cache)
 
 
-def _router(config: ServeConfig, site: Site) -> ProcessSpec:
-    settings = msgspec.structs.replace(config.router, host=site.router.host, port=site.router.port)
-    return ProcessSpec(kind="router", name="router", config=settings)
+def _router(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
+    address = site.routers[index]
+    settings = msgspec.structs.replace(
+        config.router, host=address.host, port=address.port, redis=site.redis, seed=config.router.seed + index
+    )
+    return ProcessSpec(kind="router", name=f"router-{index}", config=settings)
 
 
 def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
@@ -96,7 +107,7 @@ def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
         config=GatewayConfig(
             model=config.model,
             served_model_name=config.model_name,
-            router=site.router,
+            routers=site.routers,
             host=config.host,
             port=site.port,
             shares_port=True,

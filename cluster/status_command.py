@@ -9,10 +9,10 @@ import msgspec
 from baton.cluster import standard_output
 from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
-from baton.cluster.router_options import add_router_options, router_of
+from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
-from baton.worker import Address, WorkerStatus
+from baton.worker import Routers, WorkerStatus
 
 COLUMNS = (
     "worker",
@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     standard_output.check()
-    status = asyncio.run(_ask(*router_of(arguments)))
+    status = asyncio.run(_ask(*routers_of(arguments)))
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(status).decode()}\n")
     else:
@@ -82,11 +82,11 @@ def _row(entry: WorkerStatus, pids: Mapping[Listener, int]) -> tuple[str, ...]:
     )
 
 
-async def _ask(router: Address, key: bytes) -> Status:
+async def _ask(routers: Routers, key: bytes) -> Status:
     try:
-        async with connected(router, key) as operator:
+        async with connected(routers, key) as operator:
             return await operator.status()
     except (TimeoutError, PeerGone):
         raise WorkerLost(
-            f"the router at {router.host}:{router.port} does not answer; is the key right?"
+            f"the router at {spelled(routers)} does not answer; is the key right?"
         ) from None

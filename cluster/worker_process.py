@@ -119,7 +119,7 @@ class HostedWorker:
     def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
-        colleagues = Colleagues(self._hello(), config.router, thread.dial, wanted)
+        colleagues = Colleagues(self._hello(), config.routers, thread.dial, wanted)
         beats = Beats(colleagues, SystemClock())
         links = KvLinks(partial(_connect, endpoint))
         if config.role is WorkerRole.PREFILL:

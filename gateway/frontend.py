@@ -27,7 +27,6 @@ from baton.control import (
     Rejected,
     Routed,
     Status,
-    StatusQuery,
     Tokens,
     fits_request,
 )
@@ -35,6 +34,7 @@ from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
 from baton.gateway.open_streams import OpenStreams
 from baton.gateway.replay import RETRY_AFTER_S, Limits
+from baton.gateway.router_watch import RouterWatch
 from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
@@ -54,16 +54,16 @@ class Frontend:
     """See node.Node, and service.Service for what the HTTP side calls; all from one thread."""
 
     def __init__(
-        self, id: str, router: Address, dial: Dial, clock: Clock, limits: Limits | None = None
+        self, id: str, routers: Sequence[Address], dial: Dial, clock: Clock, limits: Limits | None = None
     ) -> None:
-        """id: of this life of the process, 32 hex digits. router: where it listens."""
+        """id: of this life of the process, 32 hex digits. routers: where they listen."""
         self.hello = Hello(process=Kind.GATEWAY, id=id)
-        self.status: Status | None = None
-        self._colleagues = Colleagues(self.hello, router, dial, wanted=list(WorkerRole))
+        self._colleagues = Colleagues(self.hello, routers, dial, wanted=list(WorkerRole))
+        self._watch = RouterWatch(self._colleagues, clock)
         self._clock = clock
         self._limits = limits or Limits()
         self._streams = OpenStreams(self._colleagues, clock, self._limits)
-        self._explanations = Explanations(lambda: self._colleagues.router)
+        self._explanations = Explanations(lambda: self._colleagues.routers)
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
 
@@ -74,6 +74,10 @@ class Frontend:
         """Whether a request that came now could be sent somewhere."""
         decoders = self._colleagues.of_role(WorkerRole.DECODE)
         return self._colleagues.router is not None and any(map(self._streams.is_connected, decoders))
+
+    @property
+    def status(self) -> Status | None:
+        return self._watch.status
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -118,7 +122,7 @@ class Frontend:
         return stream.decode if stream is not None else ""
 
     def explain(self, request_id: str, told: Told) -> None:
-        """Ask the router how the request was routed."""
+        """Ask the routers how the request was routed."""
         self._explanations.ask(request_id, told)
 
     # What its host calls.
@@ -141,8 +145,9 @@ class Frontend:
         if not self._colleagues.left(peer):
             return
         if peer.hello.process is Kind.ROUTER:
-            self._streams.lose_router()
-            self._explanations.lose_router()
+            self._watch.left(peer)
+            self._streams.lose_router(peer.hello.id)
+            self._explanations.lose(peer)
         else:
             self._report()  # before anything is submitted again
             self._streams.lose_worker(peer.hello.id)
@@ -151,6 +156,7 @@ class Frontend:
         if peer.hello.process is Kind.WORKER:
             self._from_worker(peer, message)
         elif self._colleagues.is_router(peer):
+            self._watch.heard(peer)
             self._from_router(peer, message)
         self._streams.flush()
 
@@ -161,17 +167,17 @@ class Frontend:
         held_up_s, self._ticked_s = now_s - self._ticked_s, now_s
         if held_up_s > LATE_TICK_S:
             self._streams.held_up(held_up_s)
+            self._watch.held_up(held_up_s)
         if now_s - self._looked_s >= STATUS_S:
             self._looked_s = now_s
-            self.ask_status()
+            self._watch.ask()
             self._streams.find_overdue()
+        for router in self._watch.silent():
+            logger.warning("a router does not answer, another is asked", extra={"router": router.hello.id})
+            self.left(router)
+            router.close()
         self._streams.submit_waiting()
         self._streams.flush()
-
-    def ask_status(self) -> None:
-        """`status` is what the router answers."""
-        if self._colleagues.router is not None:
-            self._colleagues.router.send(StatusQuery())
 
     # Workers.
 
@@ -257,11 +263,11 @@ class Frontend:
             case AttemptFailed():
                 self._attempt_failed(peer, message)
             case Members():
-                self._take_members(message)
+                self._take_members(peer, message)
             case Status():
-                self.status = message
+                self._watch.answered(peer, message)
             case Decisions():
-                self._explanations.answer(message.decisions)
+                self._explanations.answer(peer, message.decisions)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
 
@@ -273,9 +279,9 @@ class Frontend:
         else:
             self._streams.routed(stream, routed)
 
-    def _take_members(self, members: Members) -> None:
+    def _take_members(self, router: Peer, members: Members) -> None:
         self._streams.drain(members.draining)
-        for worker in self._colleagues.changed(members):
+        for worker in self._colleagues.changed(router, members):
             peer = self._colleagues.peer(worker)
             if peer is not None:
                 self.left(peer)

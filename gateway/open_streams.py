@@ -7,7 +7,7 @@ works on an attempt that is not the present one is told to stop when that shows.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
@@ -25,6 +25,13 @@ Key: TypeAlias = tuple[str, int]  # request id, attempt
 logger = logging.getLogger(__name__)
 
 
+class Untold(NamedTuple):
+    """To a router."""
+
+    started: list[Key]
+    ended: list[Key]
+
+
 class OpenStreams:
     """`counters` are for metrics; sinks may open and cancel streams while they are being called."""
 
@@ -35,8 +42,7 @@ class OpenStreams:
         self._limits = limits
         self._streams: dict[str, Stream] = {}
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
-        self._started: list[Key] = []  # not told to the router yet
-        self._ended: list[Key] = []
+        self._untold: dict[str, Untold] = {}  # by router
         self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
 
@@ -67,11 +73,11 @@ class OpenStreams:
     def started(self, stream: Stream) -> None:
         """The present attempt's first token is there."""
         stream.is_reported = True
-        self._started.append(stream.key)
+        self._to_tell(stream).started.append(stream.key)
 
     def finished(self, stream: Stream) -> None:
         self.counters["finished"] += 1
-        self._ended.append(stream.key)
+        self._to_tell(stream).ended.append(stream.key)
         self._forget(stream)
 
     def fail(self, stream: Stream, error: BatonError) -> None:
@@ -144,12 +150,12 @@ class OpenStreams:
             if stream.lost:
                 stream.retry_s += seconds
 
-    def lose_router(self) -> None:
+    def lose_router(self, router: str) -> None:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
-        self._started.clear()
-        self._ended.clear()
         now_s = self._clock.now_s()
         for stream in self._each():
+            if stream.router != router:
+                continue
             if stream.state is State.SUBMITTED:
                 self.again(stream, "router")
             elif stream.state is State.ROUTED and not stream.has_started:
@@ -189,15 +195,17 @@ class OpenStreams:
                     self.fail(stream, error)
 
     def flush(self) -> None:
-        """Tell the router what it has not been told yet; nothing, if there is none."""
-        if self._started:
-            started, self._started = self._started, []
-            for first in range(0, len(started), MAX_EVENTS):
-                self._tell_router(Started(attempts=tuple(started[first : first + MAX_EVENTS])))
-        if self._ended:
-            ended, self._ended = self._ended, []
-            for first in range(0, len(ended), MAX_EVENTS):
-                self._tell_router(Ended(attempts=tuple(ended[first : first + MAX_EVENTS])))
+        """Tell each router what became of the attempts that it was asked for; the others, if it is gone."""
+        if not self._untold:
+            return
+        untold, self._untold = self._untold, {}
+        for router_id, (started, ended) in untold.items():
+            router = self._colleagues.peer(router_id)
+            for told in [router] if router is not None else self._colleagues.routers:
+                for first in range(0, len(started), MAX_EVENTS):
+                    told.send(Started(attempts=tuple(started[first : first + MAX_EVENTS])))
+                for first in range(0, len(ended), MAX_EVENTS):
+                    told.send(Ended(attempts=tuple(ended[first : first + MAX_EVENTS])))
 
     def is_connected(self, worker: str) -> bool:
         return self._colleagues.peer(worker) is not None
@@ -208,9 +216,8 @@ class OpenStreams:
             if self.is_open(stream):
                 yield stream
 
-    def _tell_router(self, message: Started | Ended) -> None:
-        if self._colleagues.router is not None:
-            self._colleagues.router.send(message)
+    def _to_tell(self, stream: Stream) -> "Untold":
+        return self._untold.setdefault(stream.router, Untold([], []))
 
     def _submit(self, stream: Stream) -> None:
         """What no message can carry ends this one alone: the others that wait for the router go on."""
@@ -238,7 +245,7 @@ class OpenStreams:
             router.send(Submit(request=request, beside=stream.beside, avoid=tuple(stream.avoid)))
         except WireError as error:
             raise InvalidRequest(f"the request can't be sent on: {error}") from error
-        stream.state, stream.heard_s = State.SUBMITTED, now_s
+        stream.state, stream.heard_s, stream.router = State.SUBMITTED, now_s, router.hello.id
         del self._waiting[stream.request_id]
 
     def _stop_attempt(self, stream: Stream) -> None:
@@ -248,7 +255,7 @@ class OpenStreams:
         request_id, attempt = stream.key
         if stream.decode:
             self._colleagues.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
-        self._ended.append(stream.key)
+        self._to_tell(stream).ended.append(stream.key)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]

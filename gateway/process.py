@@ -103,7 +103,7 @@ async def serve_gateway(
     clock, hub = SystemClock(), Hub(key)
     limits = replay.Limits(max_streams=config.max_open_requests, max_wait_s=config.max_wait_s)
     identity = secrets.token_hex(16)
-    frontend = Frontend(identity, config.router, hub.dial, clock, limits)
+    frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
     gateway = Gateway(config, key, frontend, clock, name=identity[:8])
     try:
         hub.serve(frontend)

@@ -56,6 +56,7 @@ class Stream:
         "prefill",
         "request",
         "retry_s",
+        "router",
         "sink",
         "state",
     )
@@ -64,6 +65,7 @@ class Stream:
         self.request = request  # as it was opened, with its seed
         self.sink = sink
         self.beside = beside
+        self.router = ""  # that was asked for the present attempt, or the one before
         self.state = State.WAITING
         self.attempt = request.attempt
         self.log = list(request.generated_token_ids)

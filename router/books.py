@@ -82,6 +82,11 @@ class Books:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_own(self) -> int:
+        """Without those that other routers have sent out."""
+        return len(self._entries) - len(self._heard_s)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 

@@ -1,7 +1,13 @@
-"""A redis-server of our own, on a socket file that only this user can reach; it keeps nothing on disk."""
+"""A redis-server of our own, on a socket file that only this user can reach; it keeps nothing on disk.
+
+It ends with whoever started it, also when that is killed. The folder that it leaves then, the next one
+removes.
+"""
 
 import asyncio
+import os
 import shutil
+import sys
 import tempfile
 from asyncio.subprocess import DEVNULL
 from pathlib import Path
@@ -12,6 +18,8 @@ from baton.errors import ConfigError
 START_DEADLINE_S: Final = 10.0
 STOP_DEADLINE_S: Final = 5.0
 PROGRAMS: Final = ("redis-server", "valkey-server")
+PREFIX: Final = "baton-redis-"
+WRAPPER: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("end_with_parent.py")))
 
 
 def find_program() -> str | None:
@@ -50,39 +58,52 @@ class PrivateRedis:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Returns when it answers. May be called again once it has died; the url stays."""
+        """Returns when it answers. May be called again once it has died; the url stays.
+
+        ConfigError: it does not start.
+        """
         program = find_program()
         if program is None:
             raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="baton-redis-")
+            await asyncio.to_thread(_remove_what_others_left)
+            self._folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
         socket = Path(self._folder, "redis.sock")
         socket.unlink(missing_ok=True)
         # fmt: off
         self._process = await asyncio.create_subprocess_exec(
-            program, "--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--save", "",
-            "--appendonly", "no", "--dir", self._folder, "--maxmemory", str(self._max_memory_bytes),
-            "--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", "redis.log",
-            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
+            *WRAPPER, str(os.getpid()), program, "--port", "0", "--unixsocket", str(socket),
+            "--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", self._folder,
+            "--maxmemory", str(self._max_memory_bytes), "--maxmemory-policy", "noeviction",
+            "--daemonize", "no", "--logfile", "redis.log",
+            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, process_group=0,
         )
         # fmt: on
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 while not await self._answers(socket):
-                    await asyncio.sleep(0.02)
-        except (TimeoutError, ConfigError):
-            await self.stop()
-            raise
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            await self._end()
+            raise ConfigError(f"{program} did not answer in {START_DEADLINE_S:.0f} s") from None
+
+    async def ended(self) -> int:
+        """Waits for its end; its exit status, negative for a signal's."""
+        assert self._process is not None, "it has not been started"
+        return await self._process.wait()
 
     async def stop(self) -> None:
         """Its end, and of all it kept."""
+        await self._end()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = None
+
+    async def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
         self._process = None
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        self._folder = None
 
     async def _answers(self, socket: Path) -> bool:
         assert self._process is not None
@@ -97,3 +118,12 @@ class PrivateRedis:
         writer.close()
         await writer.wait_closed()
         return answer == b"+PONG\r\n"
+
+
+def _remove_what_others_left() -> None:
+    """Of processes of this user that are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        is_ours = owner.isdecimal() and folder.is_dir() and folder.stat().st_uid == os.getuid()
+        if is_ours and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)

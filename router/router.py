@@ -6,27 +6,23 @@ meanwhile, and those that no earlier router answered are submitted anew by their
 """
 
 import logging
-import re
 from collections import Counter
 from typing import Final
 
 from baton.clock import Clock
 from baton.control import (
     AnyMessage,
-    AttemptFailed,
     Beat,
     Decisions,
     Drain,
     Ended,
     Explain,
-    Failure,
     Hello,
     Kind,
     Measured,
     Members,
     PageEvents,
     Reachable,
-    Rejected,
     Started,
     Status,
     StatusQuery,
@@ -35,27 +31,17 @@ from baton.control import (
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
 from baton.router.books import Books
+from baton.router.dispatcher import Dispatcher, Gateway
 from baton.router.knowledge import Knowledge
 from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
-from baton.router.orders import dispatch_of, entry_of, routed_of
 from baton.router.pairing import Pairing
+from baton.router.standing import Standing, worker_statuses
 from baton.router_config import RouterSettings
-from baton.worker import WorkerStatus
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
-RETRY_AFTER_S: Final = 1.0
-MAX_ATTEMPT: Final = 2**16
-
-_ID: Final = re.compile("[0-9a-f]{32}")
 
 logger = logging.getLogger(__name__)
-
-
-class Gateway:
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.reached: frozenset[str] = frozenset()
 
 
 class Router:
@@ -66,13 +52,16 @@ class Router:
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
         self.books = Books(clock)
+        self.standing = Standing(id, self.counters, self.books)
         self.members = Membership(clock)
         self._meeting = Meeting(self.members)
         self.knowledge = Knowledge(config, clock, self.books, self.counters)
-        self._config = config
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
+        self._dispatcher = Dispatcher(
+            self.books, self._pairing, self.knowledge, self._gateways, config.max_attempts
+        )
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
@@ -131,22 +120,12 @@ class Router:
         self._announce(is_tick=True)
 
     def status(self) -> Status:
-        now_s = self._clock.now_s()
         return Status(
-            workers=tuple(
-                WorkerStatus(
-                    worker=member.worker,
-                    load=member.load,
-                    num_attempts=self.books.account(member.id).num_attempts,
-                    beat_age_s=now_s - member.beat_s,
-                    is_draining=member.is_draining,
-                )
-                for member in self.members.all()
-            ),
+            workers=worker_statuses(self.members, self.books, self._clock.now_s()),
             num_gateways=len(self._gateways),
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
-            num_attempts=len(self.books),
-            counters=dict(self.counters),
+            num_attempts=self.books.num_own,
+            routers=(self.standing.status(),),
         )
 
     # Gateways.
@@ -157,15 +136,13 @@ class Router:
             return  # it has connected again: this connection is being closed
         match message:
             case Submit():
-                self._submit(gateway, message)
+                begun_s = self._clock.now_s()
+                self._dispatcher.submit(gateway, message)
+                self.standing.times.add(self._clock.now_s() - begun_s)
             case Started():
-                for key in message.attempts:
-                    self.books.started(key)
-                self.knowledge.started(message.attempts)
+                self._dispatcher.started(message.attempts)
             case Ended():
-                for key in message.attempts:
-                    self.books.ended(key)
-                self.knowledge.ended(message.attempts)
+                self._dispatcher.ended(message.attempts)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self._pairing.forget()
@@ -175,42 +152,6 @@ class Router:
                 self._explain(peer, message)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
-
-    def _submit(self, gateway: Gateway, submit: Submit) -> None:
-        request = submit.request
-        key = (request.request_id, request.attempt)
-        _check_key(key)
-        if self.books.is_anothers(key):
-            self.books.ended(key)  # its router is gone, or its gateway has left that one
-        if key in self.books:
-            raise ProtocolError(f"attempt {request.attempt} of {request.request_id} was submitted twice")
-        if len(self.books) >= self._config.max_attempts:
-            self._reject(gateway, submit, f"{self._config.max_attempts} attempts are under way")
-            return
-        pair = self._pairing.pair(submit, gateway.reached)
-        if pair is None:
-            self._reject(gateway, submit, "no decode worker can be reached")
-            return
-        gateway_id = gateway.peer.hello.id
-        entry = entry_of(gateway_id, request, pair)
-        self.books.enter(key, entry)
-        self.knowledge.decided(submit, pair)
-        self.knowledge.dispatched(submit, pair, entry)
-        self.counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        pair.decode.peer.send(dispatch_of(gateway_id, request, pair))
-        gateway.peer.send(routed_of(request, pair))
-
-    def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
-        self.counters["rejected"] += 1
-        request = submit.request
-        gateway.peer.send(
-            Rejected(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                reason=reason,
-                retry_after_s=RETRY_AFTER_S,
-            )
-        )
 
     def _explain(self, peer: Peer, explain: Explain) -> None:
         peer.send(Decisions(decisions=tuple(self.knowledge.decisions.of(explain.request_id))))
@@ -249,21 +190,11 @@ class Router:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
     def _gone(self, member: Member, reason: str) -> None:
-        """What it may never have heard of is given back; of the rest its gateways know more than it does."""
         self.counters["workers_gone"] += 1
         self.knowledge.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
-        for (request_id, attempt), entry in self.books.waiting_at(member.id):
-            failed = AttemptFailed(
-                request_id=request_id,
-                attempt=attempt,
-                failure=Failure.LOST,
-                reason=f"{member.worker.name} is gone: {reason}",
-                worker=member.id,
-            )
-            if entry.gateway in self._gateways:
-                self._gateways[entry.gateway].peer.send(failed)
+        self._dispatcher.lost(member, reason)
 
     def _drain(self, drain: Drain) -> None:
         """Who asked reads in the status whether it was found."""
@@ -293,9 +224,3 @@ class Router:
             gateway.peer.send(members)
         for member in self.members.all():
             member.peer.send(members)
-
-
-def _check_key(key: tuple[str, int]) -> None:
-    request_id, attempt = key
-    if not _ID.fullmatch(request_id) or not 0 <= attempt <= MAX_ATTEMPT:
-        raise ProtocolError(f"attempt {attempt} of {request_id[:64]!r} is no attempt's name")

@@ -162,7 +162,7 @@ class Cluster:
                         name=f"{role}-{index}",
                         model_name="model",
                         engine=engine,
-                        router=address,
+                        routers=(address,),
                         transport=transport,
                         local_prefill_tokens=local_prefill_tokens,
                         drain_timeout_s=10.0,
@@ -177,7 +177,7 @@ class Cluster:
                 worker.wait()
             self._gateway = Threads("gateway")
             ends.callback(self._gateway.close)
-            self.frontend = Frontend(secrets.token_hex(16), address, self._gateway.net.dial, SystemClock())
+            self.frontend = Frontend(secrets.token_hex(16), [address], self._gateway.net.dial, SystemClock())
             self._gateway.net.serve(self.frontend)
             self._wait_until_routable()
             self._ends = ends.pop_all()

@@ -33,8 +33,8 @@ class ProcessCluster:
         self.serving: Serving
         self._cluster = self._wait(self._start())
         self.gateway = Threads("gateway")
-        router, dial = self.serving.router, self.gateway.net.dial
-        self.frontend = Frontend(secrets.token_hex(16), router, dial, SystemClock())
+        routers, dial = self.serving.routers, self.gateway.net.dial
+        self.frontend = Frontend(secrets.token_hex(16), routers, dial, SystemClock())
         self.gateway.net.serve(self.frontend)
         self.wait_until_whole()
 
@@ -77,7 +77,7 @@ class ProcessCluster:
             status = self.frontend.status
             return self.frontend.is_ready and status is not None and self._is_whole(status)
 
-        self.frontend.status = None
+        self.frontend._watch.forget()
         wait_for(is_whole, timeout_s)
 
     def _is_whole(self, status: Status) -> bool:

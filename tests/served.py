@@ -96,7 +96,7 @@ class Served:
         record = find_record(self.port)
 
         async def ask() -> Status:
-            async with connected(record.router, record.key) as operator:
+            async with connected(record.routers, record.key) as operator:
                 return await operator.status()
 
         return {entry.worker.name: entry for entry in asyncio.run(ask()).workers}

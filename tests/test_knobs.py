@@ -32,8 +32,7 @@ KNOBS: dict[str, Any] = {
 
 GATEWAY_KNOBS: dict[str, Any] = {
     "model": "required",
-    "router.host": "required",
-    "router.port": "required",
+    "routers": "required",
     "served_model_name": "",
     "host": "127.0.0.1",
     "port": 8000,
@@ -60,8 +59,7 @@ WORKER_KNOBS: dict[str, Any] = {
     "name": "required",
     "model_name": "required",
     **{f"engine.{name}": default for name, default in KNOBS.items()},
-    "router.host": "required",
-    "router.port": "required",
+    "routers": "required",
     "host": "127.0.0.1",
     "port": 0,
     "transport": "auto",
@@ -71,7 +69,7 @@ WORKER_KNOBS: dict[str, Any] = {
 
 # Of the gateway's, those that are where it runs rather than how.
 GATEWAYS_PLACE = {
-    *("model", "router.host", "router.port", "served_model_name", "host", "port", "shares_port"),
+    *("model", "routers", "served_model_name", "host", "port", "shares_port"),
     *("tenants_file", "drain_timeout_s"),
 }
 OF_EACH_ROLE: dict[str, Any] = {
@@ -89,6 +87,7 @@ SERVE_KNOBS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
     "gateways": 1,
+    "routers": 1,
     **{f"prefill.{name}": default for name, default in OF_EACH_ROLE.items()},
     **{f"decode.{name}": default for name, default in OF_EACH_ROLE.items()},
     "transport": "auto",

@@ -74,7 +74,7 @@ class GatewayLife:
     def __init__(self, site: Site, name: str) -> None:
         self.process = site.new_process(name)
         host = Host(self.process, site.network, site.directory, site.trace)
-        self.frontend = Frontend(site.new_id(name), ROUTER, host.dial, self.process.clock, site.limits)
+        self.frontend = Frontend(site.new_id(name), [ROUTER], host.dial, self.process.clock, site.limits)
         host.serve(self.frontend)
 
 
@@ -147,7 +147,7 @@ class WorkerLife:
     def _make_worker(self, hello: Hello) -> PrefillWorker | DecodeWorker:
         is_prefill = self.plan.role is WorkerRole.PREFILL
         wanted = () if is_prefill else (WorkerRole.PREFILL,)
-        colleagues = Colleagues(hello, ROUTER, self._host.dial, wanted)
+        colleagues = Colleagues(hello, [ROUTER], self._host.dial, wanted)
         beats = Beats(colleagues, self.process.clock)
         links = KvLinks(self._connect)
         if is_prefill:

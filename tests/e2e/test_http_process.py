@@ -19,7 +19,7 @@ from tests.served_gateway import KEY, NOWHERE, TIMEOUT_S
 
 
 def config(**settings: Any) -> GatewayConfig:
-    given = {"model": str(resolve_model("tiny")), "router": NOWHERE, "port": 0, "max_wait_s": 0.5}
+    given = {"model": str(resolve_model("tiny")), "routers": (NOWHERE,), "port": 0, "max_wait_s": 0.5}
     return GatewayConfig(**{**given, **settings})
 
 

@@ -71,16 +71,16 @@ def test_a_worker_that_somebody_else_has_told_to_end_is_started_again(cluster: S
 
 
 def test_a_router_that_somebody_else_has_told_to_end_is_started_again(cluster: Served) -> None:
-    pid = cluster.listening_on(find_record(cluster.port).router.port)
+    pid = cluster.listening_on(find_record(cluster.port).routers[0].port)
     os.kill(pid, signal.SIGTERM)
     until(lambda: are_gone({pid}))
     until(cluster.answers)
-    assert any("router ended with status 0; it is started again" in line for line in cluster.said)
+    assert any("router-0 ended with status 0; it is started again" in line for line in cluster.said)
 
 
 def test_a_router_and_a_gateway_that_are_killed_come_back_where_they_were(cluster: Served) -> None:
     record = find_record(cluster.port)
-    for port in (record.router.port, cluster.port):
+    for port in (record.routers[0].port, cluster.port):
         os.kill(cluster.listening_on(port), signal.SIGKILL)
         until(cluster.answers)
     assert cluster.complete(COPY[0]) == COPY[1]

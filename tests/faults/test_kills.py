@@ -131,7 +131,7 @@ def test_a_killed_router_interrupts_no_stream_and_loses_no_request(cluster: Proc
     for each, answer in zip(before, answers, strict=False):
         cluster.begin(each, answer)
     wait_for(lambda: all(len(answer.events) > 5 for answer in answers[:4]))
-    cluster.kill("router")
+    cluster.kill("router-0")
     for each, answer in zip(after, answers[4:], strict=True):
         cluster.begin(each, answer)
     finish(answers)

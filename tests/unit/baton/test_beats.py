@@ -30,7 +30,7 @@ class Beater:
 class Desk:
     def __init__(self) -> None:
         self.post, self.clock = Post(), ManualClock(5.0)
-        self.colleagues = Colleagues(HELLO, Address("127.0.0.1", 1), lambda address: None)
+        self.colleagues = Colleagues(HELLO, [Address("127.0.0.1", 1)], lambda address: None)
         self.beats = Beats(self.colleagues, self.clock)
 
     def join_router(self) -> None:

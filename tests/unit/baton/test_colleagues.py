@@ -1,5 +1,7 @@
 """Whom a worker knows, what it asks for, and how its tokens are bundled."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
@@ -11,6 +13,7 @@ from tests.fakes import Post, PostedPeer
 
 ROUTER_ADDRESS = Address("127.0.0.1", 1)
 ROUTER = Hello(process=Kind.ROUTER, id="1" * 32)
+OTHER_ROUTER = Hello(process=Kind.ROUTER, id="7" * 32)
 GATEWAY = Hello(process=Kind.GATEWAY, id="2" * 32)
 
 
@@ -37,11 +40,17 @@ def hello_of(worker: Worker) -> Hello:
 class Desk:
     """One worker's colleagues, with what it dialled and what it said."""
 
-    def __init__(self, *wanted: WorkerRole) -> None:
+    def __init__(
+        self, *wanted: WorkerRole, addresses: Sequence[Address] = (), number: int = 99
+    ) -> None:
         self.post = Post()
         self.dialled: list[Address] = []
-        self.hello = hello_of(a_worker(99, WorkerRole.DECODE))
-        self.colleagues = Colleagues(self.hello, ROUTER_ADDRESS, self.dialled.append, wanted)
+        self.hello = hello_of(a_worker(number, WorkerRole.DECODE))
+        self.colleagues = Colleagues(self.hello, addresses or [ROUTER_ADDRESS], self.dialled.append, wanted)
+        self.router = PostedPeer(self.hello.id, ROUTER, self.post)
+
+    def changed(self, members: Members) -> list[str]:
+        return self.colleagues.changed(self.router, members)
 
     def peer(self, hello: Hello) -> PostedPeer:
         return PostedPeer(self.hello.id, hello, self.post)
@@ -70,7 +79,7 @@ def test_it_dials_listed_workers_of_the_roles_it_wants() -> None:
     desk.join(ROUTER)
     here, missing, other = a_worker(5), a_worker(6), a_worker(7, WorkerRole.DECODE)
     desk.join(hello_of(here))
-    assert desk.colleagues.changed(Members(workers=(here, missing, other))) == []
+    assert desk.changed(Members(workers=(here, missing, other))) == []
     desk.colleagues.keep_up()
     assert desk.dialled == [missing.address]
     assert desk.colleagues.connected() == [here.id]
@@ -80,18 +89,18 @@ def test_it_dials_listed_workers_of_the_roles_it_wants() -> None:
 def test_who_is_not_listed_any_more_is_gone() -> None:
     desk = Desk()
     first, second, third = a_worker(5), a_worker(6), a_worker(7)
-    desk.colleagues.changed(Members(workers=(first, second)))
-    assert desk.colleagues.changed(Members(workers=(second, third))) == [first.id]
+    desk.changed(Members(workers=(first, second)))
+    assert desk.changed(Members(workers=(second, third))) == [first.id]
     assert list(desk.colleagues.members) == [second.id, third.id]
 
 
 def test_a_list_that_is_not_complete_ends_nobody() -> None:
     desk = Desk()
     first, second = a_worker(5), a_worker(6)
-    desk.colleagues.changed(Members(workers=(first,)))
-    assert desk.colleagues.changed(Members(workers=(second,), is_complete=False)) == []
+    desk.changed(Members(workers=(first,)))
+    assert desk.changed(Members(workers=(second,), is_complete=False)) == []
     assert set(desk.colleagues.members) == {first.id, second.id}
-    assert desk.colleagues.changed(Members(workers=(second,))) == [first.id]
+    assert desk.changed(Members(workers=(second,))) == [first.id]
 
 
 def test_a_newer_connection_takes_the_older_ones_place() -> None:
@@ -104,14 +113,78 @@ def test_a_newer_connection_takes_the_older_ones_place() -> None:
     assert desk.colleagues.peer(GATEWAY.id) is None
 
 
-def test_only_the_router_in_use_is_the_router() -> None:
+def test_a_connection_that_was_replaced_is_no_routers() -> None:
     desk = Desk()
-    old = desk.join(ROUTER)
-    assert desk.colleagues.is_router(old)
-    new = desk.join(Hello(process=Kind.ROUTER, id="7" * 32))
-    gateway = desk.join(GATEWAY)
-    assert desk.colleagues.is_router(new)
-    assert not desk.colleagues.is_router(old) and not desk.colleagues.is_router(gateway)
+    old, gateway = desk.join(ROUTER), desk.join(GATEWAY)
+    assert desk.colleagues.is_router(old) and not desk.colleagues.is_router(gateway)
+    new = desk.join(ROUTER)
+    assert desk.colleagues.is_router(new) and not desk.colleagues.is_router(old)
+
+
+class TestSeveralRouters:
+    def two(self) -> tuple[Desk, PostedPeer, PostedPeer]:
+        desk = Desk(addresses=[ROUTER_ADDRESS, Address("127.0.0.1", 2)])
+        return desk, desk.join(ROUTER), desk.join(OTHER_ROUTER)
+
+    def test_all_are_dialled_while_one_is_missing(self) -> None:
+        desk, router, _ = self.two()
+        desk.colleagues.keep_up()
+        assert desk.dialled == []
+        desk.colleagues.left(router)
+        desk.colleagues.keep_up()
+        assert desk.dialled == [ROUTER_ADDRESS, Address("127.0.0.1", 2)]
+
+    def test_a_worker_is_gone_when_none_lists_it(self) -> None:
+        desk, one, other = self.two()
+        first, second = a_worker(5), a_worker(6)
+        for router in (one, other):
+            desk.colleagues.changed(router, Members(workers=(first, second)))
+        assert desk.colleagues.changed(one, Members(workers=(second,))) == []
+        assert set(desk.colleagues.members) == {first.id, second.id}
+        assert desk.colleagues.changed(other, Members(workers=(second,))) == [first.id]
+
+    def test_what_a_router_said_before_it_left_counts_until_another_says_more(self) -> None:
+        desk, one, other = self.two()
+        desk.colleagues.changed(one, Members(workers=(a_worker(5),)))
+        desk.colleagues.left(one)
+        assert desk.colleagues.changed(other, Members(workers=(), is_complete=False)) == []
+        assert desk.colleagues.changed(other, Members(workers=())) == [a_worker(5).id]
+
+    def test_a_list_that_is_complete_vouches_for_one_that_is_not(self) -> None:
+        desk, one, other = self.two()
+        desk.colleagues.changed(one, Members(workers=(a_worker(5), a_worker(6))))
+        desk.colleagues.changed(other, Members(workers=(), is_complete=False))
+        assert desk.colleagues.changed(one, Members(workers=(a_worker(6),))) == [a_worker(5).id]
+
+    def test_one_that_knows_all_workers_is_asked(self) -> None:
+        desk, one, other = self.two()
+        for knowing, starting in ((one, other), (other, one)):
+            desk.colleagues.changed(starting, Members(workers=(), is_complete=False))
+            desk.colleagues.changed(knowing, Members(workers=()))
+            assert desk.colleagues.router is knowing
+        desk.colleagues.left(other)
+        assert desk.colleagues.router is one
+
+    def test_processes_choose_different_ones(self) -> None:
+        chosen = set()
+        for number in range(32):
+            desk = Desk(number=number)
+            one, other = desk.join(ROUTER), desk.join(OTHER_ROUTER)
+            desk.colleagues.changed(one, Members(workers=()))
+            desk.colleagues.changed(other, Members(workers=()))
+            router = desk.colleagues.router
+            assert router is not None
+            chosen.add(router.hello.id)
+        assert chosen == {ROUTER.id, OTHER_ROUTER.id}
+
+    def test_each_is_told_who_can_be_reached(self) -> None:
+        desk, _, other = self.two()
+        desk.colleagues.report(["a" * 32])
+        assert {letter.receiver for letter in desk.post.take()} == {ROUTER.id, OTHER_ROUTER.id}
+        desk.colleagues.left(other)
+        desk.join(OTHER_ROUTER)
+        desk.colleagues.report(["a" * 32])
+        assert {letter.receiver for letter in desk.post.take()} == {OTHER_ROUTER.id}
 
 
 def test_a_report_is_made_when_something_has_changed() -> None:
@@ -200,5 +273,5 @@ def test_pages_are_exchanged_with_all_of_the_same_weights() -> None:
     alike, decoder = a_worker(1), a_worker(2, WorkerRole.DECODE)
     other = msgspec.structs.replace(a_worker(3), fingerprint="others")
     other_decoder = msgspec.structs.replace(a_worker(4, WorkerRole.DECODE), fingerprint="others")
-    desk.colleagues.changed(Members(workers=(own, alike, decoder, other, other_decoder)))
+    desk.changed(Members(workers=(own, alike, decoder, other, other_decoder)))
     assert desk.colleagues.with_pages() == [alike, decoder]

@@ -12,6 +12,7 @@ from baton.decision import Decision, Weighed
 from baton.errors import WireError
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from baton.router_status import RouterStatus
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
@@ -82,7 +83,7 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         c.Status(
             workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
             num_gateways=1,
-            counters={"routed": 5},
+            routers=(RouterStatus(id=ID, redis="up", counters={"routed": 5}),),
             queue=queue_status(),
         ),
         c.Explain(request_id=ID),

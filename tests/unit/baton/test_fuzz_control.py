@@ -79,7 +79,7 @@ def reaching_gateway(node: Node) -> TestPeer:
 
 
 def a_gateway() -> Process:
-    frontend = Frontend(id_of("g"), Address("h", 1), lambda address: None, ManualClock())
+    frontend = Frontend(id_of("g"), [Address("h", 1)], lambda address: None, ManualClock())
     workers = [lambda node, name=name: TestPeer.worker(node, a_worker(name)) for name in ("p1", "d1")]
     return Process(frontend, [TestPeer.router, *workers])
 

@@ -35,7 +35,7 @@ class Idle:
 class Desk:
     def __init__(self, *, is_asked: bool = True) -> None:
         self.post, self.clock = Post(), ManualClock(5.0)
-        colleagues = Colleagues(HELLO, Address("127.0.0.1", 1), lambda address: None)
+        colleagues = Colleagues(HELLO, [Address("127.0.0.1", 1)], lambda address: None)
         router = PostedPeer(HELLO.id, ROUTER, self.post)
         colleagues.joined(router)
         news = PageNews(colleagues, self.clock)

@@ -37,7 +37,7 @@ class Engine:
 class Desk:
     def __init__(self, num_host: int = 0) -> None:
         self.post, self.clock, self.engine = Post(), ManualClock(5.0), Engine(num_host)
-        self.colleagues = Colleagues(HELLO, Address("127.0.0.1", 1), lambda address: None)
+        self.colleagues = Colleagues(HELLO, [Address("127.0.0.1", 1)], lambda address: None)
         self.news = PageNews(self.colleagues, self.clock)
         self.router = self.join_router("2")
 
@@ -123,6 +123,7 @@ def test_a_new_router_is_told_nothing_before_it_asks() -> None:
     desk = Desk()
     desk.news.want(desk.router)
     desk.told()
+    desk.colleagues.left(desk.router)
     router = desk.join_router("3")
     desk.engine.known = 2
     desk.clock.advance(1.0)
@@ -130,3 +131,19 @@ def test_a_new_router_is_told_nothing_before_it_asks() -> None:
     desk.news.want(router)
     (events,) = desk.told()
     assert events.is_afresh and events.first == 2
+
+
+def test_each_router_that_has_asked_is_told_the_same() -> None:
+    desk = Desk()
+    other = desk.join_router("3")
+    desk.news.want(desk.router)
+    assert len(desk.told()) == 1
+    desk.engine.known = 2
+    desk.news.want(other)
+    one, same = desk.told()
+    assert one == same and one.is_afresh and one.first == 2
+    desk.engine.known = 1
+    desk.clock.advance(NEWS_S)
+    desk.colleagues.left(other)
+    (events,) = desk.told()
+    assert events.first == 4

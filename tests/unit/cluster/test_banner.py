@@ -11,7 +11,7 @@ from baton.serve_config import ServeConfig
 from baton.worker import Address
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
-SERVING = Serving(host="127.0.0.1", port=8123, router=Address("127.0.0.1", 7000))
+SERVING = Serving(host="127.0.0.1", port=8123, routers=(Address("127.0.0.1", 7000),))
 
 
 def curl(text: str) -> list[str]:

@@ -90,7 +90,7 @@ def test_compose_starts_processes_that_find_each_other() -> None:
     roles = []
     for name, config in configs.items():
         assert isinstance(config, WorkerConfig | GatewayConfig)
-        assert config.router == Address(router.host, router.port)
+        assert config.routers == (Address(router.host, router.port),)
         if isinstance(config, WorkerConfig):
             roles.append(config.role)
             assert (config.name, config.host) == (name, name)  # each listens where others look for it

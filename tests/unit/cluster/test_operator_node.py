@@ -36,7 +36,7 @@ def test_status_tells_of_every_worker() -> None:
     async def test(router: Router, address: Address) -> None:
         for name in ("d0", "p0"):
             TestPeer.worker(router, a_worker(name))
-        async with connected(address, KEY) as operator:
+        async with connected([address], KEY) as operator:
             first, second = await asyncio.gather(operator.status(), operator.status())
         assert {entry.worker.name for entry in first.workers} == {"d0", "p0"}
         assert {entry.worker.name for entry in second.workers} == {"d0", "p0"}
@@ -47,7 +47,7 @@ def test_status_tells_of_every_worker() -> None:
 def test_a_drain_reaches_the_worker_before_it_returns() -> None:
     async def test(router: Router, address: Address) -> None:
         worker = TestPeer.worker(router, a_worker("d0"))
-        async with connected(address, KEY) as operator:
+        async with connected([address], KEY) as operator:
             with pytest.raises(
                 ConfigError, match="d0 is the last decode worker: without it no request is answered"
             ):
@@ -63,7 +63,7 @@ def test_one_of_several_goes_without_being_asked_twice() -> None:
     async def test(router: Router, address: Address) -> None:
         first, second = (TestPeer.worker(router, a_worker(name)) for name in ("d0", "d1"))
         TestPeer.worker(router, a_worker("p0"))
-        async with connected(address, KEY) as operator:
+        async with connected([address], KEY) as operator:
             await operator.drain("d0")
             assert any(isinstance(message, Drain) for message in first.received)
             with pytest.raises(
@@ -78,7 +78,7 @@ def test_one_of_several_goes_without_being_asked_twice() -> None:
 def test_a_worker_that_is_none_is_told_with_those_there_are() -> None:
     async def test(router: Router, address: Address) -> None:
         TestPeer.worker(router, a_worker("d0"))
-        async with connected(address, KEY) as operator:
+        async with connected([address], KEY) as operator:
             with pytest.raises(ConfigError, match="there is no 'd1'; the cluster's workers are: d0"):
                 await operator.drain("d1")
 
@@ -89,7 +89,7 @@ def test_who_has_another_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(operator_node, "ANSWER_TIMEOUT_S", 0.3)
 
     async def test(router: Router, address: Address) -> None:
-        async with connected(address, b"another key of enough length") as operator:
+        async with connected([address], b"another key of enough length") as operator:
             with pytest.raises(TimeoutError):
                 await operator.status()
 
@@ -101,7 +101,7 @@ def test_a_router_that_comes_back_is_asked_again() -> None:
         first = Hub(KEY)
         address = await first.listen()
         first.serve(Router(RouterConfig(), SystemClock(), "a" * 32))
-        async with connected(address, KEY) as operator:
+        async with connected([address], KEY) as operator:
             assert (await operator.status()).workers == ()
             await first.close()
             second = Hub(KEY)

@@ -57,7 +57,7 @@ def test_it_dies_when_its_parent_does(process: "subprocess.Popen[bytes]") -> Non
 
 
 def test_what_is_the_operators_to_change_is_told_apart(process: "subprocess.Popen[bytes]") -> None:
-    config = GatewayConfig(model="/nowhere", router=Address("127.0.0.1", 1))
+    config = GatewayConfig(model="/nowhere", routers=(Address("127.0.0.1", 1),))
     report = give(process, ProcessSpec(kind="gateway", name="gateway-0", config=config))
     assert isinstance(report, Failed) and report.is_users_error
     assert report.reason.startswith("model '/nowhere'")

@@ -15,7 +15,7 @@ ROUTER = Address("127.0.0.1", 7000)
 
 def plan(num_gpus: int = 0, **settings: object) -> list[ProcessSpec]:
     config = build(ServeConfig, {"model": "tiny", **settings})
-    return specs(config, Site(router=ROUTER, host="", port=8000, num_gpus=num_gpus))
+    return specs(config, Site(routers=(ROUTER,), host="", port=8000, num_gpus=num_gpus))
 
 
 def workers(planned: list[ProcessSpec]) -> list[WorkerConfig]:
@@ -24,14 +24,15 @@ def workers(planned: list[ProcessSpec]) -> list[WorkerConfig]:
 
 def test_everybody_is_told_of_the_router_and_nobody_of_a_key() -> None:
     planned = plan(prefill={"num_workers": 2}, decode={"num_workers": 3}, gateways=2)
-    names = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2", "router", "gateway-0", "gateway-1"]
+    workers = ["prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    names = [*workers, "router-0", "gateway-0", "gateway-1"]
     assert [spec.name for spec in planned] == names
     for spec in planned:
         if isinstance(spec.config, RouterConfig):
             assert (spec.config.host, spec.config.port) == (ROUTER.host, ROUTER.port)
         else:
             assert isinstance(spec.config, WorkerConfig | GatewayConfig)
-            assert spec.config.router == ROUTER
+            assert spec.config.routers == (ROUTER,)
 
 
 def test_gateways_share_the_port() -> None:

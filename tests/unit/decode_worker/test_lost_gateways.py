@@ -9,7 +9,7 @@ HERE, THERE, GONE = "1" * 32, "2" * 32, "3" * 32
 
 def test_one_is_lost_that_is_missing_at_two_ticks_in_a_row() -> None:
     hello = Hello(process=Kind.WORKER, id="9" * 32)
-    colleagues = Colleagues(hello, Address("127.0.0.1", 1), lambda address: None)
+    colleagues = Colleagues(hello, [Address("127.0.0.1", 1)], lambda address: None)
     gateways = LostGateways(colleagues)
     peers = {
         each: PostedPeer(hello.id, Hello(process=Kind.GATEWAY, id=each), Post()) for each in (HERE, THERE)

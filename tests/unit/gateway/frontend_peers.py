@@ -95,7 +95,7 @@ class Gateway:
 def gateway(*workers: str, **limits: Any) -> Gateway:
     """With a router and these workers."""
     clock, dialled = ManualClock(50.0), list[Address]()
-    frontend = Frontend(id_of("g"), ROUTER, dialled.append, clock, Limits(**limits))
+    frontend = Frontend(id_of("g"), [ROUTER], dialled.append, clock, Limits(**limits))
     made = Gateway(clock, frontend, dialled, {})
     made.join_router()
     made.list_members(*workers)

@@ -107,7 +107,7 @@ class ScriptedCluster:
     def _start_gateway(self, name: str) -> None:
         running = self.running[name] = Running(self, name)
         limits = Limits(max_wait_s=MAX_WAIT_S)
-        frontend = Frontend(running.id, ROUTER, running.host.dial, running.process.clock, limits)
+        frontend = Frontend(running.id, [ROUTER], running.host.dial, running.process.clock, limits)
         self.frontends[name] = frontend
         running.host.serve(frontend)
 

@@ -61,7 +61,7 @@ class ScriptedWorker:
         self.work: dict[str, Work] = {}
         self._is_decode = is_decode
         self._random = random
-        self._colleagues = Colleagues(hello, router, dial, [WorkerRole.PREFILL] if is_decode else [])
+        self._colleagues = Colleagues(hello, (router,), dial, [WorkerRole.PREFILL] if is_decode else [])
         self._beats = Beats(self._colleagues, clock)
         self._cancelled: set[tuple[str, int]] = set()  # before they came
 
@@ -93,7 +93,7 @@ class ScriptedWorker:
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:
             case Members():
-                for gone in self._colleagues.changed(message):
+                for gone in self._colleagues.changed(peer, message):
                     self._lost(gone)
                 self._report()
             case Dispatch():

@@ -21,7 +21,7 @@ async def _accept_never(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def test_a_handshake_that_does_not_end_is_given_up() -> None:
-    config = GatewayConfig(model="tiny", router=Address("127.0.0.1", 1), port=0)
+    config = GatewayConfig(model="tiny", routers=(Address("127.0.0.1", 1),), port=0)
     limits = Limits(
         max_connections=10,
         max_body_bytes=1024,

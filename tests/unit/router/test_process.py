@@ -60,7 +60,7 @@ async def a_scripted_worker(name: str, router: Address) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Frontend]:
     hub = Hub(KEY)
-    frontend = Frontend(id_of("g"), router, hub.dial, SystemClock())
+    frontend = Frontend(id_of("g"), [router], hub.dial, SystemClock())
     hub.serve(frontend)
     try:
         await until(lambda: frontend.is_ready and len(frontend.workers) == num_workers)
@@ -90,7 +90,7 @@ def test_requests_are_answered_through_pairs() -> None:
             clients = open_some(frontend, 50, 20)
             await until(lambda: not frontend.num_open)
             assert all(client.token_ids == golden(client.request) for client in clients)
-            frontend.ask_status()
+            frontend._watch.forget()
             await until(lambda: frontend.status is not None and frontend.status.num_attempts == 0)
 
     asyncio.run(run())

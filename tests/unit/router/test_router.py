@@ -148,7 +148,7 @@ def test_status_says_what_operators_ask() -> None:
         assert workers["d0"].load.num_running == 3
         assert (workers["d0"].num_attempts, workers["p0"].num_attempts) == (1, 1)
         assert workers["d0"].beat_age_s == pytest.approx(0.5)
-        assert status.counters == {"dispatched": 1}
+        assert status.routers[0].counters == {"dispatched": 1}
 
 
 @pytest.mark.parametrize(

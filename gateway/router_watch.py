@@ -1,0 +1,66 @@
+"""What a gateway's routers say of themselves, and which of them have fallen silent.
+
+Each is asked for its status once a second. One that has answered nothing for SILENT_S, while another does,
+stands still: it is given up, and connected to again when it answers.
+"""
+
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock
+from baton.colleagues import Colleagues
+from baton.control import Status, StatusQuery
+from baton.node import Peer
+
+SILENT_S: Final = 3.0
+
+
+class RouterWatch:
+    def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
+        self._colleagues = colleagues
+        self._clock = clock
+        self._heard_s: dict[str, float] = {}  # by router, as the statuses
+        self._statuses: dict[str, Status] = {}
+
+    @property
+    def status(self) -> Status | None:
+        """Of the workers as the router sees them that is asked for pairs, and of all routers, when all have told."""
+        router, present = self._colleagues.router, self._colleagues.routers
+        if router is None or any(each.hello.id not in self._statuses for each in present):
+            return None
+        return msgspec.structs.replace(
+            self._statuses[router.hello.id],
+            num_attempts=sum(each.num_attempts for each in self._statuses.values()),
+            routers=tuple(router for each in self._statuses.values() for router in each.routers),
+        )
+
+    def forget(self) -> None:
+        """`status` is None until they are heard of again."""
+        self._statuses.clear()
+
+    def ask(self) -> None:
+        for router in self._colleagues.routers:
+            self._heard_s.setdefault(router.hello.id, self._clock.now_s())
+            router.send(StatusQuery())
+
+    def answered(self, router: Peer, status: Status) -> None:
+        self._statuses[router.hello.id] = status
+
+    def heard(self, router: Peer) -> None:
+        self._heard_s[router.hello.id] = self._clock.now_s()
+
+    def left(self, router: Peer) -> None:
+        self._heard_s.pop(router.hello.id, None)
+        self._statuses.pop(router.hello.id, None)
+
+    def held_up(self, seconds: float) -> None:
+        """This process stood still so long: what they said meanwhile is unread."""
+        for router in self._heard_s:
+            self._heard_s[router] += seconds
+
+    def silent(self) -> list[Peer]:
+        """None of them, where nobody else would answer."""
+        now_s, routers = self._clock.now_s(), self._colleagues.routers
+        silent = [each for each in routers if now_s - self._heard_s.get(each.hello.id, now_s) > SILENT_S]
+        return silent if len(silent) < len(routers) else []
