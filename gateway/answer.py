@@ -89,6 +89,11 @@ class Answer:
     def num_cached_tokens(self) -> int:
         return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
 
+    @property
+    def is_placed(self) -> bool:
+        """A worker has a part of it."""
+        return any(self._service.decode_worker(choice.request_id) for choice in self.choices)
+
     def start(self, listener: Listener) -> None:
         """Raises what `Service.open` raises; nothing runs then."""
         self.listener = listener

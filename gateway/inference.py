@@ -123,7 +123,12 @@ class Inference:
         outlet.on_gone = stream.gone
         answer.start(stream)
         # The head goes out after the first token: until then the call may still be refused with a status.
-        is_late = not await stream.wait(self.ping_interval_s)
+        # While no worker has it, that is likely; one that has it may be silent for longer than clients wait.
+        is_late = False
+        while not await stream.wait(self.ping_interval_s):
+            is_late = True
+            if answer.is_placed:
+                break
         if stream.error is not None:
             raise stream.error
         if stream.is_gone:

@@ -7,16 +7,16 @@ from baton.gateway.api_errors import ApiError
 from baton.gateway.service import Service
 from baton.gateway.tenants import Tenant
 from baton.gateway.text_work import TextWork
-from baton.worker import WorkerRole
 
 NO_WORKERS_RETRY_S = 2.0
 
 
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+class ServedModel(msgspec.Struct, kw_only=True):
     name: str
     text: TextWork
     service: Service
     created_s: int  # when it began to be served, by the calendar
+    known_length: int | None = None  # tokens that workers took when there last were any
 
     def check(self, asked_for: str | None, tenant: Tenant) -> str:
         """The model's name; None asks for whatever there is. Raises ApiError 404 and 403."""
@@ -29,17 +29,22 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_model_len(self) -> int:
-        """Of the worker that takes the fewest tokens, so that any may be chosen. Raises ApiError 503."""
-        lengths = [worker.max_model_len for worker in self.service.workers]
-        if not lengths:
-            raise _missing("worker")
-        return min(lengths)
+        """Of the worker that takes the fewest tokens, so that any may be chosen.
+
+        Where all are away, as it was: whoever is started again takes as many. Raises ApiError 503 where there
+        has never been one.
+        """
+        self.known_length = min(
+            (worker.max_model_len for worker in self.service.workers), default=self.known_length
+        )
+        if self.known_length is None:
+            message = "no worker has been there yet: the cluster is being started"
+            raise ApiError(503, message, code="no_worker", retry_after_s=NO_WORKERS_RETRY_S)
+        return self.known_length
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises ApiError, or InvalidRequest, for a prompt that the model cannot take, or nobody now."""
+        """Raises ApiError, or InvalidRequest, for a prompt that the model cannot take."""
         longest = self.max_model_len
-        if not any(worker.role is WorkerRole.DECODE for worker in self.service.workers):
-            raise _missing("decode worker")
         if not num_tokens:
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         if num_tokens >= longest:
@@ -49,9 +54,3 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
                 code="context_length_exceeded",
                 param="prompt",
             )
-
-
-def _missing(who: str) -> ApiError:
-    """Said at once: one that is started again may be away for longer than a client waits without a word."""
-    message = f"no {who} is there to answer"
-    return ApiError(503, message, code="no_worker", retry_after_s=NO_WORKERS_RETRY_S)

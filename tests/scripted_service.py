@@ -37,6 +37,7 @@ class ScriptedService:
         self.counters: Mapping[str, int] = {}
         self.status: Status | None = None
         self.is_ready = True
+        self.has_room = True  # a worker takes what is opened
         self.workers: Sequence[Worker] = (worker(),)
         self.requests: list[Request] = []
         self.besides: list[str] = []
@@ -58,7 +59,7 @@ class ScriptedService:
             self.cancelled.append(request_id)
 
     def decode_worker(self, request_id: str) -> str:
-        return WORKER_ID if request_id in self.sinks else ""
+        return WORKER_ID if self.has_room and request_id in self.sinks else ""
 
     def emit(self, request_id: str, events: Sequence[TokenEvent]) -> None:
         """As a worker would; nobody hears it once the request was cancelled."""

@@ -21,7 +21,7 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.95, "presenc
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
     options = ("--runtime", "local", "--decode", "2", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
-    with served("tiny", *options) as found:
+    with served("tiny", *options, BATON_GATEWAY_MAX_WAIT_S="300") as found:  # of a slow machine
         yield found
 
 
@@ -67,3 +67,13 @@ def test_a_decode_worker_that_dies_in_the_middle_is_not_seen(
     assert usage["completion_tokens"] == NUM_TOKENS
     assert num_replays(cluster) > replays
     assert [chunk["choices"][0]["finish_reason"] for chunk in rest if chunk["choices"]][-1] == "length"
+
+
+def test_while_all_decode_workers_are_away_a_request_waits_for_one(cluster: Served) -> None:
+    until(lambda: len(cluster.status()) == 3)
+    for pid in [cluster.pid_of(f"decode-{index}") for index in range(2)]:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: set(cluster.status()) == {"prefill-0"})
+    asked = {"messages": [{"role": "user", "content": "What is Baton?"}], "max_tokens": 2, "temperature": 0}
+    status, answer = cluster.post("/v1/chat/completions", asked)
+    assert status == 200, answer

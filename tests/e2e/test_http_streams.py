@@ -59,6 +59,30 @@ def test_nothing_is_sent_before_the_first_token_but_pings(served: Served) -> Non
     client.close()
 
 
+def test_while_no_worker_has_it_a_stream_can_still_be_refused_with_a_status(served: Served) -> None:
+    served.on_loop(lambda: setattr(served.service, "has_room", False))
+    client, request = begin(served, {"prompt": [5], "stream": True})
+    client.settimeout(1.0)  # five times as long as until a ping
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    refusal = Overloaded("no worker had room for it within 30 s", retry_after_s=1.0)
+    served.on_loop(lambda: served.service.fail(request.request_id, refusal))
+    answer = read_until(client, b"\r\n\r\n").lower()
+    assert answer.startswith(b"http/1.1 503") and b"\r\nretry-after: 1\r\n" in answer
+    assert b"x-should-retry: true" in answer
+    client.close()
+
+
+def test_a_stream_that_a_worker_gets_late_has_its_pings(served: Served) -> None:
+    served.on_loop(lambda: setattr(served.service, "has_room", False))
+    client, request = begin(served, {"prompt": [5], "stream": True})
+    served.on_loop(lambda: setattr(served.service, "has_room", True))
+    assert b"data:" not in read_until(client, b": ping\n\n")
+    served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE)))
+    assert data_lines(read_until(client, b"[DONE]\n\n"))[-1] == b"[DONE]"
+    client.close()
+
+
 def test_a_failure_in_the_middle_is_an_error_event(served: Served) -> None:
     client, request = begin(served, {"prompt": [5], "stream": True})
     served.on_loop(lambda: served.service.emit(request.request_id, events(request, SENTENCE, end=None)))

@@ -11,17 +11,22 @@ def model_of(made: Gateway) -> ServedModel:
     return ServedModel(name="tiny", text=TextWork(None, None), service=made.frontend, created_s=0)
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [((), "no worker is there to answer"), (("p0",), "no decode worker is there to answer")],
-)
-def test_without_a_decode_worker_the_client_is_told_at_once_when_to_retry(
-    members: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ApiError, match=f"^{message}$") as refused:
-        model_of(gateway(*members)).check_length(1)
+def test_before_there_was_any_worker_the_client_is_told_when_to_retry() -> None:
+    with pytest.raises(ApiError, match="^no worker has been there yet") as refused:
+        model_of(gateway()).check_length(1)
     headers = dict(refused.value.headers())
     assert (refused.value.status, headers[b"retry-after"], headers[b"x-should-retry"]) == (503, b"2", b"true")
+
+
+def test_while_workers_are_away_prompts_are_held_to_what_they_took() -> None:
+    made = gateway("d0")
+    model = model_of(made)
+    length = model.max_model_len
+    made.list_members()
+    assert not made.frontend.workers
+    model.check_length(length - 1)
+    with pytest.raises(ApiError, match="one of them for the answer"):
+        model.check_length(length)
 
 
 def test_with_one_prompts_are_held_to_its_length() -> None:
