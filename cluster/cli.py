@@ -40,6 +40,7 @@ COMMANDS: Final = {
     "sim": "run a whole cluster with faults in virtual time, from a seed",
     "doctor": "what this machine lacks, and how to mend it",
     "config": "settings: show, schema, validate",
+    "keys": "the keys that open the API: add, revoke, list",
     "worker": "run one worker, for a cluster that nobody else starts",
     "gateway": "run one gateway, likewise",
     "router": "run a router, likewise",

@@ -1,11 +1,12 @@
 """The settings of `baton serve`.
 
 baton config show [--origin] [options of baton serve]   what they come to, and who says so
-baton config schema                                     the JSON schema of a file of them, for editors
+baton config schema [serve|tenants]                     the JSON schema of a file of them, or of tenants
 baton config validate FILE                              whether `baton serve --config FILE` would take it
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,9 +19,11 @@ from baton.cluster.settings import Settings
 from baton.cluster.variables import variable
 from baton.config_tree import leaves
 from baton.errors import ConfigError
+from baton.gateway.tenants_file import TenantsFile
 from baton.serve_config import ServeConfig
 
 ACTIONS = ("show", "schema", "validate")
+SCHEMAS: Mapping[str, type[msgspec.Struct]] = {"serve": ServeConfig, "tenants": TenantsFile}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     parser = parser_of(f"config {arguments.action}", __doc__)
     if arguments.action == "schema":
-        parser.parse(arguments.rest)
-        schema = msgspec.json.encode(msgspec.json.schema(ServeConfig))
+        parser.add_argument("file", nargs="?", choices=SCHEMAS, default="serve")
+        described = SCHEMAS[parser.parse(arguments.rest).file]
+        schema = msgspec.json.encode(msgspec.json.schema(described))
         standard_output.write(msgspec.json.format(schema).decode() + "\n")
     elif arguments.action == "validate":
         parser.add_argument("file", type=Path)
