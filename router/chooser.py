@@ -5,24 +5,30 @@ hold most of it and some others by chance. Then the best of either role are comb
 """
 
 from collections.abc import Callable, Sequence
-from math import exp
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
 from baton.decision import PullSource
 from baton.request import Request
 from baton.router.books import num_kv_tokens
 from baton.router.costs import Candidate, Filled, Load, cheapest, decode_terms, fill, local, longest, remote
+from baton.router.fading import Fading
 from baton.router.look import Known, Look
 from baton.router.membership import Member
+from baton.router.sides import Side
 
-MAX_COMPARED: Final = 16  # of a role
-MAX_HOLDERS: Final = 6  # of these, where there are more
+MAX_COMPARED: Final = 16  # of a role; where there are more:
+MAX_HOLDERS: Final = 5  # those of each way to name pages that hold most
+NUM_DRAWN: Final = 5  # and some by chance
 MAX_COMBINED: Final = 4  # of a role
 MEMORY_S: Final = 30.0  # of how busy the cluster has been
+BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
 MOST_BUSY: Final = 0.9
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
+
+
+ArePair: TypeAlias = Callable[[str, str], bool]  # ids of a decode and a prefill worker
 
 
 class Choice(NamedTuple):
@@ -37,9 +43,9 @@ class Choice(NamedTuple):
 class Field(NamedTuple):
     """Who could serve an attempt: at least one decode worker, and those that could fill its pages."""
 
-    decoders: Sequence[Member]
-    fillers: Sequence[Member]
-    are_pair: Callable[[str, str], bool]  # ids of a decode and a prefill worker
+    decoders: Side
+    fillers: Side
+    are_pair: ArePair
 
 
 class Chooser:
@@ -49,65 +55,73 @@ class Chooser:
         self._known = known
         self._random = random
         self._only_prefix = only_prefix
-        self._given_s = 0.0  # computing that was given out, fading
-        self._num_given = 0.0  # prompts, fading
-        self._faded_s = clock.now_s()
+        now_s = clock.now_s()
+        self._work_s = Fading(MEMORY_S, now_s)  # that was given out
+        self._prompts = Fading(MEMORY_S, now_s)
+        self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field) -> Choice:
         """And expect the prompt's pages where it will be, so that its siblings find them at once."""
-        look = Look(self._known, request, self._load(request, field), self._clock.now_s())
-        field = field._replace(
-            decoders=self._compared(look, field.decoders), fillers=self._compared(look, field.fillers)
-        )
-        members = {member.id: member for member in (*field.decoders, *field.fillers)}
-        candidates = self._candidates(look, field)
-        select = longest if self._only_prefix else cheapest
-        chosen = select(candidates, self._random.getrandbits(32))
+        now_s = self._clock.now_s()
+        look = Look(self._known, request, self._load(request, field, now_s), now_s)
+        decoders, fillers = (self._compared(look, side) for side in (field.decoders, field.fillers))
+        candidates = self._candidates(look, decoders, fillers, field.are_pair)
+        random = self._random.getrandbits(32)
+        if self._only_prefix:
+            chosen = longest(candidates, random)
+        else:
+            chosen = cheapest(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
+        members = {member.id: member for member in (*decoders, *fillers)}
         source = look.locate(members[chosen.source]) if chosen.source else None
-        self._given_s += chosen.terms.compute_s
-        self._num_given += 1
+        self._work_s.add(chosen.terms.compute_s, now_s)
+        self._prompts.add(1.0, now_s)
+        self._given(chosen.computer).add(request.num_tokens, now_s)
         for worker_id in filter(None, (chosen.prefill, chosen.decode)):
             keys = look.keys(members[worker_id])
             self._known.index.expect(worker_id, keys, chosen.terms.ttft_s + EXPECTED_FOR_S)
-        is_known = self._known.index.is_known(chosen.prefill or chosen.decode)
-        return Choice(chosen, candidates, source, not is_known)
+        return Choice(chosen, candidates, source, not self._known.index.is_known(chosen.computer))
 
-    def _load(self, request: Request, field: Field) -> Load:
-        self._fade()
+    def forget(self, worker_id: str) -> None:
+        """It is gone."""
+        self._tokens.pop(worker_id, None)
+
+    def _given(self, worker_id: str) -> Fading:
+        if worker_id not in self._tokens:
+            self._tokens[worker_id] = Fading(BALANCE_S, self._clock.now_s())
+        return self._tokens[worker_id]
+
+    def _load(self, request: Request, field: Field, now_s: float) -> Load:
         num_computers = len(field.fillers) or len(field.decoders)
-        busy = min(MOST_BUSY, self._given_s / MEMORY_S / num_computers)
-        rate = self._num_given / MEMORY_S / num_computers
+        busy = min(MOST_BUSY, self._work_s.at(now_s) / MEMORY_S / num_computers)
+        rate = self._prompts.at(now_s) / MEMORY_S / num_computers
         num_tokens = request.num_tokens
         return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy))
 
-    def _fade(self) -> None:
-        now_s = self._clock.now_s()
-        faded = exp((self._faded_s - now_s) / MEMORY_S)
-        self._given_s *= faded
-        self._num_given *= faded
-        self._faded_s = now_s
-
-    def _compared(self, look: Look, members: Sequence[Member]) -> Sequence[Member]:
+    def _compared(self, look: Look, side: Side) -> list[Member]:
+        """In an order that begins with another one each time: what comes first wins where all is alike."""
+        members, random = side.members, self._random.random
         if len(members) <= MAX_COMPARED:
-            return members
-        holders = sorted(members, key=look.num_held_tokens, reverse=True)[:MAX_HOLDERS]
-        others = self._random.sample(members, MAX_COMPARED - MAX_HOLDERS)
-        return list({member.id: member for member in (*holders, *others)}.values())
+            first = int(random() * len(members))
+            return [*members[first:], *members[:first]]
+        drawn = [members[int(random() * len(members))] for _ in range(NUM_DRAWN)]
+        return list({member.id: member for member in (*look.holders(side, MAX_HOLDERS), *drawn)}.values())
 
-    def _candidates(self, look: Look, field: Field) -> list[Candidate]:
+    def _candidates(
+        self, look: Look, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair
+    ) -> list[Candidate]:
         load = look.load
-        sources = [] if self._only_prefix else look.sources((*field.decoders, *field.fillers))
-        decoders = [look.decoder(member) for member in field.decoders]
+        sources = [] if self._only_prefix else look.sources((*decoding, *filling))
+        decoders = [look.decoder(member) for member in decoding]
         candidates = [local(decoder, load, sources) for decoder in decoders]
         candidates = sorted(candidates, key=_total_s)[:MAX_COMBINED]
-        filled = [fill(look.computer(member), load, sources) for member in field.fillers]
+        filled = [fill(look.computer(member), load, sources) for member in filling]
         filled = sorted(filled, key=self._worth)[:MAX_COMBINED]
         decoders.sort(key=lambda decoder: decode_terms(decoder, load).total_s)
         for decoder in decoders[:MAX_COMBINED]:
             num_moved = max(0, load.num_tokens - decoder.computer.num_held_tokens)
             for each in filled:
                 prefill, decode = each.computer.worker, decoder.computer.worker
-                if field.are_pair(decode, prefill):
+                if are_pair(decode, prefill):
                     handoff_s = self._known.model.handoff_s(prefill, decode, num_moved)
                     candidates.append(remote(each, decoder, handoff_s, load))
         return candidates

@@ -42,6 +42,11 @@ class Candidate(NamedTuple):
     num_held_tokens: int  # that need not be computed
     terms: Terms
 
+    @property
+    def computer(self) -> str:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
 
 class Computer(NamedTuple):
     """A worker that could compute the prompt."""
@@ -138,11 +143,21 @@ def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Ca
     return Candidate(decode, prefill, filled.source, filled.num_held_tokens, terms)
 
 
-def cheapest(candidates: Sequence[Candidate], random: int) -> Candidate:
-    """Among those that cost about the same by chance: what all took for the best would not be it for long."""
-    most_s = min(candidate.terms.total_s for candidate in candidates) * (1 + TIE)
-    equals = [candidate for candidate in candidates if candidate.terms.total_s <= most_s]
-    return equals[random % len(equals)]
+def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str], float]) -> Candidate:
+    """Of two that are drawn from those that cost about the same, the one whose computer was given less.
+
+    Drawn, as what all took for the best would not be it for long. Waiting for what a sibling computes costs
+    the same as computing it again: who computes less goes first. given: lately, to a worker; any measure.
+    """
+    totals_s = [candidate.terms.total_s for candidate in candidates]
+    tie_s = min(totals_s) * TIE
+    most_s = min(totals_s) + tie_s
+    equals = [each for each, total_s in zip(candidates, totals_s, strict=True) if total_s <= most_s]
+    if len(equals) > 1:
+        most_s = min(each.terms.compute_s for each in equals) + tie_s
+        equals = [each for each in equals if each.terms.compute_s <= most_s]
+    one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
+    return other if given(other.computer) < given(one.computer) else one
 
 
 def longest(candidates: Sequence[Candidate], random: int) -> Candidate:

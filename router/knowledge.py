@@ -67,6 +67,8 @@ class Knowledge:
             self.sharing.link.left(worker_id)
         self.index.forget(worker_id)
         self.model.forget(worker_id)
+        if self.chooser is not None:
+            self.chooser.forget(worker_id)
 
     def tick(self) -> None:
         self.index.tick()

@@ -13,6 +13,7 @@ from baton.router.index_match import Match
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import Family, PromptKeys, family_of
+from baton.router.sides import Side
 from baton.worker import WorkerRole
 
 MAX_SOURCES: Final = 2
@@ -46,6 +47,14 @@ class Look:
         match = self._match(family_of(member.worker))[1]
         lengths = match.num_device_pages if on_device else match.num_pages
         return int(lengths[slot]) * member.worker.page_size
+
+    def holders(self, side: Side, most: int) -> list[Member]:
+        """At most so many of each family, and none that is left out holds more of the prompt."""
+        found: list[Member] = []
+        for family in side.families:
+            lengths = self._match(family)[1].num_pages
+            found += side.holders(self._known.index, family, lengths, most)
+        return found
 
     def keys(self, member: Member) -> bytes:
         """Of the prompt's pages, as this worker names them."""

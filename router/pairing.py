@@ -19,6 +19,7 @@ from baton.router.books import Books
 from baton.router.chooser import Choice, Chooser, Field
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
+from baton.router.sides import Side
 from baton.router_config import RouterSettings
 from baton.worker import WorkerRole
 
@@ -93,15 +94,18 @@ class Pairing:
                 self._fields[reached] = self._field(decoders, (), reached)
             field = self._fields[reached]
         choice = chooser.choose(submit.request, field)
-        decode = next(each for each in decoders if each.id == choice.candidate.decode)
-        prefill = self._members.get(choice.candidate.prefill) if choice.candidate.prefill else None
+        decode = self._members.get(choice.candidate.decode)
+        assert decode is not None, "the field has members alone"
+        prefill = self._members.get(choice.candidate.prefill)
         return Pair(decode, prefill, self._config.policy, choice)
 
     def _field(self, decoders: list[Member], avoid: Sequence[str], reached: frozenset[str]) -> Field:
         partners = {each.id: _without(self._partners_of(each, reached), avoid) for each in decoders}
         fillers = {member.id: member for each in partners.values() for member in each}
         ids = {decode: {member.id for member in each} for decode, each in partners.items()}
-        return Field(decoders, list(fillers.values()), lambda decode, prefill: prefill in ids[decode])
+        return Field(
+            Side(decoders), Side(list(fillers.values())), lambda decode, prefill: prefill in ids[decode]
+        )
 
     def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
         turn = self._turns[role]

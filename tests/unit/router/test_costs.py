@@ -22,6 +22,11 @@ def compute_s(num_new: int, num_tokens: int) -> float:
     return 0.01 + 1e-3 * num_new
 
 
+def nothing(worker: str) -> float:
+    """To nobody anything was given."""
+    return 0.0
+
+
 def a_computer(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> Computer:
     return Computer(worker, wait_s, num_held, compute_s)
 
@@ -88,7 +93,7 @@ def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
     for num_running, expected in ((0, ""), (16, "p")):
         decoder = a_decoder(num_running=num_running)
         away = remote(fill(a_computer(), IDLE, []), decoder, 0.05, IDLE)
-        assert cheapest([local(decoder, IDLE, []), away], 0).prefill == expected
+        assert cheapest([local(decoder, IDLE, []), away], 0, nothing).prefill == expected
 
 
 def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
@@ -96,19 +101,28 @@ def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     holder = fill(a_computer("holder", wait_s=3.0, num_held=900), IDLE, sources)
     other = fill(a_computer("other"), IDLE, sources)
     candidates = [remote(filled, a_decoder(), 0.0, IDLE) for filled in (holder, other)]
-    chosen = cheapest(candidates, 0)
+    chosen = cheapest(candidates, 0, nothing)
     assert (chosen.prefill, chosen.source) == ("other", "holder")
 
 
 @given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_cheapest_is_within_a_tie_of_the_least(totals_s: list[float], random: int) -> None:
-    chosen = cheapest([a_candidate(total_s) for total_s in totals_s], random)
+    chosen = cheapest([a_candidate(total_s) for total_s in totals_s], random, nothing)
     assert chosen.terms.total_s <= min(totals_s) * 1.0201
 
 
 def test_ties_are_broken_by_chance() -> None:
     candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
-    assert {cheapest(candidates, random).prefill for random in range(3)} == set("abc")
+    assert {cheapest(candidates, random, nothing).prefill for random in range(3)} == set("abc")
+
+
+def test_of_two_that_cost_the_same_the_one_that_was_given_less_is_taken() -> None:
+    candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
+    lately = {"a": 3.0, "b": 1.0, "c": 2.0}
+    taken = [cheapest(candidates, random, lately.__getitem__).prefill for random in range(9)]
+    assert {name: taken.count(name) for name in "abc"} == {"a": 1, "b": 5, "c": 3}
+    dear = [a_candidate(1.0, "a"), a_candidate(1.1, "b")]
+    assert cheapest(dear, 1, lately.__getitem__).prefill == "a"
 
 
 def test_longest_looks_at_nothing_but_what_is_held() -> None:

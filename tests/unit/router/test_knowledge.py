@@ -85,17 +85,14 @@ def test_sibling_of_a_prompt_that_is_under_way_goes_to_the_same_worker() -> None
 
 def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     c = cost_cluster("p0", "p1", "d0")
-    busy(c, "d0", 32)
+    busy(c, "d0", 64)
     holds(c, "p0", long_request("x"), 400)
-    for number in range(12):
-        other = Request(
-            request_id=id_of(f"o{number}"),
-            token_ids=tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + 9000)),
-        )
-        route(c, other)
+    for number in range(8):
+        tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + 9000))
+        other = Request(request_id=id_of(f"o{number}"), token_ids=tokens)
+        c.submit(other, avoid=(id_of("p0" if number < 2 else "p1"),))  # p1 waits long enough to hide a pull
+    c["d0"].received.clear()
     routed, dispatch = route(c, long_request("a"))
-    if routed.prefill == id_of("p0"):
-        routed, dispatch = route(c, long_request("b"))
     assert routed.prefill == id_of("p1")
     source = dispatch.source
     assert source is not None and source.worker == id_of("p0")
