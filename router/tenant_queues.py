@@ -1,0 +1,241 @@
+"""The requests that wait at the router, in the order in which they are let out.
+
+The life of one that waits:
+
+1. It is added. Strictly first comes the class of the lowest rank, within a rank the tenant whose turn it is
+   (fair_share.py), of a tenant's own requests the one of lowest priority number, then the one that is due
+   first, then the one that came first.
+2. It is taken when it is its turn, and its tenant charged for its work; or removed, whatever the reason.
+3. A tenant that has all that it may have is held: its requests stay, others' go past them. Released, it goes
+   on as one that has just begun to wait.
+
+Nothing here knows time or capacity. Every operation takes O(log requests), over the long run.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Final, TypeAlias
+
+from baton.control import Submit
+from baton.router.books import Key
+from baton.router.fair_share import FairShare
+from baton.tenancy import MAX_CLASSES, Standing
+
+SAMPLE: Final = 64  # of a tenant's requests, to tell how much of its work comes before another
+
+Order: TypeAlias = tuple[int, float, int]  # priority, due, number: the least is first
+
+
+class Waiting:
+    """One attempt. `order` and `is_queued` are the queue's own."""
+
+    __slots__ = (
+        *("due_s", "gateway", "is_queued", "key", "order", "rank"),
+        *("since_s", "standing", "submit", "tenant", "work"),
+    )
+
+    def __init__(self, gateway: str, submit: Submit, *, since_s: float, due_s: float, work: float) -> None:
+        """due_s: by when it should be let out. work: tokens that it is expected to take."""
+        request = submit.request
+        self.gateway = gateway
+        self.submit = submit
+        self.key: Key = (request.request_id, request.attempt)
+        self.tenant = request.tenant
+        self.standing: Standing = request.standing
+        self.rank = request.standing.rank
+        self.since_s = since_s
+        self.due_s = due_s
+        self.work = work
+        self.order: Order = (request.priority, due_s, 0)
+        self.is_queued = False
+
+
+class _Lane:
+    """What waits of one tenant in one rank: a heap, in which those that left are void."""
+
+    __slots__ = ("num", "waiting", "weight", "work")
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Order, Waiting]] = []
+        self.num = 0
+        self.work = 0.0
+        self.weight = 1.0
+
+    def first(self) -> Waiting:
+        """There must be one."""
+        while not self.waiting[0][1].is_queued:
+            heappop(self.waiting)
+        return self.waiting[0][1]
+
+    def add(self, waiting: Waiting) -> None:
+        heappush(self.waiting, (waiting.order, waiting))
+        self.num += 1
+        self.work += waiting.work
+        self.weight = waiting.standing.weight
+
+    def drop(self, waiting: Waiting) -> None:
+        self.num -= 1
+        self.work = self.work - waiting.work if self.num else 0.0
+        if len(self.waiting) > 2 * self.num + 64:
+            self.waiting = [entry for entry in self.waiting if entry[1].is_queued]
+            heapify(self.waiting)
+
+    def work_before(self, order: Order) -> float:
+        """Exact for a few, of a sample for many."""
+        step = max(1, len(self.waiting) // SAMPLE)
+        sample = [entry for entry in islice(self.waiting, 0, None, step) if entry[1].is_queued]
+        before = sum(waiting.work for entry, waiting in sample if entry < order)
+        if step == 1:
+            return before
+        known = sum(waiting.work for _, waiting in sample)
+        return self.work * before / known if known else 0.0
+
+
+class TenantQueues:
+    def __init__(self) -> None:
+        self._shares = [FairShare() for _ in range(MAX_CLASSES)]  # by rank
+        self._lanes: dict[tuple[int, str], _Lane] = {}
+        self._ranks: dict[str, list[int]] = {}  # tenant -> ranks of its lanes
+        self._held: set[str] = set()  # tenants
+        self._queued: dict[Key, Waiting] = {}  # in the order of coming
+        self._num_added = 0
+        self._work = [0.0] * MAX_CLASSES
+        self._num = [0] * MAX_CLASSES
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._queued
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """In the order of coming."""
+        return iter(self._queued.values())
+
+    def add(self, waiting: Waiting) -> None:
+        """Its key must be new."""
+        assert waiting.key not in self._queued, waiting.key
+        self._num_added += 1
+        priority, due_s, _ = waiting.order
+        waiting.order = (priority, due_s, self._num_added)
+        waiting.is_queued = True
+        self._queued[waiting.key] = waiting
+        place = (waiting.rank, waiting.tenant)
+        lane = self._lanes.get(place)
+        if lane is None:
+            lane = self._lanes[place] = _Lane()
+            self._ranks.setdefault(waiting.tenant, []).append(waiting.rank)
+        lane.add(waiting)
+        self._num[waiting.rank] += 1
+        self._work[waiting.rank] += waiting.work
+        if waiting.tenant not in self._held:
+            self._shares[waiting.rank].join(waiting.tenant, lane.weight)
+
+    def first(self) -> Waiting | None:
+        """Whose turn it is. None: nobody waits who is not held."""
+        for rank, share in enumerate(self._shares):
+            if len(share):
+                tenant = share.first()
+                assert tenant is not None, rank
+                return self._lanes[rank, tenant].first()
+        return None
+
+    def take(self, waiting: Waiting) -> None:
+        """Let it out, and charge its tenant its work. It must be the first."""
+        self._shares[waiting.rank].serve(waiting.tenant, waiting.work)
+        self._remove(waiting)
+
+    def remove(self, key: Key) -> Waiting | None:
+        """Uncharged. None: it is not here."""
+        waiting = self._queued.get(key)
+        if waiting is not None:
+            self._remove(waiting)
+        return waiting
+
+    def correct(self, rank: int, tenant: str, work: float) -> None:
+        """What was taken has used so much more than it was charged, or less."""
+        self._shares[rank].correct(tenant, work)
+
+    def hold(self, tenant: str) -> None:
+        if tenant in self._held:
+            return
+        self._held.add(tenant)
+        for rank in self._ranks.get(tenant, ()):
+            self._shares[rank].leave(tenant)
+
+    def release(self, tenant: str) -> None:
+        if tenant not in self._held:
+            return
+        self._held.remove(tenant)
+        for rank in self._ranks.get(tenant, ()):
+            self._shares[rank].join(tenant, self._lanes[rank, tenant].weight)
+
+    @property
+    def work(self) -> float:
+        return sum(self._work)
+
+    def weights_of(self, rank: int) -> float:
+        """Of the tenants that wait in it, together."""
+        return self._shares[rank].weights
+
+    def is_held(self, tenant: str) -> bool:
+        return tenant in self._held
+
+    def num_of(self, tenant: str) -> int:
+        return sum(self._lanes[rank, tenant].num for rank in self._ranks.get(tenant, ()))
+
+    def of_rank(self, rank: int) -> Iterator[Waiting]:
+        """In the order of coming."""
+        return (waiting for waiting in self._queued.values() if waiting.rank == rank)
+
+    def last_rank(self) -> int | None:
+        """The lowest class that waits."""
+        return next((rank for rank in reversed(range(MAX_CLASSES)) if self._num[rank]), None)
+
+    def work_before(self, waiting: Waiting) -> float:
+        """That would be let out before it, if it came now and nothing else came after it.
+
+        That of higher classes, its tenant's own, and what others are due until its tenant's turn comes.
+        """
+        rank, weight = waiting.rank, waiting.standing.weight
+        share, lane = self._shares[rank], self._lanes.get((rank, waiting.tenant))
+        priority, due_s, number = waiting.order
+        own = others = 0.0
+        others = self._work[rank]
+        weights = share.weights
+        if lane is not None:
+            own = lane.work_before((priority, due_s, number or self._num_added + 1))
+            others -= lane.work
+            weights -= lane.weight
+        due = (own / weight + share.lead(waiting.tenant)) * max(0.0, weights)
+        return sum(self._work[:rank]) + own + min(max(0.0, others), due)
+
+    def check_integrity(self) -> None:
+        """AssertionError when the counts are not those of what waits."""
+        assert sum(lane.num for lane in self._lanes.values()) == len(self._queued) == sum(self._num)
+        for (rank, tenant), lane in self._lanes.items():
+            queued = [waiting for _, waiting in lane.waiting if waiting.is_queued]
+            assert lane.num == len(queued) > 0, (rank, tenant)
+            assert abs(lane.work - sum(waiting.work for waiting in queued)) <= 1e-6 * (1 + lane.work)
+            assert rank in self._ranks[tenant]
+        for rank, share in enumerate(self._shares):
+            open_lanes = {tenant for of, tenant in self._lanes if of == rank and tenant not in self._held}
+            assert len(share) == len(open_lanes), rank
+
+    def _remove(self, waiting: Waiting) -> None:
+        waiting.is_queued = False
+        del self._queued[waiting.key]
+        self._num[waiting.rank] -= 1
+        rest = self._work[waiting.rank] - waiting.work
+        self._work[waiting.rank] = rest if self._num[waiting.rank] else 0.0
+        place = (waiting.rank, waiting.tenant)
+        lane = self._lanes[place]
+        lane.drop(waiting)
+        if not lane.num:
+            del self._lanes[place]
+            self._ranks[waiting.tenant].remove(waiting.rank)
+            if not self._ranks[waiting.tenant]:
+                del self._ranks[waiting.tenant]
+            if waiting.tenant not in self._held:
+                self._shares[waiting.rank].leave(waiting.tenant)
