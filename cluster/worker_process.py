@@ -114,7 +114,9 @@ class HostedWorker:
             transport=self._config.transport,
         )
         writable = None if pool.is_cuda else shared
-        return KvEndpoint(settings, pool, self.engine.pages, admission, shared=writable, agents=agents)
+        endpoint = KvEndpoint(settings, pool, self.engine.pages, admission, shared=writable, agents=agents)
+        endpoint.lend = self.engine.lend
+        return endpoint
 
     def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint

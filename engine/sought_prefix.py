@@ -21,3 +21,7 @@ class SoughtPrefix(NamedTuple):
         """Hold what is known of it here; see `Engine.claim_prefix`."""
         token_ids, salt = self.request.all_token_ids, self.request.cache_salt
         return self.engine.claim_prefix(token_ids, salt, self.owner, multiple_of=multiple_of)
+
+    def keys(self, page_size: int) -> list[bytes]:
+        """Of the pages of that size that it fills."""
+        return self.engine.page_keys(self.request.all_token_ids, self.request.cache_salt, page_size)

@@ -58,6 +58,7 @@ from baton.kvtransfer.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.pull import WantedPage
 
 
 class DestinationState(Enum):
@@ -109,10 +110,10 @@ class DestinationHandoff:
         self,
         adopter: Owner,
         holder: bytes,
-        wanted: Sequence[tuple[int, int]],
+        wanted: Sequence[WantedPage],
         transports: tuple[str, ...] = (),
     ) -> list[Action]:
-        """Ask the process `holder` for its pages `wanted`: (page, generation), in order."""
+        """Ask the process `holder` for its pages `wanted`, in order."""
         if not self._reserve(adopter):
             return [self._end_at_once()]
         self.state = DestinationState.ASKING
@@ -123,8 +124,9 @@ class DestinationHandoff:
             num_units=self._request.num_units,
             num_parts=self._request.num_parts,
             holder=holder,
-            wanted_pages=tuple(page for page, _ in wanted),
-            wanted_generations=tuple(generation for _, generation in wanted),
+            wanted_pages=tuple(each.page for each in wanted),
+            wanted_generations=tuple(each.generation for each in wanted),
+            wanted_keys=b"".join(each.key for each in wanted),
             pages=tuple(self.pages),
             generations=self.generations(),
             transports=transports,

@@ -17,13 +17,14 @@ from msgspec import Meta
 
 from baton.errors import WireError
 from baton.layout import PageLayout
+from baton.page_keys import KEY_BYTES
 from baton.wire import MAX_BODY_BYTES
 
 KindT = TypeVar("KindT")
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 MAX_PAGES: Final = 65_536  # of one transfer, and units too
-MAX_PULLED_PAGES: Final = 32_768  # of each side: a frame holds four lists of them
+MAX_PULLED_PAGES: Final = 28_672  # of each side: a frame holds four lists of them, and keys
 MAX_PARTS: Final = 256
 MAX_RANKS: Final = 128  # of a replica: two of as many have no more than MAX_PARTS parts
 MAX_DIGESTS: Final = 1 << 22  # of one transfer, all parts: 32 MiB
@@ -41,6 +42,7 @@ Units: TypeAlias = Annotated[tuple[Unit, ...], Meta(min_length=1, max_length=MAX
 Page: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Pages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PAGES)]
 PulledPages: TypeAlias = Annotated[tuple[Page, ...], Meta(min_length=1, max_length=MAX_PULLED_PAGES)]
+Keys: TypeAlias = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_PULLED_PAGES * KEY_BYTES)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Generations: TypeAlias = Annotated[tuple[Generation, ...], Meta(min_length=1, max_length=MAX_PAGES)]
 PulledGenerations: TypeAlias = Annotated[
@@ -136,7 +138,8 @@ class Pull(Message, frozen=True):
     num_units: NumUnits
     holder: Incarnation  # whose pages are meant: a process that was started again holds others
     wanted_pages: PulledPages
-    wanted_generations: PulledGenerations
+    wanted_generations: PulledGenerations  # 0: the page is on the host, if its key still is
+    wanted_keys: Keys  # what is in each page, see page_keys.py
     pages: PulledPages
     generations: PulledGenerations
     transports: TransportNames = ()
@@ -267,6 +270,8 @@ def _complaint(message: AnyMessage) -> str | None:
             return "a page is granted twice"
         case Pull() if len(message.wanted_pages) != len(message.wanted_generations):
             return f"{len(message.wanted_pages)} pages have {len(message.wanted_generations)} generations"
+        case Pull() if len(message.wanted_keys) != KEY_BYTES * len(message.wanted_pages):
+            return f"{len(message.wanted_pages)} pages have {len(message.wanted_keys)} bytes of keys"
         case Wrote() if message.first >= message.stop:
             return f"units [{message.first}, {message.stop}) are none"
         case Commit() if len(message.digests) % DIGEST_BYTES:

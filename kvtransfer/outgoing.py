@@ -8,6 +8,7 @@ from baton.kvtransfer.handoff import Action, Finished, Granted, Push, Send, Stop
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.message_stream import Call
 from baton.kvtransfer.messages import AnyMessage, Grant, Pull
+from baton.kvtransfer.pull import Lend
 from baton.kvtransfer.rank_messages import (
     ForgetPart,
     GrantPart,
@@ -60,12 +61,12 @@ class Outgoing:
         """Ask for pages, once the transports of every part are open, or none will be."""
         self._reach(lambda: self.perform(self.handoff.start()))
 
-    def accept_pull(self, incarnation: bytes) -> None:
+    def accept_pull(self, incarnation: bytes, lend: Lend) -> None:
         """As `start`, but with pages that the peer has named; incarnation: of this endpoint."""
 
         def accept() -> None:
             self.timeline.offered()
-            self.perform(self.handoff.accept_pull(incarnation))
+            self.perform(self.handoff.accept_pull(incarnation, lend))
 
         self._reach(accept)
 

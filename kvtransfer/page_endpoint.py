@@ -7,7 +7,8 @@ The life of a transfer, in the calls of the two sides' owners:
    `take_granted` names it there is room for its pages: it calls `offer` as they are computed.
 2. At the destination `admit` is asked for each reservation: it makes room and names who adopts the pages.
 3. Both call `poll` in their loops, which does all the work that touches the ledger and returns what ended.
-4. `pull` asks a peer for pages that it holds; from there on it is its transfer, as above.
+4. `pull` asks a peer for pages that it holds; from there on it is its transfer, as above. The peer's `lend`
+   finds them, by their keys.
 
 `KvEndpoint` talks over sockets and moves bytes by its ranks; the simulator has wires and ranks of its own.
 Either tells this class what it hears. All calls are made by the thread that owns the ledger.
@@ -25,6 +26,7 @@ from baton.kvtransfer.handoff import answer_to_unknown
 from baton.kvtransfer.ledger import Owner, PageLedger
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import AnyMessage, Pull, Refuse, Reserve
+from baton.kvtransfer.pull import Lend, WantedPage, lend_nothing
 from baton.kvtransfer.rank_messages import PartEvent
 from baton.kvtransfer.rank_plane import Performer
 from baton.kvtransfer.reservation import ID_BYTES, check_pull, reservation
@@ -43,6 +45,7 @@ class PageEndpoint(ABC):
     ) -> None:
         self.settings = settings
         self.incarnation = incarnation
+        self.lend: Lend = lend_nothing  # whoever has pages to be pulled sets it
         self._admit = admit
         self._ranks = ranks
         self._traffic = Traffic(settings, ledger, clock, ranks)
@@ -105,13 +108,13 @@ class PageEndpoint(ABC):
     def pull(
         self,
         link: Link,
-        wanted: Sequence[tuple[int, int]],
+        wanted: Sequence[WantedPage],
         num_units: int,
         adopter: Owner,
         *,
         deadline_s: float,
     ) -> bytes:
-        """Ask the peer for its pages `wanted`, (page, generation) each. The caller has made room for them."""
+        """Ask the peer for its pages `wanted`. The caller has made room for as much."""
         num_parts = self._traffic.num_parts(link, is_source=False)
         request = reservation(self._new_id(), num_units, num_parts, deadline_s)
         check_pull(wanted, self._traffic.terms(link, is_source=False).num_destination_pages(num_units))
@@ -176,7 +179,7 @@ class PageEndpoint(ABC):
         else:
             outgoing = self._traffic.depart(link, request)
             if self._traffic.can_begin(outgoing):
-                outgoing.accept_pull(self.incarnation)
+                outgoing.accept_pull(self.incarnation, self.lend)
 
     def _reserve(self, link: Link, request: Reserve) -> None:
         num_pages = self._traffic.terms(link, is_source=False).num_destination_pages(request.num_units)

@@ -5,7 +5,8 @@
 2. `take` is told of the transfer's end: the pages go to the sequence, or all is let go of and it is computed.
 3. `drop` ends it from outside; pages that come all the same are let go of.
 
-What the router said of the holder is a hint: the holder compares page and generation before it sends any.
+What the router said of the holder is a hint: the holder compares pages, generations and keys before it sends
+any, and the keys are made here, of the sequence's own tokens.
 """
 
 import logging
@@ -19,6 +20,7 @@ from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.pull import WantedPage
 from baton.kvtransfer.pulls import PlannedPull, Pull, Pulls, plan_pull
 
 MAX_PULLS: Final = 64  # at a time; who comes then computes
@@ -41,6 +43,9 @@ class Prefix(Protocol):
 
     def claim(self, multiple_of: int) -> FilledPages:
         """Hold the pages here that have its first tokens, a multiple of so many; perhaps none."""
+
+    def keys(self, page_size: int) -> list[bytes]:
+        """Of the pages of that size that it fills."""
 
 
 class PageSizes(Protocol):
@@ -127,7 +132,8 @@ class PulledPrefixes(Generic[WaiterT]):
     def _fetch(self, waiter: WaiterT, source: PullSource, prefix: Prefix, link: Link) -> bool:
         page_sizes = self._store.pages.page_size, link.hello.layout.page_size
         claim = prefix.claim(max(page_sizes))
-        held = list(zip(source.pages, source.generations, strict=False))
+        said = zip(source.pages, source.generations, prefix.keys(page_sizes[1]), strict=False)
+        held = [WantedPage(*each) for each in said]
         plan = plan_pull(held, page_sizes, claim.num_tokens, min(source.num_tokens, prefix.num_tokens))
         transfer = None if plan is None else self._ask(link, plan, prefix.owner)
         if plan is None or transfer is None:

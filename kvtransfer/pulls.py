@@ -12,6 +12,7 @@ from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
+from baton.kvtransfer.pull import WantedPage
 
 LEAST_DEADLINE_S: Final = 1.0
 MOST_DEADLINE_S: Final = 60.0
@@ -27,7 +28,7 @@ class Puller(Protocol):
     def pull(
         self,
         link: Link,
-        wanted: Sequence[tuple[int, int]],
+        wanted: Sequence[WantedPage],
         num_units: int,
         adopter: Owner,
         *,
@@ -36,18 +37,18 @@ class Puller(Protocol):
 
 
 class PlannedPull(NamedTuple):
-    wanted: tuple[tuple[int, int], ...]  # (page, generation) at the holder, in order
+    wanted: tuple[WantedPage, ...]  # in order
     num_units: int
     num_pages: int  # of ours
     num_tokens: int
 
 
 def plan_pull(
-    held: Sequence[tuple[int, int]], page_sizes: tuple[int, int], first: int, stop: int
+    held: Sequence[WantedPage], page_sizes: tuple[int, int], first: int, stop: int
 ) -> PlannedPull | None:
     """Of positions [first, stop) as much as can be had; None for nothing.
 
-    held: (page, generation) of all pages from position 0 on. page_sizes: ours and the holder's, in tokens.
+    held: by the other side, all pages from position 0 on. page_sizes: ours and the holder's, in tokens.
     `first` starts a page of both.
     """
     ours, theirs = page_sizes

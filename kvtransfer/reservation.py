@@ -11,6 +11,8 @@ from baton.kvtransfer.messages import (
     MAX_PULLED_PAGES,
     Reserve,
 )
+from baton.kvtransfer.pull import WantedPage
+from baton.page_keys import KEY_BYTES
 
 ID_BYTES: Final = 16
 
@@ -41,10 +43,12 @@ def reservation(
     )
 
 
-def check_pull(wanted: Sequence[tuple[int, int]], num_pages: int) -> None:
-    """wanted: pages of the holder, with their generations. num_pages: of ours. ValueError as above."""
+def check_pull(wanted: Sequence[WantedPage], num_pages: int) -> None:
+    """wanted: pages of the holder. num_pages: of ours. ValueError as above."""
     if not 1 <= len(wanted) <= MAX_PULLED_PAGES or num_pages > MAX_PULLED_PAGES:
         raise ValueError(f"{len(wanted)} pages into {num_pages}, {MAX_PULLED_PAGES} of each are most")
-    for page, generation in wanted:
+    for page, generation, key in wanted:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a page's key has {KEY_BYTES} bytes, got {len(key)}")
         if not 0 <= page < 2**31 or not 0 <= generation < 2**32:
             raise ValueError(f"there is no page {page} of generation {generation}")

@@ -54,7 +54,7 @@ from baton.kvtransfer.messages import (
     Wrote,
 )
 from baton.kvtransfer.page_readers import PageReaders
-from baton.kvtransfer.pull import pull_complaint
+from baton.kvtransfer.pull import Lend, borrow
 from baton.kvtransfer.source_part import SourcePart
 
 
@@ -99,20 +99,23 @@ class SourceHandoff:
         assert isinstance(self._request, Reserve)
         return [] if self.state in _ENDED else [Send(self._request)]
 
-    def accept_pull(self, incarnation: bytes) -> list[Action]:
+    def accept_pull(self, incarnation: bytes, lend: Lend) -> list[Action]:
         """Pin the wanted pages and push them all, or refuse. incarnation: of this process."""
         pull = self._request
         assert isinstance(pull, Pull)
         if self.state in _ENDED:
             return []
         self.epoch = pull.epoch
-        complaint = pull_complaint(pull, incarnation, self._terms)
-        if complaint is not None:
+        borrower = ("borrower", self.transfer)
+        pages = borrow(pull, incarnation, self._terms, lend, borrower)
+        if isinstance(pages, str):
             self.state, self.outcome = SourceState.CLOSED, Outcome.FAILED
-            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=complaint)
-            return [Send(refused), Finished(self.outcome, complaint)]
+            refused = PullRefused(transfer=self.transfer, epoch=self.epoch, reason=pages)
+            return [Send(refused), Finished(self.outcome, pages)]
         self.state = SourceState.STREAMING
-        return [Granted(pull), *self.offer(pull.wanted_pages, pull.num_units)]
+        offered = self.offer(pages, pull.num_units)
+        self._ledger.release(pages, borrower)
+        return [Granted(pull), *offered]
 
     def offer(self, pages: Sequence[int], num_units: int, group: int | None = None) -> list[Action]:
         """Add the next pages; so many units are computed by now, in this group of layers or in all."""

@@ -27,6 +27,7 @@ from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.host_process import HostProcess
+from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import RankProcess, fill, shape_of
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
@@ -77,6 +78,7 @@ class Host:
         self.endpoint = FaultyEndpoint(
             settings, self.pool, self.ledger, self._admit, shared=self._shared, agents=agents
         )
+        self.endpoint.lend = NumberedPages(self.ledger)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ended: dict[bytes, Ended] = {}
         self._digests: dict[bytes, str] = {}
@@ -121,7 +123,7 @@ class Host:
 
         def start() -> bytes:
             link = self._link((address[0], address[1]))
-            return self.endpoint.pull(link, [(p, g) for p, g in wanted], num_units, "sequence", deadline_s=10)
+            return self.endpoint.pull(link, wanted_pages(wanted), num_units, "sequence", deadline_s=10)
 
         transfer = self._call(start)
         return self.outcome(transfer.hex())

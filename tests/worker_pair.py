@@ -85,6 +85,7 @@ class Host:
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
         self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, self._admit, shared=self._shared)
+        self.endpoint.lend = self.engine.lend
         worker = Worker(
             id=PREFILL if role is WorkerRole.PREFILL else DECODE,
             name=f"{role.value}-0",
@@ -146,6 +147,7 @@ class WorkerPair:
         page_sizes: tuple[int, int] = (4, 4),
         num_pages: tuple[int, int] = (96, 96),
         transport: str = "auto",
+        num_host_pages: int = 0,
         local_prefill_tokens: int = 0,
         **settings: Any,
     ) -> None:
@@ -153,7 +155,7 @@ class WorkerPair:
         self.post = Post()
         self.said: dict[str, list[AnyMessage]] = {ROUTER.id: [], GATEWAY.id: []}
         caches = [
-            {"cache": {"page_size": size, "kv_cache_memory_bytes": count * size * _TOKEN_BYTES}}
+            {"cache": _cache(size, count, num_host_pages)}
             for size, count in zip(page_sizes, num_pages, strict=True)
         ]
         self.prefill = self._prefill_host(directory, transport, settings | caches[0])
@@ -291,3 +293,12 @@ class WorkerPair:
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
+
+
+def _cache(page_size: int, num_pages: int, num_host_pages: int) -> dict[str, int]:
+    page_bytes = page_size * _TOKEN_BYTES
+    return {
+        "page_size": page_size,
+        "kv_cache_memory_bytes": num_pages * page_bytes,
+        "host_cache_memory_bytes": num_host_pages * page_bytes,
+    }

@@ -44,6 +44,7 @@ class SimEndpoint(PageEndpoint):
         )
         self.rank = rank = SimRank(process, engine, settings.layout, self._hear, network, random)
         super().__init__(settings, rank.incarnation, engine.pages, admit, process.clock, rank)
+        self.lend = engine.lend
         self.process = process
         self.pieces = rank.pieces
         self.hello = settings.hello(rank.incarnation)

@@ -125,6 +125,14 @@ class SimEngine:
         self.scheduler.cache.make_room(num_pages, keep=False)
         return True
 
+    def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
+        return self.scheduler.cache.name(token_ids, salt, page_size)
+
+    def lend(self, keys: Ordered[bytes], borrower: Owner) -> list[int] | None:
+        self._expire()
+        loan = self.scheduler.outside.lend(keys, borrower)
+        return None if loan is None else loan.pages
+
     def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
         return self.scheduler.cache.take_changes(is_afresh=is_afresh)
 

@@ -151,7 +151,7 @@ def test_a_prefix_is_pulled_from_who_holds_it(transport: str) -> None:
             wanted, digest = holder.call("known_pages", 20)
             assert puller.pull(holder.call("address"), wanted, 20) == "adopted"
             assert puller.ended()[-1][2] == digest
-        stale = [(page, generation - 1) for page, generation in wanted]
+        stale = [(page, generation + 1) for page, generation in wanted]
         assert puller.pull(holder.call("address"), stale, 20) == "recompute"
         assert "generation" in puller.ended()[-1][1]
         counts = holder.call("counts")

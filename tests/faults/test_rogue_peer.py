@@ -18,6 +18,7 @@ from baton.kvtransfer.messages import Abort, Pull, Released, Reserve, Wrote
 from baton.kvtransfer.peers import MAX_LINKS_OF_PEER
 from baton.wire import Connection, Role
 from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
+from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
 from tests.transfer_ends import wait_for
 
@@ -57,6 +58,7 @@ def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) ->
         holder=peer.hello.incarnation,
         wanted_pages=tuple(page for page, _ in wanted),
         wanted_generations=tuple(generation for _, generation in wanted),
+        wanted_keys=b"".join(key_of(page) for page, _ in wanted),
         pages=tuple(range(num_pages)),
         generations=(1,) * num_pages,
     )
@@ -157,7 +159,9 @@ def test_a_pull_over_a_lost_link_ends_at_once(host: Host) -> None:
         wanted, _ = holder.call("known_pages", 2)
         link = host._call(lambda: host._link(tuple(holder.call("address"))))
     wait_for(lambda: link.is_lost)
-    transfer = host._call(lambda: host.endpoint.pull(link, wanted, 2, "sequence", deadline_s=10))
+    transfer = host._call(
+        lambda: host.endpoint.pull(link, wanted_pages(wanted), 2, "sequence", deadline_s=10)
+    )
     started_s = time.monotonic()
     assert host.outcome(transfer.hex()) == "recompute"
     assert time.monotonic() - started_s < 1.0

@@ -53,7 +53,7 @@ def test_keys_name_the_same_pages_in_every_replica_and_are_of_a_salt(engine: Eng
     keys = engine.page_keys(PROMPT, b"", 4)
     assert lend(engine, keys) == list(engine.scheduler.cache.find([*PROMPT, 0], b""))
     assert engine.lend(engine.page_keys(PROMPT, b"another tenant", 4), "another") is None
-    layout, larger = engine.runner.layout, []
+    layout, larger = engine.runner.layout, list[bytes]()
     namer = PageKeys(model_fingerprint=engine.fingerprint, dtype=layout.dtype, page_size=16)
     namer.extend(larger, list(PROMPT), 3, b"")
     assert engine.page_keys(PROMPT, b"", 16) == larger

@@ -9,6 +9,7 @@ import msgspec
 from baton.frames import MAX_CONTROL_BYTES, encode_frame
 from baton.kvtransfer import messages as m
 from baton.layout import PageLayout
+from tests.numbered_pages import key_of
 
 NUM_TRANSFERS: Final = 4
 LAYOUT: Final = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -77,6 +78,7 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
             holder=bytes(16),
             wanted_pages=tuple(range(num_units)),
             wanted_generations=(1,) * num_units,
+            wanted_keys=b"".join(map(key_of, range(num_units))),
             pages=pages,
             generations=generations,
         ),

@@ -11,6 +11,7 @@ from typing import Final
 from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
 from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from tests.numbered_pages import wanted_pages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
 from tests.unit.kvtransfer.simulated_ranks import SimulatedRanks
 
@@ -126,7 +127,11 @@ class HandoffWorld(SimulatedRanks):
         )
         self._expect(transfer, request, hint.contents)
         handoff = self._new_destination(request)
-        self._do(host, transfer, handoff.pull(f"puller-{transfer.hex()}", hint.incarnation, hint.pages))
+        self._do(
+            host,
+            transfer,
+            handoff.pull(f"puller-{transfer.hex()}", hint.incarnation, wanted_pages(hint.pages)),
+        )
 
     def _expect(self, transfer: bytes, request: Reserve, contents: dict[tuple[int, int], int]) -> None:
         self.is_direct[transfer] = bool(self.pick(2))

@@ -24,6 +24,7 @@ from baton.kvtransfer.handoff import (
 )
 from baton.kvtransfer.messages import AnyMessage, Doors, Grant, Hello, Pull, Refuse, Reserve, decode, encode
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Landing, Pick, Sequence
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
 
@@ -105,7 +106,10 @@ class SimulatedNetwork:
             host.sources[transfer] = source
             self.peers[host, transfer] = self.destination
             is_whole = host.lost_rank is None
-            accepted = source.accept_pull(host.incarnation) if is_whole else source.fail("a rank is lost")
+            lend = NumberedPages(host.pool)
+            accepted = (
+                source.accept_pull(host.incarnation, lend) if is_whole else source.fail("a rank is lost")
+            )
             self._do(host, transfer, accepted)
         else:
             known: SourceHandoff | DestinationHandoff | None = host.sources.get(transfer)

@@ -32,6 +32,7 @@ from baton.kvtransfer.messages import (
     Wrote,
 )
 from baton.layout import PageLayout
+from tests.numbered_pages import key_of, wanted_pages
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 HOLDER = b"h" * 16
@@ -67,7 +68,7 @@ class Bench:
 
     def in_state(self, state: DestinationState) -> "Bench":
         if state is DestinationState.ASKING:
-            self.destination.pull("sequence", HOLDER, [(page, 1) for page in range(NUM_UNITS)])
+            self.destination.pull("sequence", HOLDER, wanted_pages((page, 1) for page in range(NUM_UNITS)))
         elif state is DestinationState.RECEIVING:
             self.receiving()
         elif state is DestinationState.VERIFYING:
@@ -105,6 +106,7 @@ def every_message() -> list[AnyMessage]:
             holder=HOLDER,
             wanted_pages=(0,),
             wanted_generations=(1,),
+            wanted_keys=bytes(16),
             pages=(0,),
             generations=(1,),
         ),
@@ -150,10 +152,12 @@ def test_no_free_pages_is_a_refusal() -> None:
 
 def test_pull_brings_its_own_grant() -> None:
     bench = Bench()
-    (opened, send) = bench.destination.pull("sequence", HOLDER, [(5, 2), (6, 3), (1, 1), (0, 9)])
+    wanted = wanted_pages([(5, 2), (6, 3), (1, 1), (0, 9)])
+    (opened, send) = bench.destination.pull("sequence", HOLDER, wanted)
     assert opened == OpenLanding(0)
     assert isinstance(send, Send) and isinstance(send.message, Pull)
     assert send.message.wanted_pages == (5, 6, 1, 0) and send.message.wanted_generations == (2, 3, 1, 9)
+    assert send.message.wanted_keys == b"".join(map(key_of, (5, 6, 1, 0)))
     assert send.message.pages == tuple(bench.destination.pages)
 
 

@@ -21,6 +21,7 @@ from baton.kvtransfer.destination_handoff import DestinationHandoff, Destination
 from baton.kvtransfer.handoff import Action, CloseLanding, Push, StopPushes, Terms, Timing, Verify
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from baton.wire import DroppedPeers
+from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
 
 NUM_PAGES = 64
@@ -84,7 +85,7 @@ class Receiver:
             self._do(handoff, handoff.grant("adopter"))
         elif isinstance(message, m.Pull):
             self._sources[transfer] = source = SourceHandoff(message, self._terms)
-            self._do(source, source.accept_pull(INCARNATION))
+            self._do(source, source.accept_pull(INCARNATION, NumberedPages(self.pool)))
         elif is_known:
             known = self._sources.get(transfer) or self._destinations[transfer]
             self._do(known, known.receive(message))

@@ -47,6 +47,7 @@ def pull(**changes: Any) -> Pull:
         "holder": ID,
         "wanted_pages": (0,),
         "wanted_generations": (1,),
+        "wanted_keys": bytes(16),
         "pages": (0,),
         "generations": (1,),
     }
@@ -107,6 +108,7 @@ def test_what_is_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
         (altered(grant(), epoch=0), "Expected"),
         (altered(pull(), wanted_generations=[1, 1]), "1 pages have 2 generations"),
         (altered(pull(), generations=[1, 1]), "1 pages have 2 generations"),
+        (altered(pull(), wanted_keys=bytes(32)), "1 pages have 32 bytes of keys"),
         (altered(Commit(transfer=ID, epoch=1, digests=bytes(8)), digests=bytes(9)), "9 bytes are no digests"),
         (altered(Corrupt(transfer=ID, epoch=1, units=(1,)), units=[1, 1]), "do not rise"),
         (altered(Corrupt(transfer=ID, epoch=1, units=(1,)), units=[2, 1]), "do not rise"),
@@ -144,6 +146,7 @@ def test_largest_messages_fit_a_frame() -> None:
         "generations": generations[:MAX_PULLED_PAGES],
         "wanted_pages": pages[:MAX_PULLED_PAGES],
         "wanted_generations": generations[:MAX_PULLED_PAGES],
+        "wanted_keys": bytes(16 * MAX_PULLED_PAGES),
         "transports": ("t" * 16,) * 8,
     }
     for message in (

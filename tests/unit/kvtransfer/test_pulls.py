@@ -10,6 +10,7 @@ from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
+from baton.kvtransfer.pull import WantedPage
 from baton.kvtransfer.pulls import (
     FIRST_BYTES_PER_S,
     LEAST_DEADLINE_S,
@@ -20,6 +21,7 @@ from baton.kvtransfer.pulls import (
     plan_pull,
 )
 from tests.endpoint_host import Host
+from tests.numbered_pages import wanted_pages
 
 SIZES = st.sampled_from([4, 8, 16, 64])
 
@@ -29,7 +31,7 @@ def test_a_plan_has_every_token_that_can_be_had(
     ours: int, theirs: int, held: int, first: int, stop: int
 ) -> None:
     first *= max(ours, theirs)
-    pages = [(100 + index, index) for index in range(held)]
+    pages = wanted_pages((100 + index, index) for index in range(held))
     plan = plan_pull(pages, (ours, theirs), first, stop)
     unit = min(ours, theirs)
     units = [at for at in range(first, stop, unit) if at + unit <= stop and at // theirs < held]
@@ -51,7 +53,7 @@ class Endpoint:
     def pull(
         self,
         link: Link,
-        wanted: Sequence[tuple[int, int]],
+        wanted: Sequence[WantedPage],
         num_units: int,
         adopter: Owner,
         *,
@@ -78,7 +80,7 @@ def test_what_pulls_took_is_expected_of_the_next() -> None:
     host, other = Host(), Host()
     try:
         link = host.endpoint.link(other.address())
-        plan = PlannedPull(((1, 1),), 1, 1, 16)
+        plan = PlannedPull(tuple(wanted_pages([(1, 1)])), 1, 1, 16)
         num_bytes = 16 * link.hello.layout.token_bytes * link.hello.layout.tp_size
         large = int(100 * FIRST_BYTES_PER_S)
         before_s = pulls.deadline_s(large // 100)

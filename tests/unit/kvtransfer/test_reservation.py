@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from baton.kvtransfer.messages import MAX_DIGESTS, MAX_PAGES, MAX_PARTS, Reserve, decode, encode
+from baton.kvtransfer.pull import WantedPage
 from baton.kvtransfer.reservation import check_pull, reservation
 
 ID = b"t" * 16
@@ -43,9 +44,16 @@ def test_what_no_message_can_say_is_our_mistake(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_pages"), [([], 1), ([(0, 0)], 2**15 + 1), ([(-1, 0)], 1), ([(0, 2**32)], 1)]
+    ("wanted", "num_pages"),
+    [
+        ([], 1),
+        ([WantedPage(0, 0, bytes(16))], 2**15 + 1),
+        ([WantedPage(-1, 0, bytes(16))], 1),
+        ([WantedPage(0, 2**32, bytes(16))], 1),
+        ([WantedPage(0, 1, bytes(15))], 1),
+    ],
 )
-def test_pages_that_nobody_can_hold_are_not_pulled(wanted: list[tuple[int, int]], num_pages: int) -> None:
+def test_pages_that_nobody_can_hold_are_not_pulled(wanted: list[WantedPage], num_pages: int) -> None:
     with pytest.raises(ValueError, match="page"):
         check_pull(wanted, num_pages)
 

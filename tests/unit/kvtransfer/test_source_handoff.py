@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from baton.clock import ManualClock
@@ -20,8 +21,10 @@ from baton.kvtransfer.messages import (
     Verified,
     Wrote,
 )
+from baton.kvtransfer.pull import ON_HOST, Lend
 from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
 from baton.layout import PageLayout
+from tests.numbered_pages import NumberedPages, key_of
 
 ID, EPOCH, NUM_UNITS, NUM_PAGES = b"t" * 16, 7, 4, 8
 ME = b"m" * 16
@@ -117,6 +120,7 @@ def pull(wanted: tuple[int, ...], generations: tuple[int, ...], num_units: int =
         holder=ME,
         wanted_pages=wanted,
         wanted_generations=generations,
+        wanted_keys=b"".join(map(key_of, wanted)),
         pages=tuple(range(20, 20 + num_units)),
         generations=(1,) * num_units,
     )
@@ -385,7 +389,7 @@ class TestPull:
         bench = self.bench_with_known_pages()
         asked = pull(tuple(bench.pages), (1,) * NUM_UNITS)
         source = SourceHandoff(asked, bench.terms)
-        assert source.accept_pull(ME) == [Granted(asked), Push(0, 0, NUM_UNITS)]
+        assert source.accept_pull(ME, NumberedPages(bench.pool)) == [Granted(asked), Push(0, 0, NUM_UNITS)]
         assert not any(bench.pool.is_available(page) for page in bench.pages)  # not to be evicted now
         source.pushed(0, 0, NUM_UNITS, DIGESTS)
         source.receive(Verified(transfer=ID, epoch=EPOCH))
@@ -397,18 +401,36 @@ class TestPull:
             (pull((0, 1, 2, 3), (1, 1, 9, 1)), "has generation 1, not 9"),
             (pull((0, 1, 2, 6), (1,) * 4), "page 6 is not known"),
             (pull((0, 1, 2), (1,) * 3), "4 units do not lie in 3 pages"),
-            (pull((0, 1, 2, 2), (1,) * 4), "a page is wanted twice"),
+            (pull((0, 1, 2, 2), (1,) * 4), "what the keys name is not here"),
         ]
         for asked, reason in cases:
             self.check_refused(asked, ME, reason)
 
+    def test_a_page_that_holds_something_else_than_its_key_is_refused(self) -> None:
+        """Number and generation are right: it is the hint that names another prompt's pages."""
+        asked = pull((0, 1, 2, 3), (1,) * 4)
+        elsewhere = NumberedPages(PagePool(NUM_PAGES, 16))
+        self.check_refused(asked, ME, "what the keys name is not here", elsewhere)
+        moved = msgspec.structs.replace(asked, wanted_keys=b"".join(map(key_of, (0, 1, 3, 2))))
+        self.check_refused(moved, ME, "page 2 has not what its key names, which is in page 3")
+
+    def test_pages_of_the_host_are_found_by_their_keys(self) -> None:
+        bench = self.bench_with_known_pages()
+        asked = msgspec.structs.replace(
+            pull((7, 1, 9, 8), (ON_HOST, 1, ON_HOST, ON_HOST)),
+            wanted_keys=b"".join(map(key_of, (0, 1, 2, 3))),
+        )
+        source = SourceHandoff(asked, bench.terms)
+        assert source.accept_pull(ME, NumberedPages(bench.pool)) == [Granted(asked), Push(0, 0, NUM_UNITS)]
+        assert source.pages == [0, 1, 2, 3]
+
     def test_another_incarnation_has_other_pages(self) -> None:
         self.check_refused(pull((0, 1, 2, 3), (1,) * 4), b"n" * 16, "was started again")
 
-    def check_refused(self, asked: Pull, incarnation: bytes, reason: str) -> None:
+    def check_refused(self, asked: Pull, incarnation: bytes, reason: str, lend: Lend | None = None) -> None:
         bench = self.bench_with_known_pages()
         source = SourceHandoff(asked, bench.terms)
-        actions = source.accept_pull(incarnation)
+        actions = source.accept_pull(incarnation, lend or NumberedPages(bench.pool))
         (refused,) = sent(actions)
         assert isinstance(refused, PullRefused) and reason in refused.reason
         assert finished(actions) == [Outcome.FAILED] and source.state is SourceState.CLOSED

@@ -14,6 +14,7 @@ from baton.control import Dispatch, Members
 from baton.decision import PullSource
 from baton.engine.engine import Engine
 from baton.kvtransfer.messages import Commit, Pull
+from baton.kvtransfer.pull import ON_HOST, lend_nothing
 from baton.request import Request
 from baton.worker import WorkerRole
 from tests.tiny_models import VOCAB_SIZE
@@ -103,7 +104,25 @@ def _shift(pair: WorkerPair, source: PullSource) -> PullSource:
 
 
 def _invent(pair: WorkerPair, source: PullSource) -> PullSource:
-    return PullSource(DECODE, 64, tuple(range(10_000, 10_016)), (0,) * 16)
+    return PullSource(DECODE, 64, tuple(range(10_000, 10_016)), (1,) * 16)
+
+
+def _mix_up(pair: WorkerPair, source: PullSource) -> PullSource:
+    """The very pages that the worker has, with their generations: of another prompt."""
+    pair.dispatch(a_request(91, PROMPT[::-1]), is_local=True)
+    pair.turns_until(lambda: pair.is_answered(a_request(91, PROMPT[::-1])))
+    return known(pair, PROMPT[::-1])
+
+
+def _swap(pair: WorkerPair, source: PullSource) -> PullSource:
+    """Its own pages in another order."""
+    pages, generations = source.pages[::-1], source.generations[::-1]
+    return PullSource(DECODE, source.num_tokens, pages, generations)
+
+
+def _put_on_host(pair: WorkerPair, source: PullSource) -> PullSource:
+    """All of it is on the device, and the hint is older than that: keys alone tell where it is."""
+    return PullSource(DECODE, source.num_tokens, source.pages[::-1], (ON_HOST,) * len(source.pages))
 
 
 def _too_few(pair: WorkerPair, source: PullSource) -> PullSource:
@@ -116,6 +135,9 @@ def _too_few(pair: WorkerPair, source: PullSource) -> PullSource:
         (_reuse_all, {"pulls_failed": 1}),
         (_shift, {"pulls_failed": 1}),
         (_invent, {"pulls_failed": 1}),
+        (_mix_up, {"pulls_failed": 1}),
+        (_swap, {"pulls_failed": 1}),
+        (_put_on_host, {"pulls": 1}),
         (_unlink, {"pulls_not_begun": 1}),
         (_too_few, {"pulls": 1}),
     ],
@@ -133,6 +155,47 @@ def test_a_hint_that_is_wrong_costs_nothing_but_time(
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)
     assert pulls(pair, **number)
+
+
+def on_host(pair: WorkerPair, source: PullSource) -> PullSource:
+    """Other prompts push some of its pages to the host; what the router would have been told then."""
+    for number in (91, 92):
+        other = a_request(number, PROMPT[number - 90 :] + PROMPT[: number - 90])
+        pair.dispatch(other, is_local=True)
+        pair.turns_until(lambda other=other: pair.is_answered(other))  # type: ignore[misc]
+    pair.quiet_down()
+    cache = pair.decode.engine.scheduler.cache
+    places = [cache.page_of(key) for key in pair.decode.engine.page_keys(PROMPT, b"", 4)][: len(source.pages)]
+    assert None in places and any(page is not None for page in places)
+    pages = tuple(0 if page is None else page for page in places)
+    ledger = cache.pool
+    generations = tuple(ON_HOST if page is None else ledger.generation(page) for page in places)
+    return PullSource(DECODE, source.num_tokens, pages, generations)
+
+
+def test_pages_that_the_holder_keeps_on_its_host_are_pulled_too(make_pair: MakePair, alone: Engine) -> None:
+    pair = make_pair(num_pages=(96, 48), num_host_pages=96)
+    source = on_host(pair, warm(pair))
+    request = a_request(1, PROMPT)
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    events = pair.heard(request)
+    assert said(events) == answer_alone(alone, request)
+    assert pulls(pair, pulls=1) and events[0].num_cached_tokens == 68
+
+
+def test_a_holder_that_cannot_bring_them_from_its_host_says_so(
+    make_pair: MakePair, alone: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+    source = warm(pair)
+    pair.decode.endpoint.lend = lend_nothing
+    request = a_request(1, PROMPT)
+    caplog.set_level("INFO")
+    begin(pair, request, source)
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pulls(pair, pulls_failed=1) and "no room to bring it from the host" in caplog.text
 
 
 def test_without_room_for_the_pages_all_is_computed(make_pair: MakePair, alone: Engine) -> None:

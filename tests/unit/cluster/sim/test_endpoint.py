@@ -16,6 +16,7 @@ from baton.errors import WireError
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.handoff import Outcome
 from baton.kvtransfer.messages import Reserve
+from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.unit.cluster.sim.machines import a_machine
 
 TRANSFER = b"t" * 16
@@ -189,11 +190,12 @@ def test_known_pages_can_be_pulled_by_who_has_seen_their_generations(is_direct: 
     pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
     for page in pair.pages:
         pool.mark_known(page)
+    pair.source.endpoint.lend = NumberedPages(pool)
     wanted = [(page, pool.generation(page)) for page in pair.pages]
     (back,) = pair.destination.endpoint.links
-    pair.destination.endpoint.pull(back, wanted, pair.num_units, OWNER, deadline_s=60.0)
+    pair.destination.endpoint.pull(back, wanted_pages(wanted), pair.num_units, OWNER, deadline_s=60.0)
     stale = [(page, generation + 1) for page, generation in wanted]
-    pair.destination.endpoint.pull(back, stale, pair.num_units, "another", deadline_s=60.0)
+    pair.destination.endpoint.pull(back, wanted_pages(stale), pair.num_units, "another", deadline_s=60.0)
     pair.run(3.0)
     outcomes = {each.outcome: each for each in pair.destination.ended}
     assert set(outcomes) == {Outcome.ADOPTED, Outcome.RECOMPUTE}
