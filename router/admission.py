@@ -1,0 +1,156 @@
+"""Which requests are refused, as they come or later, because what they should keep can't be kept; and when
+it is worth while to ask again.
+
+1. One comes with an objective. It is predicted when its first token would come, and how fast the others:
+   one that would miss it is refused at once, before anything is spent on it.
+2. Its turn has come, and it is predicted again. What has become hopeless meanwhile is refused then.
+3. Its deadline passes while it waits: it is not begun any more.
+
+Only who may be shed is refused for an objective, and never an attempt that takes another's place. Where it is
+not a queue that makes it hopeless, one is let in now and then all the same: predictions are learnt from what
+was tried.
+
+Who is refused is told to come back when there should be room: after the work that is there, and after that of
+all who were told so before. So they come back one after the other, and find what they were promised.
+"""
+
+from math import inf
+from typing import Final, NamedTuple
+
+from baton.clock import Clock
+from baton.request import Request
+from baton.router.expected_work import Work
+from baton.router.forecast import Forecast, Prediction
+from baton.router.quotas import Refused
+from baton.tenancy import Refusal
+
+LEAST_RETRY_S: Final = 0.5
+MOST_RETRY_S: Final = 60.0  # clients wait no longer
+SPREAD: Final = 0.618034  # of the golden ratio: its multiples, less their whole parts, are spread evenly
+PROBE_S: Final = 2.0  # between two that are let in against what is predicted
+DEFAULT_DELAY_S: Final = 60.0  # of a request with no objective at all
+
+
+class Objective(NamedTuple):
+    """Of one request. Seconds from its arrival; inf: none was promised."""
+
+    ttft_s: float
+    tpot_s: float
+    deadline_s: float
+    delay_s: float  # that it should be let out within
+
+    @property
+    def is_promised(self) -> bool:
+        return min(self) < inf
+
+    @property
+    def due_s(self) -> float:
+        first_s = min(self.ttft_s, self.deadline_s)
+        return first_s if first_s < inf else min(self.delay_s, DEFAULT_DELAY_S)
+
+
+def objective_of(request: Request) -> Objective:
+    sla, standing = request.sla, request.standing
+    return Objective(
+        ttft_s=_seconds(sla.ttft_ms),
+        tpot_s=_seconds(sla.tpot_ms),
+        deadline_s=_seconds(sla.deadline_ms),
+        delay_s=_seconds(standing.max_queue_delay_ms),
+    )
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return inf if milliseconds is None else milliseconds / 1e3
+
+
+class Returns:
+    """When who is refused should come again."""
+
+    def __init__(self, clock: Clock, forecast: Forecast) -> None:
+        self._clock = clock
+        self._forecast = forecast
+        self._promised_s = -inf  # when there is no room any more that was promised to nobody
+        self._num = 0
+
+    def retry_after_s(self, work: float, excess_s: float) -> float:
+        """excess_s: that the request would come too late by now."""
+        now_s = self._clock.now_s()
+        room_s = max(self._promised_s, now_s + max(LEAST_RETRY_S, excess_s))
+        rate = self._forecast.rate.work_per_s
+        self._promised_s = room_s + (work / rate if rate else 0.0)
+        wait_s = room_s - now_s
+        if wait_s <= MOST_RETRY_S:
+            return wait_s
+        self._promised_s = min(self._promised_s, now_s + 2 * MOST_RETRY_S)
+        self._num += 1
+        return MOST_RETRY_S * (0.5 + 0.5 * (self._num * SPREAD % 1.0))
+
+
+class Admission:
+    def __init__(self, clock: Clock, forecast: Forecast) -> None:
+        self.returns = Returns(clock, forecast)
+        self._clock = clock
+        self._forecast = forecast
+        self._probed_s = -inf
+
+    def predict(self, work: Work, before: float, mean_work: float) -> Prediction:
+        """before: work that is let out before it. mean_work: of one request."""
+        num_before = before / max(1.0, mean_work)
+        return self._forecast.predict(round(work.prompt), work.answer, before, num_before)
+
+    def refusal(self, request: Request, work: Work, waited_s: float, found: Prediction) -> Refused | None:
+        """Why a request that has waited so long has no hope, by what was found."""
+        objective = objective_of(request)
+        if request.attempt or not objective.is_promised or not request.standing.degradation.may_shed:
+            return None
+        late = _lateness(objective, waited_s, found)
+        if late is None or (not found.queue_s and self._may_probe()):
+            return None
+        return self._refuse(late, work, found)
+
+    def shed(self, work: Work, prediction: Prediction) -> Refused:
+        wait_s = self.returns.retry_after_s(work.total, prediction.queue_s)
+        return Refused(Refusal.SHED, "the cluster is overloaded", wait_s)
+
+    def expired(self, work: Work, *, is_over: bool) -> Refused:
+        """Of one that has waited in vain; is_over: its deadline has passed, else its first token's time."""
+        name = "deadline_ms" if is_over else "ttft_ms"
+        wait_s = self.returns.retry_after_s(work.total, 0.0)
+        refusal = Refusal.DEADLINE if is_over else Refusal.SLO
+        return Refused(refusal, f"its {name} has passed while it waited", wait_s)
+
+    def _refuse(self, late: "_Late", work: Work, found: Prediction) -> Refused:
+        told = f"a first token in {found.ttft_s:.3g} s, then one every {1e3 * found.tpot_s:.3g} ms"
+        reason = f"{late.objective} can't be kept: predicted is {told}"
+        if late.is_never:  # by workers with nothing else to do neither
+            return Refused(late.refusal, reason, None)
+        return Refused(late.refusal, reason, self.returns.retry_after_s(work.total, late.excess_s))
+
+    def _may_probe(self) -> bool:
+        now_s = self._clock.now_s()
+        if 0 <= now_s - self._probed_s < PROBE_S:
+            return False
+        self._probed_s = now_s
+        return True
+
+
+class _Late(NamedTuple):
+    refusal: Refusal
+    objective: str
+    excess_s: float
+    is_never: bool
+
+
+def _lateness(objective: Objective, waited_s: float, found: Prediction) -> _Late | None:
+    """What it would be late for, if anything."""
+    ttft_s = waited_s + found.ttft_s
+    firsts = (
+        (Refusal.DEADLINE, "deadline_ms", objective.deadline_s),
+        (Refusal.SLO, "ttft_ms", objective.ttft_s),
+    )
+    for refusal, name, most_s in firsts:
+        if ttft_s > most_s:
+            return _Late(refusal, name, ttft_s - most_s, found.alone_s > most_s)
+    if found.tpot_s > objective.tpot_s:
+        return _Late(Refusal.SLO, "tpot_ms", 0.0, found.alone_tpot_s > objective.tpot_s)
+    return None

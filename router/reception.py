@@ -1,0 +1,313 @@
+"""Who is let in to the workers, and when: from the moment that a request is submitted until it has ended.
+
+1. `ask`: it is refused, by a quota of its tenant or because it has no hope; or it waits, for no time at all
+   where there is room.
+2. `first`: whose turn it is, if a worker could compute its prompt; the caller looks for workers.
+3. `let_out`: it has some. Its tenant is charged what it is expected to take. Or `refuse`: it is not to wait.
+4. `started`, `computed`, `ended`: what it has really taken is made good. Whatever became of it, it ends once.
+   What ends while it waits is taken out of the queue.
+
+`tick` finds what has waited too long, and says how overloaded the cluster is (ladder.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from math import inf
+from typing import Final, NamedTuple
+
+from baton.clock import Clock
+from baton.control import Submit
+from baton.pressure import QueueStatus, Rung
+from baton.request import Request
+from baton.router.admission import Admission, objective_of
+from baton.router.books import Books, Key
+from baton.router.capacity import Capacity
+from baton.router.cost_model import CostModel
+from baton.router.degrading import degraded
+from baton.router.expected_work import Charge, Work, WorkLedger
+from baton.router.forecast import Forecast
+from baton.router.ladder import Ladder, Reading
+from baton.router.membership import Membership
+from baton.router.quotas import Refused, TenantQuotas
+from baton.router.strain import Promises, read_strain
+from baton.router.tallies import Tallies
+from baton.router.tenant_queues import TenantQueues, Waiting
+
+MAX_SHED: Final = 1024  # at one tick
+
+
+class Record(NamedTuple):
+    """One attempt, from `ask` to its end."""
+
+    gateway: str
+    request: Request
+    work: Work
+    came_s: float
+    is_active: bool = False  # workers have it
+
+
+class Reception:
+    def __init__(self, clock: Clock, members: Membership, books: Books, model: CostModel) -> None:
+        self.queues = TenantQueues()
+        self.quotas = TenantQuotas(clock)
+        self.capacity = Capacity(members, books)
+        self.forecast = Forecast(clock, members, books, model)
+        self.admission = Admission(clock, self.forecast)
+        self.ladder = Ladder(clock.now_s())
+        self.tallies = Tallies()
+        self._clock = clock
+        self._members = members
+        self._ledger = WorkLedger(self._correct)
+        self._records: dict[Key, Record] = {}
+        self._ends: list[tuple[float, Key]] = []  # a heap: when waiting is in vain
+        self._promises = Promises()  # to the records
+        self._num_hopeless = 0  # since the last tick
+        self._work_out = 0.0  # let out and not told to the forecast
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self.queues)
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether it waits."""
+        return key in self.queues
+
+    def ask(self, gateway: str, submit: Submit) -> Refused | None:
+        """None: it waits, and may be the first now. The key must be new."""
+        request, now_s = submit.request, self._clock.now_s()
+        work = self._ledger.expect(request)
+        if submit.beside:
+            work = Work(0.0, work.answer)  # its prompt is there
+        objective = objective_of(request)
+        due_s = now_s + (0.0 if request.attempt else objective.due_s)
+        waiting = Waiting(gateway, submit, since_s=now_s, due_s=due_s, work=work.total)
+        refused = None if request.attempt else self._refusal(waiting, work)
+        if refused is not None:
+            self._count(request.tenant, refused)
+            return refused
+        self.quotas.enter(request.tenant, request.standing.quotas, work.total)
+        self.tallies.of(request.tenant).weight = request.standing.weight
+        self._records[waiting.key] = Record(gateway, request, work, now_s)
+        self._promises.add(request)
+        self._hold_or_release(request.tenant)
+        self.queues.add(waiting)
+        may_shed = request.standing.degradation.may_shed
+        end_s = min(objective.deadline_s, objective.ttft_s if may_shed else inf)
+        if end_s < inf and not request.attempt:
+            heappush(self._ends, (now_s + end_s, waiting.key))
+        return None
+
+    def overflow(self, key: Key) -> Refused | None:
+        """Why what was asked for last is not to wait, if it does; it is refused then."""
+        record = self._records.get(key)
+        if record is None or record.is_active or record.request.attempt:
+            return None
+        tenant, quotas = record.request.tenant, record.request.standing.quotas
+        refused = self.quotas.queue_refusal(tenant, quotas, self.queues.num_of(tenant))
+        if refused is not None:
+            self.refuse(key, refused)
+        return refused
+
+    def first(self) -> Waiting | None:
+        """Whose turn it is. None: nobody waits, or no worker would compute the prompt."""
+        waiting = self.queues.first()
+        if waiting is None:
+            return None
+        weights = self.queues.weights_of(waiting.rank)
+        can = self.capacity.can_compute(waiting.tenant, waiting.standing.weight, weights)
+        return waiting if can else None
+
+    def hopeless(self, waiting: Waiting) -> Refused | None:
+        """Why its turn comes too late; it is refused then."""
+        waited_s = self._clock.now_s() - waiting.since_s
+        record = self._records[waiting.key]
+        if waited_s <= 0 or not objective_of(record.request).is_promised:
+            return None
+        prediction = self.admission.predict(record.work, 0.0, 1.0)
+        refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
+        if refused is not None:
+            self._num_hopeless += 1
+            self.refuse(waiting.key, refused)
+        return refused
+
+    def let_out(self, waiting: Waiting) -> Request:
+        """As it is to be sent to its workers. It must be the first."""
+        record = self._records[waiting.key]
+        request, now_s = record.request, self._clock.now_s()
+        self.queues.take(waiting)
+        self._work_out += waiting.work
+        self.quotas.activate(waiting.tenant)
+        self._hold_or_release(waiting.tenant)
+        self._ledger.charge(
+            waiting.key, Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens)
+        )
+        self.capacity.dispatched(
+            waiting.key, waiting.tenant, waiting.standing.weight, max(1.0, record.work.prompt)
+        )
+        self._records[waiting.key] = record._replace(is_active=True)
+        tally = self.tallies.of(waiting.tenant)
+        tally.work += waiting.work
+        tally.num_dispatched += 1
+        tally.waited_s += max(0.0, now_s - waiting.since_s)
+        if self.ladder.rung >= Rung.CLIP:
+            narrower = degraded(request)
+            tally.num_degraded += narrower is not request
+            return narrower
+        return request
+
+    def refuse(self, key: Key, refused: Refused) -> None:
+        """It is not to wait any more."""
+        record = self._records[key]
+        assert not record.is_active, key
+        self._count(record.request.tenant, refused)
+        self._end(key, None)
+
+    def settle(self) -> None:
+        """All are let out that can be now."""
+        self.forecast.rate.observe(self._clock.now_s(), self._work_out, is_busy=len(self.queues) > 0)
+        self._work_out = 0.0
+
+    # What becomes of them. Unknown keys are no offence: they may be another router's.
+
+    def started(self, key: Key) -> None:
+        self.capacity.started(key)
+        record = self._records.get(key)
+        if record is None or record.request.attempt or not record.is_active:
+            return
+        ttft_s = objective_of(record.request).ttft_s
+        if ttft_s < inf:
+            tally = self.tallies.of(record.request.tenant)
+            if self._clock.now_s() - record.came_s <= ttft_s:
+                tally.num_met += 1
+            else:
+                tally.num_missed += 1
+
+    def computed(self, key: Key, num_new_tokens: int) -> None:
+        self._ledger.computed(key, num_new_tokens)
+
+    def ended(self, key: Key, num_answered: int | None) -> None:
+        """num_answered: tokens of this attempt; None: nobody knows."""
+        if key in self._records:
+            self._end(key, num_answered)
+
+    def gateway_left(self, gateway: str) -> None:
+        for key in [key for key, record in self._records.items() if record.gateway == gateway]:
+            self._end(key, None)
+
+    def tick(self) -> Iterator[tuple[Record, Refused]]:
+        """Those that are not to wait any more; refused already."""
+        yield from self._find_expired()
+        self.quotas.forget_idle()
+        self.ladder.update(self._read(), self._clock.now_s())
+        if self.ladder.rung is Rung.SHED:
+            yield from self._shed()
+
+    def status(self) -> QueueStatus:
+        now_s = self._clock.now_s()
+        waits_s: defaultdict[str, list[float]] = defaultdict(list)
+        for waiting in self.queues:
+            waits_s[waiting.tenant].append(max(0.0, now_s - waiting.since_s))
+        return QueueStatus(
+            rung=self.ladder.rung,
+            num_queued=len(self.queues),
+            oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
+            tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError when the parts do not agree on who is here."""
+        self.queues.check_integrity()
+        self.capacity.check_integrity()
+        active = {key for key, record in self._records.items() if record.is_active}
+        assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
+        assert all(key in self.queues for key in self._records.keys() - active)
+        assert len(self.queues) == len(self._records) - len(active)
+        tenants = {record.request.tenant for record in self._records.values()}
+        of_tenants = [(key in active, record.request.tenant) for key, record in self._records.items()]
+        for tenant in tenants:
+            assert self.quotas.num_requests(tenant) == sum(name == tenant for _, name in of_tenants), tenant
+            assert self.quotas.num_active(tenant) == of_tenants.count((True, tenant)), tenant
+
+    def _refusal(self, waiting: Waiting, work: Work) -> Refused | None:
+        """Of a request that nobody has worked on."""
+        request = waiting.submit.request
+        refused = self.quotas.refusal(request.tenant, request.standing.quotas, work.total)
+        if refused is not None:
+            return refused
+        is_promised = objective_of(request).is_promised
+        is_shed = self.ladder.rung is Rung.SHED and self._may_shed(waiting)
+        if not is_promised and not is_shed:
+            return None
+        before = self.queues.work_before(waiting)
+        mean_work = self.queues.work / max(1, len(self.queues))
+        prediction = self.admission.predict(work, before, mean_work)
+        if is_shed:
+            return self.admission.shed(work, prediction)
+        refused = self.admission.refusal(request, work, 0.0, prediction)
+        self._num_hopeless += refused is not None and before > 0
+        return refused
+
+    def _may_shed(self, waiting: Waiting) -> bool:
+        """For those of higher classes."""
+        may_shed = waiting.standing.degradation.may_shed and not waiting.submit.request.attempt
+        return may_shed and self._promises.is_lowest(waiting.rank)
+
+    def _count(self, tenant: str, refused: Refused) -> None:
+        self.tallies.of(tenant).refused[refused.refusal] += 1
+
+    def _end(self, key: Key, num_answered: int | None) -> None:
+        record = self._records.pop(key)
+        request, tenant = record.request, record.request.tenant
+        self._promises.remove(request)
+        if record.is_active:
+            self._ledger.ended(key, num_answered)
+            self.capacity.started(key)
+        else:
+            self.queues.remove(key)
+            self.quotas.correct(tenant, -record.work.total)
+        self.quotas.leave(tenant, was_active=record.is_active)
+        self._hold_or_release(tenant)
+
+    def _hold_or_release(self, tenant: str) -> None:
+        if self.quotas.is_full(tenant):
+            self.queues.hold(tenant)
+        else:
+            self.queues.release(tenant)
+
+    def _correct(self, charge: Charge, work: float) -> None:
+        self.queues.correct(charge.rank, charge.tenant, work)
+        self.quotas.correct(charge.tenant, work)
+        self.tallies.of(charge.tenant).work += work
+
+    def _read(self) -> Reading:
+        """What could not be kept is as late as can be."""
+        reading = read_strain(self.queues, self._promises, self._members, self.forecast, self._clock.now_s())
+        if self._num_hopeless:
+            self._num_hopeless = 0
+            reading = reading._replace(has_objectives=True, lateness=max(1.0, reading.lateness))
+        return reading
+
+    def _find_expired(self) -> Iterator[tuple[Record, Refused]]:
+        now_s = self._clock.now_s()
+        while self._ends and self._ends[0][0] <= now_s:
+            _, key = heappop(self._ends)
+            if key not in self.queues:
+                continue
+            record = self._records[key]
+            is_over = now_s - record.came_s >= objective_of(record.request).deadline_s
+            refused = self.admission.expired(record.work, is_over=is_over)
+            self._num_hopeless += 1
+            self.refuse(key, refused)
+            yield record, refused
+
+    def _shed(self) -> Iterator[tuple[Record, Refused]]:
+        rank = self.queues.last_rank()
+        if rank is None:
+            return
+        lowest = [waiting for waiting in self.queues.of_rank(rank) if self._may_shed(waiting)]
+        for waiting in lowest[-MAX_SHED:]:
+            record = self._records[waiting.key]
+            refused = self.admission.shed(record.work, self.admission.predict(record.work, 0.0, 1.0))
+            self.refuse(waiting.key, refused)
+            yield record, refused

@@ -1,0 +1,70 @@
+"""How each tenant fares: what is counted of it, for operators."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from baton.pressure import MAX_TENANTS, TenantStatus
+from baton.tenancy import Refusal
+
+MAX_KEPT: Final = 4096  # tenants; the first that came is forgotten
+
+
+class Tally:
+    """One tenant's."""
+
+    __slots__ = (
+        *("num_degraded", "num_dispatched", "num_met", "num_missed"),
+        *("refused", "waited_s", "weight", "work"),
+    )
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.work = 0.0  # charged and corrected
+        self.num_dispatched = 0
+        self.waited_s = 0.0
+        self.num_met = 0
+        self.num_missed = 0
+        self.num_degraded = 0
+        self.refused: Counter[Refusal] = Counter()
+
+
+class Tallies:
+    def __init__(self) -> None:
+        self._tallies: dict[str, Tally] = {}
+
+    def of(self, tenant: str) -> Tally:
+        tally = self._tallies.get(tenant)
+        if tally is None:
+            tally = self._tallies[tenant] = Tally()
+            if len(self._tallies) > MAX_KEPT:
+                del self._tallies[next(iter(self._tallies))]
+        return tally
+
+    def statuses(
+        self, waits_s: dict[str, list[float]], num_active: Callable[[str], int]
+    ) -> tuple[TenantStatus, ...]:
+        """waits_s: of those that wait, by tenant. The busiest MAX_TENANTS."""
+        found = [
+            self._status(tenant, tally, waits_s.get(tenant, ()), num_active(tenant))
+            for tenant, tally in self._tallies.items()
+        ]
+        found.sort(key=lambda status: (-status.num_queued, -status.work_tokens, status.tenant))
+        return tuple(found[:MAX_TENANTS])
+
+    def _status(self, tenant: str, tally: Tally, waits_s: Iterable[float], num_active: int) -> TenantStatus:
+        waits = list(waits_s)
+        return TenantStatus(
+            tenant=tenant[:128],
+            weight=tally.weight,
+            num_queued=len(waits),
+            num_active=num_active,
+            oldest_wait_s=min(86_400.0, max(waits, default=0.0)),
+            work_tokens=round(max(0.0, tally.work)),
+            num_dispatched=tally.num_dispatched,
+            waited_s=tally.waited_s,
+            num_met=tally.num_met,
+            num_missed=tally.num_missed,
+            num_degraded=tally.num_degraded,
+            refused=dict(tally.refused),
+        )
