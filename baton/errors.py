@@ -2,6 +2,8 @@
 
 import reprlib
 
+from baton.tenancy import Refusal
+
 
 class BatonError(Exception):
     """Root of every error that Baton raises on purpose."""
@@ -25,6 +27,14 @@ class Overloaded(BatonError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Refused(Overloaded):
+    """Something other than room stands against it: the tenant's quota, its objectives, the overload."""
+
+    def __init__(self, message: str, *, refusal: Refusal, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.refusal = refusal
 
 
 class WorkerLost(BatonError):

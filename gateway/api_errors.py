@@ -1,7 +1,8 @@
 """What a client is told when its request fails: OpenAI's shape, a status of the contract, and when to retry.
 
     400 the request   401 no key   403 not your model   404 no such model or path   405 method
-    408, 413, 431 what the server refuses while it receives   503 no room, retry   500 a bug of ours
+    408, 413, 431 what the server refuses while it receives   429 a quota, or an objective that can't be kept
+    503 no room, retry   504 its deadline has passed   500 a bug of ours
 
 Texts are fixed or made from the client's own input; what went wrong inside is in the log, under the id that
 every response carries.
@@ -12,11 +13,17 @@ from typing import Final
 
 import orjson
 
-from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
+from baton.errors import BatonError, InvalidRequest, Overloaded, Refused, WorkerLost
+from baton.tenancy import Refusal
 
 MAX_RETRY_AFTER_S: Final = 120  # clients wait no longer
 INVALID: Final = "invalid_request_error"
-KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -76,6 +83,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, _encodable(str(error)), code="invalid_value")
+    if isinstance(error, Refused):
+        return _refused(error)
     if isinstance(error, Overloaded):
         return ApiError(
             503,
@@ -86,6 +95,22 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, WorkerLost):
         return ApiError(500, "the workers that held this request failed", code="worker_crash")
     return ApiError(500, "an internal error ended this request", code="internal_error")
+
+
+def _refused(error: Refused) -> ApiError:
+    refusal, retry_after_s = error.refusal, error.retry_after_s
+    if refusal.is_quota:
+        message = f"the key's tenant is at its quota {refusal}: {error}"
+        return ApiError(
+            429, message, code="rate_limit_exceeded", param=refusal.value, retry_after_s=retry_after_s
+        )
+    if refusal is Refusal.SLO:
+        message = "the request would miss its latency objective now"
+        return ApiError(429, message, code="slo_infeasible", retry_after_s=retry_after_s)
+    if refusal is Refusal.DEADLINE:
+        return ApiError(504, "the request's deadline passed before its first token", code="deadline_passed")
+    message = "the service is overloaded, and the request's class gives way to others"
+    return ApiError(503, message, code="shed", retry_after_s=retry_after_s)
 
 
 def _encodable(text: str) -> str:

@@ -259,7 +259,7 @@ class Frontend:
             case Rejected():
                 stream = self._streams.get(message.request_id)
                 if stream is not None and stream.attempt == message.attempt:
-                    self._streams.again(stream, "rejected", at_once=False)
+                    self._streams.rejected(stream, message)
             case AttemptFailed():
                 self._attempt_failed(peer, message)
             case Members():

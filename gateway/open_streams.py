@@ -11,10 +11,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Ended, Routed, Started, Submit
-from baton.errors import BatonError, InvalidRequest, WireError, WorkerLost
-from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, why_not_again
+from baton.control import Cancel, Ended, Rejected, Routed, Started, Submit
+from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
+from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why_not_again
 from baton.gateway.stream_log import State, Stream
+from baton.tenancy import Refusal
 from baton.wire_types import MAX_EVENTS
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
@@ -174,6 +175,17 @@ class OpenStreams:
                     self.again(stream, "unreached", at_once=False)
                 return
 
+    def rejected(self, stream: Stream, rejected: Rejected) -> None:
+        """What its client has a part of already was accepted: it waits, whatever stands against it."""
+        is_begun = bool(stream.log) or stream.request.choice > 0
+        if rejected.refusal is Refusal.NO_ROOM or is_begun:
+            self.again(stream, "rejected", at_once=False)
+            return
+        self.fail(
+            stream,
+            Refused(rejected.reason, refusal=rejected.refusal, retry_after_s=rejected.retry_after_s),
+        )
+
     def submit_waiting(self) -> None:
         now_s = self._clock.now_s()
         for stream in [stream for stream in self._waiting.values() if stream.retry_s <= now_s]:
@@ -183,16 +195,16 @@ class OpenStreams:
     def find_overdue(self) -> None:
         now_s = self._clock.now_s()
         for stream in self._each():
-            if stream.state is State.ROUTED:
+            if is_too_late(stream, now_s):
+                self._end(stream, now_s)
+            elif stream.state is State.ROUTED:
                 silence_s = now_s - stream.heard_s
                 if not stream.has_started and now_s - stream.doubted_s > UNHEARD_S:
                     self.again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s:
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
             elif now_s - stream.homeless_s > self._limits.max_wait_s:
-                error = why_not_again(stream, self.is_connected, self._limits, now_s)
-                if error is not None:
-                    self.fail(stream, error)
+                self._end(stream, now_s)
 
     def flush(self) -> None:
         """Tell each router what became of the attempts that it was asked for; the others, if it is gone."""
@@ -218,6 +230,12 @@ class OpenStreams:
 
     def _to_tell(self, stream: Stream) -> "Untold":
         return self._untold.setdefault(stream.router, Untold([], []))
+
+    def _end(self, stream: Stream, now_s: float) -> None:
+        """If there is a reason to."""
+        error = why_not_again(stream, self.is_connected, self._limits, now_s)
+        if error is not None:
+            self.fail(stream, error)
 
     def _submit(self, stream: Stream) -> None:
         """What no message can carry ends this one alone: the others that wait for the router go on."""

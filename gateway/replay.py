@@ -2,7 +2,8 @@
 
 1. A worker that is gone, that broke the protocol, made an error of it or fell silent: at once, elsewhere.
 2. No room anywhere: again and again, later each time, until `max_wait_s` has passed.
-3. Never a third worker for a request of which two processes died, or that two could not compute: it may be
+3. Not after its deadline, where nothing of it has been answered by then.
+4. Never a third worker for a request of which two processes died, or that two could not compute: it may be
    the cause. Nor where the tokens so far are too many to be kept.
 
 Whether a process died or just its connection shows in whether it is connected soon after; so where that
@@ -13,8 +14,9 @@ import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from baton.errors import BatonError, Overloaded, WorkerLost
+from baton.errors import BatonError, Overloaded, Refused, WorkerLost
 from baton.gateway.stream_log import Stream
+from baton.tenancy import Refusal
 
 MAX_STRIKES: Final = 2
 RETRY_AFTER_S: Final = 1.0
@@ -34,6 +36,13 @@ def why_not_again(
     stream: Stream, is_connected: Callable[[str], bool], limits: Limits, now_s: float
 ) -> BatonError | None:
     """The error that ends the request; None: it may have another attempt."""
+    if is_too_late(stream, now_s):
+        deadline_ms = stream.request.sla.deadline_ms
+        return Refused(
+            f"request {stream.request_id}: no token of it came within {deadline_ms:g} ms",
+            refusal=Refusal.DEADLINE,
+            retry_after_s=0.0,
+        )
     num_died = sum(not is_connected(worker) for worker in stream.lost)
     if num_died + stream.num_errors >= MAX_STRIKES:
         return WorkerLost(
@@ -51,6 +60,15 @@ def why_not_again(
             retry_after_s=RETRY_AFTER_S,
         )
     return None
+
+
+def is_too_late(stream: Stream, now_s: float) -> bool:
+    """Whether its deadline has passed before the first token; the other choices follow that of the first."""
+    request = stream.request
+    deadline_ms = request.sla.deadline_ms
+    if deadline_ms is None or stream.log or request.choice:
+        return False
+    return now_s - request.arrival_s > deadline_ms / 1000
 
 
 def doubt_ends_s(stream: Stream) -> float:

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from baton.errors import IntegrityError, InvalidRequest, Overloaded, TransferFailed, WorkerLost
+from baton.errors import IntegrityError, InvalidRequest, Overloaded, Refused, TransferFailed, WorkerLost
 from baton.gateway.api_errors import ApiError, as_api_error, unsupported
+from baton.tenancy import Refusal
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,30 @@ def test_errors_have_their_status(error: Exception, status: int, code: str) -> N
     body = json.loads(answer.body())["error"]
     assert set(body) == {"message", "type", "param", "code"} and body["code"] == code
     assert "0x7f12" not in body["message"] and "10.0.0.1" not in body["message"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code", "is_retried"),
+    [
+        (Refusal.TOKENS_PER_S, 429, "rate_limit_exceeded", True),
+        (Refusal.MAX_QUEUED, 429, "rate_limit_exceeded", True),
+        (Refusal.SLO, 429, "slo_infeasible", True),
+        (Refusal.SHED, 503, "shed", True),
+        (Refusal.DEADLINE, 504, "deadline_passed", False),
+    ],
+)
+def test_refusals_say_which_quota_and_when_to_come_again(
+    refusal: Refusal, status: int, code: str, is_retried: bool
+) -> None:
+    answer = as_api_error(Refused("5000 of them", refusal=refusal, retry_after_s=1.25))
+    headers = dict(answer.headers())
+    assert (answer.status, answer.code) == (status, code)
+    assert headers[b"x-should-retry"] == (b"true" if is_retried else b"false")
+    assert headers.get(b"retry-after-ms") == (b"1250" if is_retried else None)
+    if refusal.is_quota:
+        body = json.loads(answer.body())["error"]
+        assert refusal in body["message"] and body["param"] == refusal
+        assert body["type"] == "rate_limit_error"
 
 
 def test_only_what_may_succeed_later_is_to_be_retried() -> None:
