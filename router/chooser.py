@@ -4,7 +4,7 @@ Each worker is asked what the prompt would cost there: all of them, or, where th
 hold most of it and some others by chance. Then the best of either role are combined.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
@@ -14,7 +14,7 @@ from baton.request import Request
 from baton.router.books import num_kv_tokens
 from baton.router.costs import Candidate, Filled, Load, cheapest, decode_terms, fill, local, longest, remote
 from baton.router.fading import Fading
-from baton.router.look import Known, Look
+from baton.router.look import MAX_SOURCES, Known, Look
 from baton.router.membership import Member
 from baton.router.sides import Side
 
@@ -37,6 +37,7 @@ class Choice(NamedTuple):
     candidate: Candidate
     candidates: Sequence[Candidate]
     source: PullSource | None
+    keys: Mapping[str, bytes]  # of the prompt's pages, by each worker that will have them
     is_blind: bool  # what the worker that computes the prompt holds is unknown
 
 
@@ -61,25 +62,33 @@ class Chooser:
         self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field) -> Choice:
-        """And expect the prompt's pages where it will be, so that its siblings find them at once."""
+        """Whoever follows it says so at once, by `expect`."""
         now_s = self._clock.now_s()
         look = Look(self._known, request, self._load(request, field, now_s), now_s)
         decoders, fillers = (self._compared(look, side) for side in (field.decoders, field.fillers))
-        candidates = self._candidates(look, decoders, fillers, field.are_pair)
-        random = self._random.getrandbits(32)
-        if self._only_prefix:
-            chosen = longest(candidates, random)
-        else:
-            chosen = cheapest(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
         members = {member.id: member for member in (*decoders, *fillers)}
-        source = look.locate(members[chosen.source]) if chosen.source else None
+        random, source = self._random.getrandbits(32), None
+        for _ in range(MAX_SOURCES + 1):
+            candidates = self._candidates(look, decoders, fillers, field.are_pair)
+            if self._only_prefix:
+                chosen = longest(candidates, random)
+            else:
+                chosen = cheapest(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
+            source = look.locate(members[chosen.source]) if chosen.source else None
+            if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
+                break  # else it is only expected to hold so much: look knows that now
         self._work_s.add(chosen.terms.compute_s, now_s)
         self._prompts.add(1.0, now_s)
         self._given(chosen.computer).add(request.num_tokens, now_s)
-        for worker_id in filter(None, (chosen.prefill, chosen.decode)):
-            keys = look.keys(members[worker_id])
-            self._known.index.expect(worker_id, keys, chosen.terms.ttft_s + EXPECTED_FOR_S)
-        return Choice(chosen, candidates, source, not self._known.index.is_known(chosen.computer))
+        keys = {each: look.keys(members[each]) for each in (chosen.prefill, chosen.decode) if each}
+        is_known = self._known.index.is_known(chosen.computer)
+        return Choice(chosen, candidates, source, keys, not is_known)
+
+    def expect(self, choice: Choice) -> None:
+        """The prompt was sent there: its siblings find its pages, and what is there already stays young."""
+        ttl_s = choice.candidate.terms.ttft_s + EXPECTED_FOR_S
+        for worker_id, keys in choice.keys.items():
+            self._known.index.expect(worker_id, keys, ttl_s)
 
     def forget(self, worker_id: str) -> None:
         """It is gone."""

@@ -94,11 +94,12 @@ class Dispatcher:
         request = submit.request
         entry = entry_of(gateway.id, request, pair)
         self._books.enter(key_of(request), entry)
-        self._knowledge.decided(submit, pair)
-        self._knowledge.dispatched(submit, pair, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway.id, request, pair))
         gateway.peer.send(routed_of(request, pair))
+        # Nobody waits for what follows.
+        self._knowledge.decided(submit, pair)
+        self._knowledge.dispatched(submit, pair, entry)
 
     def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
         self._counters["rejected"] += 1

@@ -133,6 +133,8 @@ class Knowledge:
         chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill.id if pair.prefill else "")
         others: tuple[Weighed, ...] = ()
         if choice is not None:
+            assert self.chooser is not None, "who else has chosen?"
+            self.chooser.expect(choice)
             chosen, others = weighed(choice.candidate), tuple(map(weighed, choice.candidates))
             self._count(choice)
         decision = Decision(
