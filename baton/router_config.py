@@ -20,9 +20,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # more than a step does anyway.
     local_prefill_tokens: int = 16
     max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
-    # Keeps what workers hold and tells routers of each other, for the policies that look at prompts. "none",
-    # a URL (redis://, unix://), or "auto": one of its own on a socket file, where there is a program for it.
-    redis: str = "none"
+    # Keeps what workers hold and tells routers of each other, for the policies that look at prompts. "none", a
+    # URL (redis://, unix://, sentinel://), or "auto": one that `baton serve` starts, on a socket file, where
+    # there is a program for it.
+    redis: str = "auto"
     # A file: a line is appended for each attempt that is sent out, and for each that ends.
     decision_log: str | None = None
     seed: int = 0  # of the choice between workers that are loaded alike

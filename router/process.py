@@ -4,17 +4,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Final
 
 from baton.clock import SystemClock
 from baton.hub import Hub
 from baton.router.decision_log import LogFile
-from baton.router.redis_server import PrivateRedis, find_program
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Address
+
+LEARN_S: Final = 0.5  # a Redis that hangs holds up a router's start no longer
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +31,10 @@ async def serve_router(
     hub, router = Hub(key), Router(config, SystemClock(), secrets.token_hex(16))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
-        url = await _redis_url(config, ends)
-        if url is not None:
-            await _link(router, url, key, ends)
+        if config.redis == "auto":
+            logger.info("only `baton serve` starts a Redis: what workers hold is known to this process alone")
+        elif config.redis != "none" and config.looks_at_prompts:
+            await _link(router, config.redis, key, ends)
         if config.decision_log is not None:
             log = ends.enter_context(closing(LogFile(Path(config.decision_log))))
             router.knowledge.log_to(log.write)
@@ -42,26 +45,18 @@ async def serve_router(
         await stopping.wait()
 
 
-async def _redis_url(config: RouterConfig, ends: AsyncExitStack) -> str | None:
-    if config.redis == "none" or not config.looks_at_prompts:
-        return None
-    if config.redis != "auto":
-        return config.redis
-    if find_program() is None:
-        logger.info("no redis-server on PATH: what workers hold is known to this process alone")
-        return None
-    redis = await ends.enter_async_context(PrivateRedis())
-    return redis.url
-
-
 async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> None:
-    """Pages' names depend on the model, so that one cluster needs one namespace, which its key names."""
+    """Returns when what Redis knows is known here, or it has taken too long.
+
+    The namespace is the cluster's, which its key names; pages of different models have different names in it.
+    """
     from baton.router.redis_link import RedisLink  # needs a library that the other policies do without
 
     namespace = blake2b(key, digest_size=8, person=b"baton-redis").hexdigest()
     knowledge = router.knowledge
     link = RedisLink(url, namespace, router.hello.id, knowledge.index, knowledge.heard)
     knowledge.link(link)
+    router.standing.redis = link
     task = asyncio.create_task(link.run())
 
     async def stop() -> None:
@@ -69,3 +64,6 @@ async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> N
         await asyncio.gather(task, return_exceptions=True)
 
     ends.push_async_callback(stop)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEARN_S):
+            await link.has_learned.wait()

@@ -53,6 +53,7 @@ class RedisLink:
         """namespace: of those that may share pages, as the model's fingerprint. ConfigError: no such url."""
         self.counters: Counter[str] = Counter()
         self.is_up = False
+        self.has_learned = asyncio.Event()  # what Redis knew when this was connected for the first time
         self._url = url
         self._names = Names.of(namespace)
         self._index = index
@@ -112,6 +113,7 @@ class RedisLink:
             await self._rejoin(teller)
             after = await self._feed.learn(follower, self._names.events, self._names.workers)
             self.is_up = True
+            self.has_learned.set()
             logger.info("the link to Redis is up")
             await _until_one_fails(self._tell(teller), self._follow(follower, after))
 

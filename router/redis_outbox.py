@@ -23,7 +23,7 @@ from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Argument, Command, Reply
 from baton.router.redis_messages import AnyShared, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_messages import encode as encode_shared
-from baton.router.redis_scripts import Names
+from baton.router.redis_scripts import KEEP_MS, Names
 from baton.worker import Tier, Worker
 
 MAX_QUEUED: Final = 8192
@@ -33,7 +33,7 @@ CHUNK_PAGES: Final = 2048  # told at once of a stale worker: a few milliseconds 
 STREAM_ENTRIES: Final = 16_384
 MAX_REDIS_PAGES: Final = 2**24
 LEASE_MS: Final = 10_000
-SNAPSHOT_MS: Final = 3_600_000
+SNAPSHOT_MS: Final = KEEP_MS
 
 
 class Outbox:

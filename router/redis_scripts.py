@@ -12,10 +12,14 @@ A number that is in no `owners` holds nothing, so a dead life's pages vanish in 
 it in `pages` goes by and by, in `SWEEP`. Keys are first halves of page keys, as in the routers. `MATCH`
 answers for a whole prompt in one round trip: one HMGET, then a step for each page where the holders change.
 
+A namespace that no router has renewed for a day goes by itself.
+
 Each script is one atomic step and uses what Redis 6.2 knows: EVALSHA, not functions.
 """
 
 from typing import Final, NamedTuple
+
+KEEP_MS: Final = 86_400_000  # after which all goes that no router has renewed
 
 
 class Names(NamedTuple):
@@ -101,6 +105,9 @@ for i = 2, #ARGV do
     redis.call('HSET', leases, ARGV[i], now + tonumber(ARGV[1]))
   end
 end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, """
+    + str(KEEP_MS)
+    + """) end
 local dead = {}
 local all = redis.call('HGETALL', leases)
 for i = 1, #all, 2 do

@@ -99,7 +99,7 @@ SERVE_KNOBS: dict[str, Any] = {
     "router.port": 0,
     "router.policy": "least-loaded",
     "router.local_prefill_tokens": 16,
-    "router.redis": "none",
+    "router.redis": "auto",
     "router.decision_log": None,
     "router.max_attempts": 8192,
     "router.seed": 0,

@@ -70,12 +70,12 @@ def _router_complaints(life: RouterLife, deployment: Deployment) -> Iterator[str
     router = life.router
     router.books.check_integrity()
     if len(router.books):
-        yield f"the router's books have {len(router.books)} attempts"
+        yield f"{life.process.name}'s books have {len(router.books)} attempts"
     if len(router.members) != len(deployment.workers):
-        yield f"the router knows {len(router.members)} of {len(deployment.workers)} workers"
+        yield f"{life.process.name} knows {len(router.members)} of {len(deployment.workers)} workers"
     for worker in router.status().workers:
         if worker.num_attempts:
-            yield f"the router counts {worker.num_attempts} attempts at {worker.worker.name}"
+            yield f"{life.process.name} counts {worker.num_attempts} attempts at {worker.worker.name}"
 
 
 def _worker_complaints(life: WorkerLife) -> Iterator[str]:

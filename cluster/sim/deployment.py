@@ -99,16 +99,20 @@ class Deployment:
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
-        self.router = Slot("router", lambda: RouterLife(site, "router", settings), site)
+        self.routers = [self._router(number, settings) for number in range(len(site.routers))]
         self.gateways = [self._gateway(f"gateway-{number}") for number in range(random.randint(1, 2))]
         self.workers = [self._worker(plan) for plan in plans]
 
     @property
     def slots(self) -> list[Slot]:
-        return [self.router, *self.gateways, *self.workers]
+        return [*self.routers, *self.gateways, *self.workers]
 
     def lives(self, kind: type[_Life]) -> list[_Life]:
         return [slot.life for slot in self.slots if isinstance(slot.life, kind)]
+
+    def _router(self, number: int, settings: RouterSettings) -> Slot:
+        name, address = f"router-{number}", self.site.routers[number]
+        return Slot(name, lambda: RouterLife(self.site, name, settings, address), self.site)
 
     def _gateway(self, name: str) -> Slot:
         return Slot(name, lambda: GatewayLife(self.site, name), self.site)

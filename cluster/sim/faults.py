@@ -100,8 +100,9 @@ class Faults:
         return f"SIGKILL {slot.name}"
 
     def _kill_router(self) -> str:
-        self._deployment.router.kill()
-        return "SIGKILL router"
+        slot = self._any(self._deployment.routers)
+        slot.kill()
+        return f"SIGKILL {slot.name}"
 
     def _kill_gateway(self) -> str:
         slot = self._any(self._deployment.gateways)

@@ -14,6 +14,7 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host, Trace
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
+from baton.cluster.sim.shared import SharedStream
 from baton.colleagues import Colleagues
 from baton.control import Hello, Kind
 from baton.decode_worker.worker import DecodeWorker
@@ -28,7 +29,7 @@ from baton.router_config import RouterSettings
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S
 
-ROUTER: Final = Address("sim", 1)
+FIRST_PORT: Final = 1  # of a router; the others' follow
 SLOW_DIAL_S: Final = 0.5  # until a link to a process that does not answer is given up
 MAX_CLOCK_OFFSET_S: Final = 1e6
 
@@ -42,13 +43,16 @@ class Site:
     random: Random
     trace: Trace
     limits: Limits
+    num_routers: int = 1
 
     def __post_init__(self) -> None:
         self.directory = Directory()
         self.endpoints: dict[Address, SimEndpoint] = {}
         self.names: dict[str, str] = {}  # id of a process -> its name
         self.killers: Counter[str] = Counter()  # request -> workers that died of it
-        self._last_port = ROUTER.port
+        self.routers = [Address("sim", FIRST_PORT + number) for number in range(self.num_routers)]
+        self._last_port = FIRST_PORT + self.num_routers
+        self.stream = SharedStream(self.network, self.random)
 
     def new_process(self, name: str) -> Process:
         return Process(name, self.events, self.random.uniform(0, MAX_CLOCK_OFFSET_S))
@@ -64,17 +68,19 @@ class Site:
 
 
 class RouterLife:
-    def __init__(self, site: Site, name: str, settings: RouterSettings) -> None:
+    def __init__(self, site: Site, name: str, settings: RouterSettings, address: Address) -> None:
         self.process = site.new_process(name)
         self.router = Router(settings, self.process.clock, site.new_id(name))
-        Host(self.process, site.network, site.directory, site.trace).serve(self.router, ROUTER)
+        if site.num_routers > 1:
+            self.router.knowledge.link(site.stream.join(self.process, self.router.knowledge.heard))
+        Host(self.process, site.network, site.directory, site.trace).serve(self.router, address)
 
 
 class GatewayLife:
     def __init__(self, site: Site, name: str) -> None:
         self.process = site.new_process(name)
         host = Host(self.process, site.network, site.directory, site.trace)
-        self.frontend = Frontend(site.new_id(name), [ROUTER], host.dial, self.process.clock, site.limits)
+        self.frontend = Frontend(site.new_id(name), site.routers, host.dial, self.process.clock, site.limits)
         host.serve(self.frontend)
 
 
@@ -147,7 +153,7 @@ class WorkerLife:
     def _make_worker(self, hello: Hello) -> PrefillWorker | DecodeWorker:
         is_prefill = self.plan.role is WorkerRole.PREFILL
         wanted = () if is_prefill else (WorkerRole.PREFILL,)
-        colleagues = Colleagues(hello, [ROUTER], self._host.dial, wanted)
+        colleagues = Colleagues(hello, self._site.routers, self._host.dial, wanted)
         beats = Beats(colleagues, self.process.clock)
         links = KvLinks(self._connect)
         if is_prefill:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
+from baton.beats import BEAT_S
 from baton.cluster.sim.checks import client_complaints, is_whole, quiet_complaints, rest_complaints
 from baton.cluster.sim.clients import ILL_CHANCE, Client, Load, Visit
 from baton.cluster.sim.deployment import Deployment
@@ -20,10 +21,12 @@ from baton.cluster.sim.lives import GatewayLife, Site
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.trace import Recorder
 from baton.gateway.replay import Limits
+from baton.router.books import SILENCE_S
 
 LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=80.0)
 QUIET_REST_S: Final = 1.0  # where nothing went wrong, that is time enough
 REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
+FORGET_S: Final = SILENCE_S + BEAT_S + 1.0  # what a router was told of another's, and nobody ended
 MAY_BE_DROPPED: Final = {"fenced"}  # a worker that wakes up after another has taken its place
 MAX_LIFE_S: Final = 180.0
 
@@ -43,9 +46,11 @@ class World:
         self.seed = seed
         self.events = Events()
         self.recorder = Recorder(self.events, write)
-        draw = {name: Random(f"{seed} {name}") for name in ("cluster", "load", "faults", "network", "ids")}
+        draws = ("cluster", "load", "faults", "network", "ids", "routers")
+        draw = {name: Random(f"{seed} {name}") for name in draws}
         network = Network(self.events, draw["network"])
-        self.site = Site(self.events, network, draw["ids"], self.recorder, LIMITS)
+        num_routers = draw["routers"].choice((1, 1, 2))
+        self.site = Site(self.events, network, draw["ids"], self.recorder, LIMITS, num_routers)
         self.recorder.names = self.site.names
         self.deployment = Deployment(self.site, draw["cluster"])
         self.faults = Faults(self.deployment, draw["faults"], self.recorder.say)
@@ -71,7 +76,8 @@ class World:
     def summary(self) -> str:
         deployment = self.deployment
         return (
-            f"{len(deployment.workers)} workers, {len(deployment.gateways)} gateways, "
+            f"{len(deployment.routers)} routers, {len(deployment.workers)} workers, "
+            f"{len(deployment.gateways)} gateways, "
             f"{self.faults.num_faults} faults, {len(self.clients)} clients"
         )
 
@@ -80,13 +86,19 @@ class World:
             self.events.at(visit.at_s, lambda visit=visit: self._come(visit))  # type: ignore[misc]
         self.events.run_until(self._busy_until_s)
         self._run_until_all_have_ended()
-        self.events.run_until(self.events.now_s + (REST_S if self.was_troubled else QUIET_REST_S))
+        self.events.run_until(self.events.now_s + self._rest_s)
         self._check()
         return Counter(_fate(client) for client in self.clients)
 
     @property
     def was_troubled(self) -> bool:
         return bool(self.faults.num_faults or self.site.killers)
+
+    @property
+    def _rest_s(self) -> float:
+        if len(self.deployment.routers) > 1 and self.site.stream.may_lose:
+            return FORGET_S
+        return REST_S if self.was_troubled else QUIET_REST_S
 
     def _come(self, visit: Visit) -> None:
         slot = self.deployment.gateways[visit.gateway]
