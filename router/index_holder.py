@@ -36,7 +36,10 @@ class Change(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where a worker keeps the first pages of a prompt on its device; both are as long as what was found."""
+    """Where a worker keeps the first pages of a prompt; both are as long as what was found.
+
+    Pages of the host tier have generation 0, as no page of a device has.
+    """
 
     pages: tuple[int, ...]
     generations: tuple[int, ...]
@@ -113,12 +116,13 @@ class Holder:
         return [_left(0, keys[open_cells])]
 
     def locate(self, keys: Keys) -> Located:
-        """The longest run of first keys that it says it holds on its device."""
+        """The longest run of first keys that it says it holds."""
         cells = self._table.find(keys)
         values = self._table.values[cells]
-        missing = np.flatnonzero((cells < 0) | (values >= HOST_BIT) | _is_expected(values))
+        missing = np.flatnonzero((cells < 0) | _is_expected(values))
         values = values[: missing[0] if missing.size else keys.size]
-        pages, generations = values >> _PAGE_SHIFT, values.astype(np.uint32)
+        pages = (values & _PAGE_MASK) >> _PAGE_SHIFT
+        generations = np.where(values >= HOST_BIT, 0, values.astype(np.uint32))
         return Located(tuple(pages.tolist()), tuple(generations.tolist()))
 
     def _on_host(self, cells: Cells) -> NDArray[np.bool_]:

@@ -152,7 +152,7 @@ class PrefixIndex:
         return Match(measure(on_devices, self._present, self._num_slots), lengths)
 
     def locate(self, worker_id: str, keys: bytes) -> Located:
-        """Where on its device the worker has the first of these pages, as many as it has told of."""
+        """Where the worker has the first of these pages, as many as it has told of."""
         holder = self._holders.get(worker_id)
         return Located((), ()) if holder is None else holder.locate(keys_of(keys))
 

@@ -77,10 +77,10 @@ class Twin:
         held = self.workers[worker_id].held
         places: list[tuple[int, int]] = []
         for key in split(keys):
-            tier, page, generation = held.get(key, (Tier.HOST, 0, 0))
-            if tier is not Tier.DEVICE:
+            if key not in held:
                 break
-            places.append((page, generation))
+            tier, page, generation = held[key]
+            places.append((page, generation if tier is Tier.DEVICE else 0))
         return places
 
 

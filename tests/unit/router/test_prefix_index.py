@@ -56,7 +56,7 @@ def test_the_host_tier_continues_the_device() -> None:
     slot = index.slot(W0.id)
     assert slot is not None
     assert [lengths[slot] for lengths in match] == [5, 9]
-    assert len(index.locate(W0.id, CHAIN).pages) == 5
+    assert index.locate(W0.id, CHAIN) == ((0, 1, 2, 3, 4, 0, 1, 2, 3), (3,) * 5 + (0,) * 4)
 
 
 def test_a_prompt_without_a_full_page_matches_nowhere() -> None:
