@@ -17,7 +17,7 @@ from baton.router.books import Books, Key
 from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
 from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
-from baton.router.pairing import Pair, Pairing
+from baton.router.pairing import Pair, Pairing, Unpaired
 
 RETRY_AFTER_S = 1.0
 
@@ -85,8 +85,8 @@ class Dispatcher:
             self._reject(gateway, submit, f"{self._max_attempts} attempts are under way")
             return
         pair = self._pairing.pair(submit, gateway.reached)
-        if pair is None:
-            self._reject(gateway, submit, "no decode worker can be reached")
+        if isinstance(pair, Unpaired):
+            self._reject(gateway, submit, pair.value)
             return
         self._send_out(gateway, submit, pair)
 

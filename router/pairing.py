@@ -1,7 +1,7 @@
 """Where an attempt runs: a decode worker, and the prefill worker for its prompt, if any.
 
 1. Decode workers that take work and that the gateway reaches; without those that failed the request, as
-   long as others are left.
+   long as others are left. Those that are full are left out, though none is left then.
 2. The one that holds the prompt already, if the gateway names one: the rest of the prompt is computed there.
 3. A short prompt, or one that no prefill worker can be found for, is computed by the decode worker.
 4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
@@ -10,7 +10,8 @@
 The policies that look at prompts (chooser.py) choose both at once, and `cost` whether a prompt is short.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from enum import Enum
 from random import Random
 from typing import NamedTuple
 
@@ -29,6 +30,13 @@ class Pair(NamedTuple):
     prefill: Member | None
     reason: str
     choice: Choice | None = None
+
+
+class Unpaired(Enum):
+    """Why nobody takes an attempt now."""
+
+    UNREACHED = "no decode worker can be reached"
+    FULL = "no decode worker has room"
 
 
 class Pairing:
@@ -51,8 +59,10 @@ class Pairing:
         self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
         self._fields: dict[frozenset[str], Field] = {}
 
-    def pair(self, submit: Submit, reached: frozenset[str]) -> Pair | None:
-        """reached: the workers that the gateway reaches. None: nobody can take it now."""
+    def pair(self, submit: Submit, reached: frozenset[str], full: Collection[str] = ()) -> Pair | Unpaired:
+        """reached: the workers that the gateway reaches. full: decode workers that are not to be chosen, but
+        for one that holds the prompt already.
+        """
         if self._version != self._members.version:
             self._version = self._members.version
             self.forget()
@@ -62,9 +72,14 @@ class Pairing:
             return Pair(holder, None, "it holds the prompt")
         decoders = _without(decoders, submit.avoid)
         if not decoders:
-            return None
+            return Unpaired.UNREACHED
+        if full:
+            decoders = [member for member in decoders if member.id not in full]
+            if not decoders:
+                return Unpaired.FULL
+        is_whole = not submit.avoid and not full
         if self._chooser is not None and self._config.policy == "cost":
-            return self._choose_both(self._chooser, submit, decoders, reached)
+            return self._choose_both(submit, decoders, reached, is_whole)
         num_tokens = submit.request.num_tokens
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
@@ -72,7 +87,7 @@ class Pairing:
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE), None, "no prefill worker")
         if self._chooser is not None:
-            return self._choose_both(self._chooser, submit, paired, reached)
+            return self._choose_both(submit, paired, reached, is_whole)
         decode = self._choose(paired, WorkerRole.DECODE)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         return Pair(decode, self._choose(partners, WorkerRole.PREFILL), self._config.policy)
@@ -85,15 +100,17 @@ class Pairing:
         self._fields.clear()
 
     def _choose_both(
-        self, chooser: Chooser, submit: Submit, decoders: list[Member], reached: frozenset[str]
+        self, submit: Submit, decoders: list[Member], reached: frozenset[str], is_whole: bool
     ) -> Pair:
-        if submit.avoid:
+        """is_whole: whether nobody was left out, of all that the gateway reaches."""
+        assert self._chooser is not None, self._config.policy
+        if not is_whole:
             field = self._field(decoders, submit.avoid, reached)
         else:
             if reached not in self._fields:
                 self._fields[reached] = self._field(decoders, (), reached)
             field = self._fields[reached]
-        choice = chooser.choose(submit.request, field)
+        choice = self._chooser.choose(submit.request, field)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"
         prefill = self._members.get(choice.candidate.prefill)
