@@ -47,9 +47,10 @@ def waits(
     work: float = 10.0,
     due_s: float = 0.0,
     priority: int = 0,
-    **standing: float,
+    weight: float = 1.0,
+    rank: int = 0,
 ) -> Waiting:
-    submit = asked(name, tenant, num_tokens=1, priority=priority, **standing)
+    submit = asked(name, tenant, num_tokens=1, priority=priority, weight=weight, rank=rank)
     return Waiting(id_of("g"), submit, since_s=0.0, due_s=due_s, work=work)
 
 

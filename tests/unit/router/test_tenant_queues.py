@@ -128,7 +128,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.queues) > 0)
     @rule(data=st.data())
     def remove(self, data: Any) -> None:
-        waiting = data.draw(st.sampled_from(list(self.queues)))
+        waiting: Waiting = data.draw(st.sampled_from(list(self.queues)))
         assert self.queues.remove(waiting.key) is waiting
         self.plain.remove(waiting)
 
