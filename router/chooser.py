@@ -19,9 +19,9 @@ from baton.router.membership import Member
 from baton.router.sides import Side
 
 MAX_COMPARED: Final = 16  # of a role; where there are more:
-MAX_HOLDERS: Final = 5  # those of each way to name pages that hold most
-NUM_DRAWN: Final = 5  # and some by chance
-MAX_COMBINED: Final = 4  # of a role
+MAX_HOLDERS: Final = 4  # those of each way to name pages that hold most
+NUM_DRAWN: Final = 4  # and some by chance
+MAX_COMBINED: Final = 3  # of a role
 MEMORY_S: Final = 30.0  # of how busy the cluster has been
 BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
 MOST_BUSY: Final = 0.9

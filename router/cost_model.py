@@ -61,7 +61,10 @@ class Fit:
         self._sums = [0.0 for _ in prior]  # of quantities times seconds
 
     def predict(self, *quantities: float) -> float:
-        return sum(each * of for each, of in zip(self.coefficients, quantities, strict=True))
+        predicted_s = 0.0
+        for each, of in zip(self.coefficients, quantities, strict=True):
+            predicted_s += each * of
+        return predicted_s
 
     def learn(self, taken_s: float, *quantities: float) -> None:
         self.num_measured += 1

@@ -96,28 +96,26 @@ def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
     """The cheapest of computing all that is missing and of pulling some of it first."""
     last = load.num_tokens - 1  # which is computed wherever the others come from
     held = min(computer.num_held_tokens, last)
-    best = _filled(computer, load, held, "", 0.0)
-    for source in sources:
-        num_tokens = min(source.num_tokens, last)
-        if source.worker == computer.worker or num_tokens <= held:
+    compute_s, pull_s, source = computer.compute_s(load.num_tokens - held, load.num_tokens), 0.0, ""
+    least_s = compute_s + _crowd_s(compute_s, computer, load)
+    for each in sources:
+        num_tokens = min(each.num_tokens, last)
+        if num_tokens <= computer.num_held_tokens or each.worker == computer.worker:
             continue
-        pull_s = source.pull_s(source.worker, computer.worker, num_tokens - held)
-        filled = _filled(computer, load, num_tokens, source.worker, pull_s)
-        if filled.terms.total_s < best.terms.total_s:
-            best = filled
-    return best
-
-
-def _filled(computer: Computer, load: Load, held: int, source: str, pull_s: float) -> Filled:
-    compute_s = computer.compute_s(load.num_tokens - held, load.num_tokens)
-    terms = Terms(
-        queue_s=computer.wait_s,
-        pull_s=max(0.0, pull_s - computer.wait_s),
-        compute_s=compute_s,
-        # Whoever comes before this one is done waits that much longer.
-        crowd_s=compute_s * (computer.wait_s + compute_s) * load.crowd_rate,
-    )
+        pulled_s = each.pull_s(each.worker, computer.worker, num_tokens - computer.num_held_tokens)
+        shown_s = max(0.0, pulled_s - computer.wait_s)
+        left_s = computer.compute_s(load.num_tokens - num_tokens, load.num_tokens)
+        total_s = shown_s + left_s + _crowd_s(left_s, computer, load)
+        if total_s < least_s:
+            least_s, held, source, compute_s, pull_s = total_s, num_tokens, each.worker, left_s, shown_s
+    crowd_s = _crowd_s(compute_s, computer, load)
+    terms = Terms(computer.wait_s, pull_s, compute_s, crowd_s=crowd_s)
     return Filled(computer, source, held, terms)
+
+
+def _crowd_s(compute_s: float, computer: Computer, load: Load) -> float:
+    """Whoever comes before this one is done waits that much longer."""
+    return compute_s * (computer.wait_s + compute_s) * load.crowd_rate
 
 
 def decode_terms(decoder: Decoder, load: Load) -> Terms:

@@ -83,14 +83,14 @@ class Look:
         return Decoder(self.computer(member), num_running, step_s, room_s, token_harm_s)
 
     def sources(self, members: Iterable[Member]) -> Sequence[Source]:
-        """Those that hold most of the prompt on their devices; expected pages count until `locate` was asked."""
+        """Those that hold most of the prompt; expected pages count until `locate` was asked."""
         held = [(self._num_at(member), member.id) for member in members]
         most = sorted((each for each in held if each[0]), reverse=True)[:MAX_SOURCES]
         return [Source(worker, num_tokens, self._known.model.pull_s) for num_tokens, worker in most]
 
     def _num_at(self, member: Member) -> int:
         if member.id not in self._located:
-            return self.num_held_tokens(member, on_device=True)
+            return self.num_held_tokens(member)
         source = self._located[member.id]
         return 0 if source is None else source.num_tokens
 
