@@ -1,4 +1,4 @@
-"""What Redis is to several routers, in the simulation: it carries what they tell each other, or some of it."""
+"""What Redis is to several routers, in the simulation: it carries what they tell each other, or not all."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,11 @@ class SharedStream:
 
     def join(self, process: Process, hear: Hear) -> "SharedLink":
         self._readers[process] = hear
-        process.on_death.append(lambda: self._readers.pop(process))
+
+        def leave() -> None:
+            del self._readers[process]
+
+        process.on_death.append(leave)
         return SharedLink(self, process)
 
     def carry(self, sender: Process, body: bytes) -> None:

@@ -2,15 +2,18 @@ import asyncio
 import os
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.errors import ConfigError
 from baton.router import redis_server
 from baton.router.redis_client import Connection
 from baton.router.redis_scripts import Names
-from baton.router.redis_server import PrivateRedis, find_program
+from baton.router.redis_server import PROGRAMS, PrivateRedis, find_program
 from tests.unit.router.redis_routers import until
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
@@ -69,3 +72,36 @@ def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
 )
 def test_all_kinds_of_urls_are_understood(url: str) -> None:
     Connection(url, Names.of("f"))
+
+
+STARTS_ONE = """
+import asyncio
+from baton.router.redis_server import PrivateRedis
+
+async def run():
+    redis = PrivateRedis()
+    await redis.start()
+    print(redis.pid, redis.url, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(run())
+"""
+
+
+@needs_redis
+def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid, url = owner.stdout.readline().split()
+        server = psutil.Process(int(pid))
+        assert server.name() in PROGRAMS
+        owner.kill()
+    server.wait(10)
+    folder = Path(url.removeprefix("unix://")).parent
+    assert folder.exists()
+
+    async def scene() -> None:
+        async with PrivateRedis():
+            assert not folder.exists()
+
+    asyncio.run(scene())
