@@ -21,6 +21,7 @@ from baton.gateway.choice_text import ChoiceText
 from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer, detokenizer_of
+from baton.gateway.tool_calls import ToolCall, ToolCalls
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
 
@@ -33,6 +34,7 @@ class Delta(msgspec.Struct, frozen=True):
     text: str = ""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
+    tool_calls: list[ToolCall] = []
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
@@ -43,6 +45,7 @@ class Delta(msgspec.Struct, frozen=True):
             "".join([delta.text for delta in deltas]),
             [token_id for delta in deltas for token_id in delta.token_ids],
             [entry for delta in deltas for entry in delta.logprobs],
+            [tool_call for delta in deltas for tool_call in delta.tool_calls],
         )
 
 
@@ -88,6 +91,11 @@ class Answer:
     @property
     def num_cached_tokens(self) -> int:
         return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every choice of it has ended well."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def is_placed(self) -> bool:
@@ -171,6 +179,7 @@ class Answer:
             cache_salt=call.tenant.cache_salt,
             priority=call.priority,
             sla=call.sla,
+            standing=call.standing,
             arrival_s=call.arrival_s,
         )
         choice.is_running = True
@@ -194,7 +203,9 @@ class Choice:
         self.num_cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._answer = answer
+        self.num_tool_calls = 0
         self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
+        self._tools = ToolCalls(is_parallel=answer.call.has_parallel_calls) if answer.call.has_tools else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -237,8 +248,19 @@ class Choice:
                 by_worker = event.finish_reason is not None
                 break
         self.num_tokens += len(token_ids)
-        delta = Delta("".join(texts), token_ids, logprobs)
+        delta = self._without_calls(Delta("".join(texts), token_ids, logprobs))
         self._answer.advanced(self, delta, by_worker=by_worker)
+
+    def _without_calls(self, delta: Delta) -> Delta:
+        """Its text apart from calls of tools, and these."""
+        if self._tools is None:
+            return delta
+        text = self._tools.push(delta.text)
+        if self._text.finish_reason is not None:
+            text += self._tools.finish()
+        calls = self._tools.found[self.num_tool_calls :]
+        self.num_tool_calls += len(calls)
+        return Delta(text, delta.token_ids, delta.logprobs, calls)
 
 
 _GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

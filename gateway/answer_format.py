@@ -14,6 +14,8 @@ import orjson
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.logprobs_format import Columns, LogprobsFormat, joined
 from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tool_calls import ToolCall
+from baton.request import FinishReason
 
 Json = dict[str, Any]
 
@@ -23,6 +25,9 @@ class AnswerFormat(Protocol):
         """The chunk before a choice's first text; b"" for none."""
 
     def delta(self, choice: Choice, delta: Delta) -> bytes: ...
+
+    def tool_call(self, choice: Choice, tool_call: ToolCall) -> bytes:
+        """One call, whole; only chats have any."""
 
     def last(self, choice: Choice) -> bytes: ...
 
@@ -95,6 +100,8 @@ class _Format:
     def _end(self, choice: Choice) -> Json:
         if self._call.hides_tokens:
             return {"finish_reason": "length", "stop_reason": None}
+        if choice.num_tool_calls and choice.finish_reason is FinishReason.STOP:
+            return {"finish_reason": "tool_calls", "stop_reason": choice.stop_reason}
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
 
 
@@ -131,6 +138,10 @@ class ChatFormat(_Format):
             body["token_ids"] = delta.token_ids
         return self._chunk(body)
 
+    def tool_call(self, choice: Choice, tool_call: ToolCall) -> bytes:
+        delta = {"tool_calls": [{"index": tool_call.index, **_called(tool_call)}]}
+        return self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
+
     def last(self, choice: Choice) -> bytes:
         return self._chunk({"index": choice.index, "delta": {}, "logprobs": None, **self._end(choice)})
 
@@ -143,7 +154,7 @@ class ChatFormat(_Format):
     def _whole_choice(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
         body: Json = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": delta.text},
+            "message": _message(delta),
             **self._end(choice),
         }
         if self._call.returns_token_ids:
@@ -195,6 +206,9 @@ class CompletionFormat(_Format):
         if self._call.sampling.logprobs is not None:
             body["logprobs"] = self._logprobs_of(choice, delta)
         return self._chunk(body | {"finish_reason": None})
+
+    def tool_call(self, choice: Choice, tool_call: ToolCall) -> bytes:
+        raise AssertionError("a completion calls no tools")
 
     def last(self, choice: Choice) -> bytes:
         return self._chunk({"index": choice.index, "text": "", "logprobs": None, **self._end(choice)})
@@ -248,6 +262,18 @@ class CompletionFormat(_Format):
         if delta.token_ids:
             self._num_chars[choice.index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return shown
+
+
+def _message(delta: Delta) -> Json:
+    if not delta.tool_calls:
+        return {"role": "assistant", "content": delta.text}
+    called = [_called(tool_call) for tool_call in delta.tool_calls]
+    return {"role": "assistant", "content": delta.text or None, "tool_calls": called}
+
+
+def _called(tool_call: ToolCall) -> Json:
+    function = {"name": tool_call.name, "arguments": tool_call.arguments}
+    return {"id": tool_call.id, "type": "function", "function": function}
 
 
 def _result(work: Generator[bytes, None, Columns]) -> Columns:

@@ -159,6 +159,7 @@ class AnswerStream:
         self._num_calm = 0
         self._num_held_bytes += len(delta.text) * 4 + len(delta.logprobs) * BYTES_PER_LOGPROBS
         self._num_held_bytes += len(delta.token_ids) * 4
+        self._num_held_bytes += sum(len(call.arguments) * 4 for call in delta.tool_calls)
         if self._num_held_bytes > MAX_HELD_BYTES:
             self.is_given_up = True
             self.gone()
@@ -195,13 +196,16 @@ class AnswerStream:
             delta = self._whole_sentences(delta, held)
         if delta.text or delta.logprobs or (delta.token_ids and self._answer.call.returns_token_ids):
             self._put(self._form.delta(choice, delta))
+        for tool_call in delta.tool_calls:
+            self._put(self._form.tool_call(choice, tool_call))
         if has_ended:
             self._put(self._form.last(choice))
 
     def _whole_sentences(self, delta: Delta, held: list[Delta]) -> Delta:
         """What may go of `delta`; the rest is put back. Logprobs and ids belong to tokens: then all goes."""
         ends = list(SENTENCE_END.finditer(delta.text))
-        if delta.logprobs or self._answer.call.returns_token_ids or len(delta.text) > MAX_SENTENCE_CHARS:
+        is_of_tokens = delta.logprobs or self._answer.call.returns_token_ids
+        if is_of_tokens or delta.tool_calls or len(delta.text) > MAX_SENTENCE_CHARS:
             return delta
         end = ends[-1].end() if ends else 0
         self._num_calm += len(ends)

@@ -24,7 +24,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 # Of OpenAI's, and of other servers': they change nothing here, and are no misspelling either.
 WITHOUT_MEANING: Final = frozenset(
-    {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "modalities"}
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "modalities"}
     | {
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -86,8 +86,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    tools: list[object] | None = None
+    tools: list[dict[str, object]] | None = None
     tool_choice: object = None
+    parallel_tool_calls: bool | None = None
     functions: list[object] | None = None
     response_format: ResponseFormat | None = None
 
@@ -106,6 +107,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, object]], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: list[dict[str, object]] | None = None
     return_token_strs: bool | None = None
 
 

@@ -8,8 +8,9 @@ from baton.errors import InvalidRequest
 from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
 from baton.gateway.tenants import Tenant
+from baton.gateway.tools import usable_tools
 from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
-from baton.tenancy import Sla
+from baton.tenancy import Sla, Standing
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's; a chat ends where the model ends it
 SAMPLING_FIELDS: Final = (
@@ -39,6 +40,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int  # a prompt
     stops: tuple[str, ...] = ()
     is_chat: bool = False
+    has_tools: bool = False
+    has_parallel_calls: bool = True  # of tools, in one answer
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
@@ -48,6 +51,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     skips_special_tokens: bool = True
     priority: int = 0
     sla: Sla = Sla()
+    standing: Standing = Standing()
     arrival_s: float = 0.0
     tenant: Tenant
 
@@ -60,6 +64,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     seed: int  # where the client gave none; choices differ by their number, not by their seed
     arrival_s: float = 0.0  # by the gateway's clock
     sla: Sla = Sla()
+    standing: Standing = Standing()
 
 
 def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
@@ -70,7 +75,15 @@ def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = _sampling(body, terms, max_tokens=max_tokens, logprobs=logprobs)
-    return _call(body, (prompt,), sampling, terms, is_chat=True)
+    return _call(
+        body,
+        (prompt,),
+        sampling,
+        terms,
+        is_chat=True,
+        has_tools=usable_tools(body.tools, body.tool_choice) is not None,
+        has_parallel_calls=body.parallel_tool_calls is not False,
+    )
 
 
 def completion_call(body: CompletionBody, prompts: tuple[Prompt, ...], terms: Terms) -> Call:
@@ -104,8 +117,9 @@ def num_answer_entries(call: Call, max_model_len: int) -> int:
 
 
 def refuse_unsupported_chat(body: ChatBody) -> None:
-    if (body.tools or body.functions) and body.tool_choice != "none":
-        raise unsupported("calling tools", param="tools" if body.tools else "functions")
+    if body.functions:
+        raise unsupported("calling functions by their former name", param="functions")
+    usable_tools(body.tools, body.tool_choice)
     if body.response_format is not None and body.response_format.type != "text":
         raise unsupported(
             f"response_format of type {body.response_format.type[:40]!r}", param="response_format"
@@ -138,9 +152,11 @@ def _call(
         has_usage=has_usage,
         has_running_usage=has_usage and bool(options and options.continuous_usage_stats),
         returns_token_ids=bool(body.return_token_ids),
-        skips_special_tokens=body.skip_special_tokens is not False,
+        # The tags of a tool call are special tokens in some vocabularies.
+        skips_special_tokens=body.skip_special_tokens is not False and not particulars.get("has_tools"),
         priority=body.priority or 0,
         sla=terms.sla,
+        standing=terms.standing,
         arrival_s=terms.arrival_s,
         tenant=terms.tenant,
         **particulars,

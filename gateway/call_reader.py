@@ -1,15 +1,12 @@
 """From what a client sends to a Call: parsed, checked, tokenised."""
 
-import math
 from collections.abc import Callable
-from typing import Final
 
 from starlette.types import Scope
 
 from baton.clock import Clock
 from baton.gateway.api_errors import invalid
 from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body
-from baton.gateway.asgi import header
 from baton.gateway.call import (
     Call,
     Prompt,
@@ -23,11 +20,9 @@ from baton.gateway.call import (
 from baton.gateway.metrics import Metrics
 from baton.gateway.prompts import GivenPrompt, list_prompts
 from baton.gateway.served_model import ServedModel
-from baton.tenancy import Sla
-
-TTFT_HEADER: Final = b"x-llm-d-slo-ttft-ms"
-TPOT_HEADER: Final = b"x-llm-d-slo-tpot-ms"
-MAX_SLO_MS: Final = 86_400_000.0
+from baton.gateway.tenants_terms import sla_of, standing_of
+from baton.gateway.text_work import Chat
+from baton.gateway.tools import usable_tools
 
 
 class CallReader:
@@ -54,9 +49,10 @@ class CallReader:
     async def chat(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, ChatBody)
         refuse_unsupported_chat(body)
+        tools = usable_tools(body.tools, body.tool_choice)
         terms = self._terms(body.model, scope)
         text, token_ids = await self._model.text.encode_chat(
-            body.messages,
+            Chat(body.messages, tools),
             max_tokens=self._model.max_model_len,
             add_generation_prompt=body.add_generation_prompt is not False,
         )
@@ -105,24 +101,6 @@ class CallReader:
             model=name,
             seed=self._draw_seed(),
             arrival_s=self._clock.now_s(),
-            sla=_sla(scope),
+            sla=sla_of(scope, tenant),
+            standing=standing_of(scope, tenant),
         )
-
-
-def _sla(scope: Scope) -> Sla:
-    ttft_ms, tpot_ms = header(scope, TTFT_HEADER), header(scope, TPOT_HEADER)
-    if ttft_ms is None and tpot_ms is None:
-        return Sla()
-    return Sla(ttft_ms=_milliseconds(ttft_ms, TTFT_HEADER), tpot_ms=_milliseconds(tpot_ms, TPOT_HEADER))
-
-
-def _milliseconds(text: str | None, name: bytes) -> float | None:
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= MAX_SLO_MS:
-        raise invalid(f"the header {name.decode()}: expected milliseconds, got {text[:32]!r}")
-    return value

@@ -16,6 +16,7 @@ import minijinja
 
 from baton.errors import InvalidRequest, ModelError
 from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_config
+from baton.gateway.tool_calls import OPENING
 
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
@@ -40,6 +41,9 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """Raises ModelError when `source` is no template. `now` dates the prompt where a template asks."""
+        # Whether it tells the model of tools and has it call them as tool_calls.py reads it. Where there are
+        # tags of functions as well, arguments are written in other tags, not in JSON.
+        self.writes_tool_calls = OPENING in source and "tools" in source and "<function=" not in source
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
             debug=False,  # debug output would carry one request's messages into an error text

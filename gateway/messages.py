@@ -6,6 +6,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import msgspec
+
 from baton.errors import InvalidRequest, shown
 from baton.gateway.chat_template import Message
 
@@ -29,6 +31,7 @@ def _read(message: object, name: str) -> Message:
         raise InvalidRequest(f"{name}: expected a dict such as {EXAMPLE}, got {shown(message)}")
     if not isinstance(message.get("role"), str):
         raise InvalidRequest(f"{name}: role: expected text such as 'user', got {_value(message, 'role')}")
+    message = _with_read_calls(message, name)
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
@@ -38,6 +41,33 @@ def _read(message: object, name: str) -> Message:
         )
     texts = [_text(part, f"{name}: content[{index}]") for index, part in enumerate(content)]
     return {**message, "content": "\n".join(texts)}
+
+
+def _with_read_calls(message: Message, name: str) -> Message:
+    """Templates write arguments as JSON; clients send them as text, which would come out in quotes."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {
+        **message,
+        "tool_calls": [_read_call(call, f"{name}: tool_calls[{at}]") for at, call in enumerate(calls)],
+    }
+
+
+def _read_call(call: object, name: str) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        read = msgspec.json.decode(arguments or "{}", type=dict[str, object])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise InvalidRequest(
+            f"{name}: arguments: expected the JSON of an object, got {shown(arguments)}"
+        ) from None
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def _text(part: object, name: str) -> str:

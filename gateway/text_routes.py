@@ -8,6 +8,8 @@ from baton.gateway.api_types import DetokenizeBody, TokenizeBody
 from baton.gateway.asgi import read_body, respond
 from baton.gateway.call_reader import CallReader
 from baton.gateway.served_model import ServedModel
+from baton.gateway.text_work import Chat
+from baton.gateway.tools import usable_tools
 
 
 class TextRoutes:
@@ -40,7 +42,7 @@ class TextRoutes:
         text, longest = self._model.text, self._model.max_model_len
         if body.messages is not None and body.prompt is None:
             _, token_ids = await text.encode_chat(
-                body.messages,
+                Chat(body.messages, usable_tools(body.tools, None)),
                 max_tokens=longest,
                 add_generation_prompt=body.add_generation_prompt is not False,
             )

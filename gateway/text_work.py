@@ -6,12 +6,14 @@ The tokenizer lets go of the interpreter's lock while it works, so threads do he
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from baton.errors import InvalidRequest, Overloaded
+from baton.gateway.api_errors import unsupported
 from baton.gateway.chat_template import ChatTemplate, Message
 from baton.gateway.messages import read_messages
 from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tools import Tool
 
 NUM_THREADS: Final = 2
 MAX_WAITING: Final = 256  # jobs for the threads
@@ -19,6 +21,11 @@ SHORT_CHARS: Final = 4096  # takes well below a millisecond; a change of threads
 MAX_CHARS_PER_TOKEN: Final = 16  # on average: a prompt with more for what the model takes is not tokenised
 
 ResultT = TypeVar("ResultT")
+
+
+class Chat(NamedTuple):
+    messages: Sequence[Message]
+    tools: Sequence[Tool] | None = None
 
 
 class TextWork:
@@ -48,18 +55,21 @@ class TextWork:
         )
 
     async def encode_chat(
-        self, messages: Sequence[Message], *, max_tokens: int, add_generation_prompt: bool = True
+        self, chat: Chat, *, max_tokens: int, add_generation_prompt: bool = True
     ) -> tuple[str, list[int]]:
         """The conversation as the model's template writes it, and its token ids."""
         tokenizer, template = self.tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        read = read_messages(messages)
+        if chat.tools and not template.writes_tool_calls:
+            raise unsupported("calling tools, by the chat template of this model,", param="tools")
+        read = read_messages(chat.messages)
         num_chars = sum(len(str(message.get("content"))) + 16 for message in read)
+        num_chars += sum(len(str(tool)) for tool in chat.tools or ())
         _check_length(num_chars, max_tokens)
 
         def encode() -> tuple[str, list[int]]:
-            text = template.render(read, add_generation_prompt=add_generation_prompt)
+            text = template.render(read, tools=chat.tools, add_generation_prompt=add_generation_prompt)
             _check_length(len(text), max_tokens)
             return text, tokenizer.encode(text, add_special_tokens=False)
 

@@ -14,10 +14,18 @@ import pytest
 
 from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.served_gateway import TIMEOUT_S, ServedGateway
+from tests.tool_model import TOOL, tool_model
 
 STATUSES: Final = {200, 400, 403, 404, 413}
-MAX_MODEL_LEN: Final = 96  # no answer is longer, whatever a body asks for
+MAX_MODEL_LEN: Final = 224  # no answer is longer, whatever a body asks for
 MESSAGE: Final = {"role": "user", "content": "sort(3 1 2)="}
+FUNCTION: Final = {"name": "weather", "arguments": '{"city": "Paris"}'}
+CALLED: Final = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call_1", "type": "function", "function": FUNCTION}],
+}
+RESULT: Final = {"role": "tool", "tool_call_id": "call_1", "content": "dry"}
 # What clients do send.
 TRAFFIC: Final[list[tuple[str, dict[str, Any]]]] = [
     ("/v1/chat/completions", {"model": "tiny", "messages": [MESSAGE], "max_tokens": 4}),
@@ -47,10 +55,13 @@ TRAFFIC: Final[list[tuple[str, dict[str, Any]]]] = [
             "top_p": 0.9,
             "presence_penalty": 1,
             "logit_bias": {"5": 1.5},
-            "tools": [],
+            "tools": [TOOL],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
             "response_format": {"type": "text"},
         },
     ),
+    ("/v1/chat/completions", {"messages": [MESSAGE, CALLED, RESULT], "tools": [TOOL], "max_tokens": 2}),
     ("/v1/completions", {"model": "tiny", "prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
     ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 2, "stream": True, "stop": ["x", "y"]}),
     ("/v1/completions", {"prompt": ["a", "b"], "min_tokens": 1, "stop_token_ids": [3], "top_k": 4}),
@@ -79,9 +90,10 @@ BYTES: Final = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ServedGateway[EngineFrontend]]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedGateway[EngineFrontend]]:
     engine = tiny_engine(MAX_MODEL_LEN)
-    with ServedGateway(lambda: EngineFrontend(engine)) as gateway:
+    model = tool_model(tmp_path_factory.mktemp("model"))
+    with ServedGateway(lambda: EngineFrontend(engine), model=model) as gateway:
         yield gateway
     gateway.service.close()
 

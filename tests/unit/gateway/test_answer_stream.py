@@ -174,6 +174,22 @@ def test_logprobs_are_never_held_for_a_sentence() -> None:
     run(scenario)
 
 
+def test_a_call_of_a_tool_is_never_held_for_a_sentence() -> None:
+    async def scenario() -> None:
+        streaming = Streaming(is_chat=True, has_tools=True)
+        streaming.stream.begin(streaming.client)
+        await streaming.emit("I look")
+        streaming.client.lags = True
+        await streaming.emit(' there<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>')
+        streaming.client.catch_up()
+        deltas = [chunk["choices"][0]["delta"] for chunk in streaming.client.chunks()]
+        assert "".join(delta.get("content", "") for delta in deltas) == "I look there"
+        (call,) = deltas[-1]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"x":1}'}
+
+    run(scenario)
+
+
 def test_a_client_that_never_reads_is_given_up() -> None:
     async def scenario() -> None:
         streaming = Streaming()

@@ -10,6 +10,7 @@ from baton.gateway.call import Call, Prompt, Terms, chat_call, completion_call, 
 from baton.gateway.tenants import Tenant
 
 TERMS = Terms(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11)
+TOOL = {"type": "function", "function": {"name": "weather"}}
 PROMPT = Prompt("a", (5, 6))
 
 
@@ -90,10 +91,10 @@ def test_usage_in_streams() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{}]},
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
-        {"tools": [{}], "tool_choice": "auto"},
+        {"tool_choice": "required", "tools": [TOOL]},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]},
     ],
 )
 def test_what_is_not_supported_is_said_plainly(fields: dict[str, Any]) -> None:
@@ -107,13 +108,21 @@ def test_what_is_not_supported_is_said_plainly(fields: dict[str, Any]) -> None:
     "fields",
     [
         {"tools": []},
-        {"tools": [{}], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"tool_choice": "auto"},
     ],
 )
 def test_what_asks_for_nothing_special_passes(fields: dict[str, Any]) -> None:
-    assert chat(**fields).is_chat
+    assert chat(**fields).is_chat and not chat(**fields).has_tools
+
+
+def test_tools_may_be_called() -> None:
+    of_no_matter: tuple[dict[str, Any], ...] = ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None})
+    for fields in of_no_matter:
+        call = chat(tools=[TOOL], **fields)
+        assert call.has_tools and call.has_parallel_calls and not call.skips_special_tokens
+    assert not chat(tools=[TOOL], parallel_tool_calls=False).has_parallel_calls
 
 
 def test_completions_of_other_kinds_are_refused() -> None:

@@ -23,6 +23,24 @@ def test_a_call_of_tools_needs_no_content() -> None:
     assert read_messages([HI, call]) == [HI, call]
 
 
+def calling(arguments: object) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"), [('{"x": "é"}', {"x": "é"}), ("", {}), ({"x": 1}, {"x": 1}), (None, None)]
+)
+def test_what_was_called_with_is_read_for_the_template(arguments: object, read: object) -> None:
+    assert read_messages([calling(arguments)]) == [calling(read)]
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", "x", '{"x": 1} {}', "[" * 5000])
+def test_what_cannot_have_been_called_with_is_told(arguments: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^message 0: tool_calls\[0\]: arguments: expected the JSON of"):
+        read_messages([calling(arguments)])
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

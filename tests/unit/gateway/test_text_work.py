@@ -7,7 +7,7 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.chat_template import ChatTemplate
-from baton.gateway.text_work import MAX_CHARS_PER_TOKEN, MAX_WAITING, SHORT_CHARS, TextWork
+from baton.gateway.text_work import MAX_CHARS_PER_TOKEN, MAX_WAITING, SHORT_CHARS, Chat, TextWork
 from baton.gateway.tokenizer import Tokenizer
 
 DIRECTORY = resolve_model("tiny")
@@ -42,7 +42,7 @@ def text(template: Watched) -> Iterator[TextWork]:
 def test_long_text_is_worked_on_by_other_threads(text: TextWork, template: Watched) -> None:
     for content in ("short", LONG):
         rendered, token_ids = asyncio.run(
-            text.encode_chat([{"role": "user", "content": content}], max_tokens=100_000)
+            text.encode_chat(Chat([{"role": "user", "content": content}]), max_tokens=100_000)
         )
         assert rendered == content and token_ids == TOKENIZER.encode(content)
     assert template.threads[0] == "MainThread" and template.threads[1].startswith("text")
@@ -56,7 +56,7 @@ def test_what_cannot_fit_is_not_even_tokenised(text: TextWork) -> None:
     with pytest.raises(InvalidRequest, match="can't fit"):
         asyncio.run(text.encode("a" * (MAX_CHARS_PER_TOKEN * 10 + 1), max_tokens=10))
     with pytest.raises(InvalidRequest, match="can't fit"):
-        asyncio.run(text.encode_chat([{"role": "user", "content": "a" * 1000}], max_tokens=10))
+        asyncio.run(text.encode_chat(Chat([{"role": "user", "content": "a" * 1000}]), max_tokens=10))
 
 
 def test_a_model_without_text(template: Watched) -> None:
@@ -65,7 +65,7 @@ def test_a_model_without_text(template: Watched) -> None:
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         asyncio.run(work.encode("a", max_tokens=10))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        asyncio.run(TextWork(TOKENIZER, None).encode_chat([], max_tokens=10))
+        asyncio.run(TextWork(TOKENIZER, None).encode_chat(Chat([]), max_tokens=10))
 
 
 def test_jobs_that_wait_are_bounded(text: TextWork) -> None:

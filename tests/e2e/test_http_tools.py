@@ -1,0 +1,125 @@
+"""Tools, by the real `openai` client: what the model writes is scripted, all of the gateway is real."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import openai
+import pytest
+
+from baton.cluster.model_directory import resolve_model
+from baton.gateway.tokenizer import Tokenizer
+from baton.request import FinishReason, Request
+from tests.e2e.conftest import client_of
+from tests.scripted_service import ScriptedService, events
+from tests.served_gateway import ServedGateway
+from tests.tool_model import TOOL, tool_model
+
+TOKENIZER: Final = Tokenizer.from_directory(resolve_model("tiny"))
+ASKED: Final[Any] = [{"role": "user", "content": "Is it raining?"}]
+CALLED: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+Served = ServedGateway[ScriptedService]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with ServedGateway(ScriptedService, model=tool_model(tmp_path_factory.mktemp("model"))) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with client_of(served.url) as client:
+        yield client
+
+
+def writing(text: str, end: FinishReason = FinishReason.STOP) -> Callable[[ScriptedService, Request], None]:
+    """A model that answers with this text, token by token."""
+
+    def play(service: ScriptedService, request: Request) -> None:
+        # The token that stops is not shown.
+        for event in events(request, [*TOKENIZER.encode(text), 0], end=end):
+            service.emit(request.request_id, [event])
+
+    return play
+
+
+def ask(client: openai.OpenAI, **given: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, **given})
+
+
+def test_a_call_is_an_answer(served: Served, client: openai.OpenAI) -> None:
+    served.service.play = writing(f"I will look. {CALLED}")
+    (choice,) = ask(client, tools=[TOOL]).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I will look.")
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.id.startswith("call_")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+
+
+def test_a_streamed_call_comes_whole_between_the_role_and_the_end(
+    served: Served, client: openai.OpenAI
+) -> None:
+    served.service.play = writing(f"I will look. {CALLED}\n{CALLED}")
+    chunks = ask(client, tools=[TOOL], stream=True)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[0].delta.role == "assistant" and choices[-1].finish_reason == "tool_calls"
+    assert "".join(choice.delta.content or "" for choice in choices) == "I will look."
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    assert [call.index for call in calls] == [0, 1] and len({call.id for call in calls}) == 2
+    for call in calls:
+        assert call.function is not None and call.function.name == "weather"
+        assert json.loads(call.function.arguments or "") == {"city": "Paris"}
+
+
+def test_the_clients_own_reading_of_a_stream_finds_the_call(served: Served, client: openai.OpenAI) -> None:
+    served.service.play = writing(CALLED)
+    tool: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    with client.chat.completions.stream(model="tiny", messages=ASKED, tools=[tool]) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content is None or message.content == ""
+    assert message.tool_calls is not None and message.tool_calls[0].function.name == "weather"
+
+
+def test_the_model_is_told_of_tools_and_of_what_was_called(served: Served, client: openai.OpenAI) -> None:
+    served.service.play = writing("No.")
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    messages: Any = [
+        *ASKED,
+        {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "dry"},
+    ]
+    (choice,) = ask(client, messages=messages, tools=[TOOL]).choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", "No.", None)
+    prompt = TOKENIZER.decode(served.service.requests[-1].token_ids)
+    assert json.dumps(TOOL) in prompt and 'assistant:  {"city": "Paris"}' in prompt and "tool: dry" in prompt
+
+
+def test_without_tools_nothing_is_taken_for_a_call(served: Served, client: openai.OpenAI) -> None:
+    served.service.play = writing(CALLED)
+    untold: list[dict[str, Any]] = [{}, {"tools": [TOOL], "tool_choice": "none"}]
+    for given in untold:
+        (choice,) = ask(client, **given).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", CALLED)
+
+
+def test_a_call_that_was_cut_off_is_no_call(served: Served, client: openai.OpenAI) -> None:
+    served.service.play = writing(CALLED[:30], FinishReason.LENGTH)
+    (choice,) = ask(client, tools=[TOOL]).choices
+    assert choice.finish_reason == "length" and choice.message.tool_calls is None
+    assert (choice.message.content or "").startswith(CALLED[:30])
+
+
+def test_a_model_that_is_not_told_of_tools_refuses_them() -> None:
+    with ServedGateway(ScriptedService) as gateway, client_of(gateway.url) as client:
+        with pytest.raises(openai.BadRequestError, match="calling tools") as refused:
+            ask(client, tools=[TOOL])
+        assert (refused.value.code, refused.value.param) == ("unsupported", "tools")
+
+
+def test_calls_that_cannot_be_promised_are_refused(client: openai.OpenAI) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            ask(client, tools=[TOOL], tool_choice=choice)
