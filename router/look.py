@@ -39,14 +39,12 @@ class Look:
         self._found: dict[Family, tuple[bytes, Match]] = {}
         self._located: dict[str, PullSource | None] = {}
 
-    def num_held_tokens(self, member: Member, *, on_device: bool = False) -> int:
+    def num_held_tokens(self, member: Member) -> int:
         """Of the prompt's first."""
         slot = self._known.index.slot(member.id)
         if slot is None:
             return 0
-        match = self._match(family_of(member.worker))[1]
-        lengths = match.num_device_pages if on_device else match.num_pages
-        return int(lengths[slot]) * member.worker.page_size
+        return int(self._match(family_of(member.worker))[1].num_pages[slot]) * member.worker.page_size
 
     def holders(self, side: Side, most: int) -> list[Member]:
         """At most so many of each family, and none that is left out holds more of the prompt."""
