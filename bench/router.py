@@ -6,13 +6,13 @@ python -m baton.bench.router --replay LOG --policy NAME
 With a trace of Mooncake's format: its prompts on 8 prefill workers that keep 8,000 blocks of 512 tokens each,
 by each policy; arrivals as they are, and spread within their 3 s. Without: made workloads, in which the
 policy `cost` has to find by itself which prompts a decode worker had better compute; against fixed thresholds
-of `least-loaded`, which does not look at what is held where.
+of `least-loaded`, which does not look at what is held where, and of `cost` itself, in tokens to be computed.
 The second form replays what a router has logged (--decision-log), as it went and under another policy.
 All times are the simulation's, of a model and machines that bench/router_machine.py describes.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import floor
 from pathlib import Path
@@ -29,6 +29,7 @@ from baton.bench.router_workers import PrefillSim
 from baton.bench.router_workloads import WORKLOADS
 from baton.bench.router_world import Fleet, RouterWorld, config_of
 from baton.bench.traces import TraceRequest, read_trace
+from baton.router.costs import Candidate, Select, cheapest
 from baton.router_config import PolicyName
 
 SCALE: Final = 32.0  # the trace's tokens in one that is replayed: a block of 512 is a page of 16
@@ -59,11 +60,14 @@ def run_trace(
     fleet: Fleet | None = None,
     scale: float = SCALE,
     local_prefill_tokens: int = 0,
+    select: Select | None = None,
     page_tokens: int = PAGE_TOKENS,
 ) -> Result:
-    """The trace's blocks are pages, of page_tokens tokens as they are replayed."""
+    """The trace's blocks are pages, of page_tokens tokens as replayed. select: in place of the policy's."""
     config = config_of(policy, seed, local_prefill_tokens)
     world = RouterWorld(config, fleet or Fleet(), Machine(), scale, page_tokens)
+    if select is not None:
+        world.select(select)
     begun_s = perf_counter()
     outcomes = world.replay(trace)
     wall_s = perf_counter() - begun_s
@@ -116,18 +120,43 @@ def workload_rows(num_requests: int, seed: int) -> list[Row]:
     fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, publishes_decode=True)
     for name, make in WORKLOADS.items():
         trace = make(num_requests, seed)
-        fixed = {
-            threshold: run_trace(
-                trace, "least-loaded", seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
-            ).latency_mean_s
-            for threshold in THRESHOLDS
-        }
-        best = min(fixed, key=lambda threshold: fixed[threshold])
+        alike, loaded = (_of_thresholds(trace, seed, fleet, same_costs) for same_costs in (True, False))
         tuned = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0)
         share = tuned.counters.get("computed_locally", 0) / num_requests
-        note = f"the best fixed threshold, {best} tokens; {share:.0%} local"
-        rows.append(at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", fixed[best], note))
+        best = min(loaded, key=lambda threshold: loaded[threshold])
+        note = f"least-loaded at its best threshold, {best} tokens; {share:.0%} local"
+        rows.append(at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note))
+        best = min(alike, key=lambda threshold: alike[threshold])
+        note = f"{best} tokens to be computed; what it is to find by itself"
+        rows.append(Row(f"{name}: cost at its best threshold", alike[best], "s", note=note))
     return rows
+
+
+def _of_thresholds(
+    trace: Sequence[TraceRequest], seed: int, fleet: Fleet, same_costs: bool
+) -> dict[int, float]:
+    """Mean latency by the threshold up to which prompts are computed where they are decoded."""
+    found = {}
+    for threshold in THRESHOLDS:
+        if same_costs:
+            result = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0, select=up_to(threshold))
+        else:
+            fixed = "least-loaded"
+            result = run_trace(
+                trace, fixed, seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
+            )
+        found[threshold] = result.latency_mean_s
+    return found
+
+
+def up_to(threshold: int) -> Select:
+    """All that `cost` knows but this: prompts with at most so many tokens to compute are computed locally."""
+
+    def select(candidates: Sequence[Candidate], random: int, given: Callable[[str], float]) -> Candidate:
+        near = [each for each in candidates if not each.prefill and each.num_new_tokens <= threshold]
+        return cheapest(near or [each for each in candidates if each.prefill], random, given)
+
+    return select
 
 
 def replay_rows(log: Log, policy: PolicyName, seed: int) -> list[Row]:

@@ -19,6 +19,7 @@ from baton.control import AnyMessage, Beat, Ended, Hello, Kind, Reachable, Start
 from baton.node import Peer
 from baton.page_keys import KEY_BYTES
 from baton.request import Request, SamplingParams
+from baton.router.costs import Select
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
@@ -110,6 +111,12 @@ class RouterWorld:
         for peer in peers:
             self.router.received(peer, Reachable(workers=tuple(workers)))
         return workers
+
+    def select(self, select: Select) -> None:
+        """By this one of the candidates is taken from now on; of a policy that looks at prompts."""
+        chooser = self.router.knowledge.chooser
+        assert chooser is not None, "other policies have no candidates"
+        chooser.select = select
 
     # What the workers call.
 

@@ -12,7 +12,18 @@ from baton.clock import Clock
 from baton.decision import PullSource
 from baton.request import Request
 from baton.router.books import num_kv_tokens
-from baton.router.costs import Candidate, Filled, Load, cheapest, decode_terms, fill, local, longest, remote
+from baton.router.costs import (
+    Candidate,
+    Filled,
+    Load,
+    Select,
+    cheapest,
+    decode_terms,
+    fill,
+    local,
+    longest,
+    remote,
+)
 from baton.router.fading import Fading
 from baton.router.look import MAX_SOURCES, Known, Look
 from baton.router.membership import Member
@@ -56,6 +67,7 @@ class Chooser:
         self._known = known
         self._random = random
         self._only_prefix = only_prefix
+        self.select: Select = longest if only_prefix else cheapest
         now_s = clock.now_s()
         self._work_s = Fading(MEMORY_S, now_s)  # that was given out
         self._prompts = Fading(MEMORY_S, now_s)
@@ -70,10 +82,7 @@ class Chooser:
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
             candidates = self._candidates(look, decoders, fillers, field.are_pair)
-            if self._only_prefix:
-                chosen = longest(candidates, random)
-            else:
-                chosen = cheapest(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
+            chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = look.locate(members[chosen.source]) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else it is only expected to hold so much: look knows that now

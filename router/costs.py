@@ -10,7 +10,7 @@ by its next reader: that is how hot prefixes spread.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 TIE: Final = 0.02  # costs this close, as a share, are alike: predictions are no better
 
@@ -40,6 +40,7 @@ class Candidate(NamedTuple):
     prefill: str  # "": the decode worker computes the prompt
     source: str  # of a prefix to be pulled; "": none
     num_held_tokens: int  # that need not be computed
+    num_new_tokens: int  # that are
     terms: Terms
 
     @property
@@ -130,22 +131,26 @@ def local(decoder: Decoder, load: Load, sources: Sequence[Source]) -> Candidate:
     decoding = decode_terms(decoder, load)
     harm_s = decoding.harm_s + decoder.num_running * filled.terms.compute_s
     terms = filled.terms._replace(join_s=decoder.room_s, harm_s=harm_s)
-    worker = decoder.computer.worker
-    return Candidate(worker, "", filled.source, filled.num_held_tokens, terms)
+    held = filled.num_held_tokens
+    return Candidate(decoder.computer.worker, "", filled.source, held, load.num_tokens - held, terms)
 
 
 def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Candidate:
     decoding = decode_terms(decoder, load)
     terms = filled.terms._replace(handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
-    prefill, decode = filled.computer.worker, decoder.computer.worker
-    return Candidate(decode, prefill, filled.source, filled.num_held_tokens, terms)
+    prefill, decode, held = filled.computer.worker, decoder.computer.worker, filled.num_held_tokens
+    return Candidate(decode, prefill, filled.source, held, load.num_tokens - held, terms)
+
+
+# Of candidates; a random number; what was given to a worker lately, by any measure.
+Select: TypeAlias = Callable[[Sequence[Candidate], int, Callable[[str], float]], Candidate]
 
 
 def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str], float]) -> Candidate:
     """Of two that are drawn from those that cost about the same, the one whose computer was given less.
 
     Drawn, as what all took for the best would not be it for long. Waiting for what a sibling computes costs
-    the same as computing it again: who computes less goes first. given: lately, to a worker; any measure.
+    the same as computing it again: who computes less goes first.
     """
     totals_s = [candidate.terms.total_s for candidate in candidates]
     tie_s = min(totals_s) * TIE
@@ -158,7 +163,7 @@ def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str]
     return other if given(other.computer) < given(one.computer) else one
 
 
-def longest(candidates: Sequence[Candidate], random: int) -> Candidate:
+def longest(candidates: Sequence[Candidate], random: int, given: Callable[[str], float]) -> Candidate:
     """Where most of the prompt is held; among equals the least waiting. Not local where there are others."""
     remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
     best = min((-each.num_held_tokens, each.terms.queue_s) for each in remotes)

@@ -41,7 +41,7 @@ def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> Candidate:
-    return Candidate("d", prefill, "", num_held, Terms(queue_s=queue_s, compute_s=total_s - queue_s))
+    return Candidate("d", prefill, "", num_held, 100, Terms(queue_s=queue_s, compute_s=total_s - queue_s))
 
 
 def test_only_what_is_not_held_is_computed() -> None:
@@ -127,6 +127,6 @@ def test_of_two_that_cost_the_same_the_one_that_was_given_less_is_taken() -> Non
 
 def test_longest_looks_at_nothing_but_what_is_held() -> None:
     candidates = [a_candidate(9.0, "p", 64), a_candidate(1.0, "q", 32), a_candidate(0.1, "", 128)]
-    assert longest(candidates, 0).prefill == "p"
+    assert longest(candidates, 0, nothing).prefill == "p"
     equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]
-    assert longest(equals, 0).prefill == "q"
+    assert longest(equals, 0, nothing).prefill == "q"
