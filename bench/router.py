@@ -141,9 +141,8 @@ def _of_thresholds(
         if same_costs:
             result = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0, select=up_to(threshold))
         else:
-            fixed = "least-loaded"
             result = run_trace(
-                trace, fixed, seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
+                trace, "least-loaded", seed=seed, fleet=fleet, scale=1.0, local_prefill_tokens=threshold
             )
         found[threshold] = result.latency_mean_s
     return found

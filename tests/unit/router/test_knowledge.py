@@ -27,7 +27,7 @@ from tests.unit.router.router_cluster import Cluster, cluster
 def cost_cluster(*workers: str, policy: PolicyName = "cost") -> Cluster:
     c = cluster(policy=policy)
     for name in workers:
-        c.add(name, num_pages=4096, max_model_len=65_536, max_num_seqs=64)
+        c.add(name, num_pages=16_384, max_model_len=65_536, max_num_seqs=128)
     return c
 
 
@@ -89,7 +89,7 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     holds(c, "p0", long_request("x"), 400)
     for number in range(8):
         tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + 9000))
-        other = Request(request_id=id_of(f"o{number}"), token_ids=tokens)
+        other = Request(request_id=id_of(f"o{number}"), token_ids=tokens, tenant=f"t{number}")
         c.submit(other, avoid=(id_of("p0" if number < 2 else "p1"),))  # p1 waits long enough to hide a pull
     c["d0"].received.clear()
     routed, dispatch = route(c, long_request("a"))
