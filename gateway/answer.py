@@ -70,6 +70,7 @@ class Answer:
         """Raises InvalidRequest on stop strings that cannot be found."""
         self.call = call
         self.listener: Listener | None = None
+        self.error: BatonError | None = None  # that has ended it
         self._service = service
         self._tokenizer = tokenizer
         self.choices = [
@@ -123,7 +124,7 @@ class Answer:
 
     def fail(self, error: BatonError) -> None:
         """End it, and let the listener know why."""
-        listener = self.listener
+        listener, self.error = self.listener, error
         self.cancel()
         if listener is not None:
             listener.failed(error)

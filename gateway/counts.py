@@ -5,6 +5,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.gateway.tenants_counts import MAX_TENANTS, TenantCounts
+
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, Meta(max_length=64)]
 MAX_SERIES = 4096
@@ -27,6 +29,8 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     clients_gone: Count
     clients_given_up: Count
     unknown_keys: Count
+    tenants: Annotated[dict[Name, TenantCounts], Meta(max_length=MAX_TENANTS + 1)]
+    tenants_file: Annotated[dict[Name, Count], Meta(max_length=MAX_SERIES)]  # changes of it, by outcome
     ttft: HistogramCounts
     itl: HistogramCounts
     duration: HistogramCounts

@@ -16,6 +16,7 @@ from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.metrics import ITL_BOUNDS_S, REQUEST_BOUNDS_S, TTFT_BOUNDS_S, Metrics
 from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
+from baton.gateway.tenants_counts import gateway_tenant_families, router_tenant_families
 from baton.gateway.worker_metrics import vllm_families, worker_families
 
 GATEWAY: Final = ("gateway",)
@@ -33,6 +34,7 @@ ByKey: TypeAlias = tuple[str, str, str, Callable[[Counts], Mapping[str, int]]]  
 BY_KEY: Final[tuple[ByKey, ...]] = (
     ("connections_refused", "What the server refused.", "reason", lambda counts: counts.refused),
     ("frontend", "Replays, drops, retries.", "event", lambda counts: counts.events),
+    ("tenants_file_changes", "Taken or refused.", "outcome", lambda counts: counts.tenants_file),
 )
 Timing: TypeAlias = tuple[str, str, Sequence[float], Callable[[Counts], HistogramCounts]]
 TIMINGS: Final[tuple[Timing, ...]] = (
@@ -93,6 +95,7 @@ class Exporter:
         status = self._service.status
         if status is not None:
             yield from worker_families(status)
+            yield from router_tenant_families(status.queue)
             if self._vllm_names:
                 yield from vllm_families(status.workers, self._model)
 
@@ -132,6 +135,7 @@ def gateway_families(gateways: Sequence[Counts]) -> Iterator[Metric]:
     for each in gateways:
         num_open.add_metric((each.gateway,), each.num_open)
     yield num_open
+    yield from gateway_tenant_families([(each.gateway, each.tenants) for each in gateways])
     for timing in TIMINGS:
         yield _histogram(gateways, timing)
 

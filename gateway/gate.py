@@ -89,8 +89,23 @@ class Gate:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
             self._answered(scope["path"], error.status)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, self._checking(scope, receive, send), send)
         self._answered(scope["path"], SWITCHED)
+
+    def _checking(self, scope: Scope, receive: Receive, send: Send) -> Receive:
+        """Each message anew: since the connection was made its key may have been revoked."""
+
+        async def receive_checked() -> Message:
+            message = await receive()
+            if message["type"] == "websocket.receive":
+                try:
+                    scope["state"]["tenant"] = self._tenant(scope)
+                except ApiError as error:
+                    await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
+                    return {"type": "websocket.disconnect", "code": POLICY_VIOLATION}
+            return message
+
+        return receive_checked
 
     def _tenant(self, scope: Scope) -> Tenant | None:
         """None where no key is needed, whatever key comes along. Raises ApiError 401, and 403."""

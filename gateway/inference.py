@@ -11,7 +11,7 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
-from baton.errors import BatonError
+from baton.errors import BatonError, Refused
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
@@ -23,6 +23,7 @@ from baton.gateway.call_reader import CallReader
 from baton.gateway.metrics import Metrics
 from baton.gateway.outlet import EXTENSION, Outlet
 from baton.gateway.served_model import ServedModel
+from baton.gateway.tenants_door import Door, Visit
 from baton.gateway.turn import Turn, in_turns
 
 EVENT_STREAM: Final = [
@@ -50,8 +51,9 @@ class Inference:
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
+        self._door = Door(metrics.tenants)
         self._turn = Turn()
-        self._open: set[Answer] = set()
+        self._open: dict[Answer, Visit] = {}
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
@@ -63,10 +65,14 @@ class Inference:
 
     @contextmanager
     def answering(self, call: Call) -> Iterator[Answer]:
-        """An answer, not started yet. Whatever way it ends, it is counted, and nothing of it runs on."""
+        """An answer, not started yet. Whatever way it ends, it is counted, and nothing of it runs on.
+
+        Raises Refused, and ApiError, where the tenant's quota has no room for it.
+        """
         text = self._model.text
         answer = Answer(call, self._model.service, text.tokenizer if text.has_tokenizer else None)
-        self._open.add(answer)
+        visit = self._open[answer] = self._door.enter(call)
+        failure: Exception | None = None
         self._metrics.num_open += 1
         self._metrics.prompt_tokens += answer.num_prompt_tokens
         try:
@@ -74,9 +80,13 @@ class Inference:
         except ClientGone:
             self._metrics.clients_gone += 1
             raise
+        except Exception as error:
+            failure = error
+            raise
         finally:
             answer.cancel()
-            self._open.discard(answer)
+            del self._open[answer]
+            visit.leave(_outcome(answer, failure or answer.error))
             self._metrics.num_open -= 1
             self._metrics.cached_tokens += answer.num_cached_tokens
             answer.choices.clear()  # they refer to it: the ring would wait for the collector
@@ -88,7 +98,7 @@ class Inference:
             answer.fail(error)
 
     def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
-        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer(answer.call))
+        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer(answer))
 
     async def follow(self, stream: AnswerStream) -> None:
         """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""
@@ -111,7 +121,7 @@ class Inference:
                 await self._serve_whole(answer, outlet, send)
 
     async def _serve_whole(self, answer: Answer, outlet: Outlet, send: Send) -> None:
-        collector = AnswerCollector(answer, self._observer(answer.call))
+        collector = AnswerCollector(answer, self._observer(answer))
         outlet.on_gone = collector.gone
         answer.start(collector)
         deltas = await collector.wait()
@@ -144,14 +154,15 @@ class Inference:
         text = self._model.text
         return answer_format(answer, text.tokenizer if text.has_tokenizer else None, int(self._calendar_s()))
 
-    def _observer(self, call: Call) -> Callable[[Choice, Delta], None]:
+    def _observer(self, answer: Answer) -> Callable[[Choice, Delta], None]:
         """Times of its tokens."""
-        metrics, now_s = self._metrics, self._clock.now_s
+        metrics, now_s, call, visit = self._metrics, self._clock.now_s, answer.call, self._open[answer]
         last_s: dict[int, float] = {}
 
         def observe(choice: Choice, delta: Delta) -> None:
             at_s = now_s()
             metrics.generated_tokens += len(delta.token_ids)
+            visit.tokens(len(delta.token_ids), at_s)
             before_s = last_s.get(choice.index)
             if before_s is not None:
                 metrics.itl.observe(at_s - before_s)
@@ -160,3 +171,12 @@ class Inference:
             last_s[choice.index] = at_s
 
         return observe
+
+
+def _outcome(answer: Answer, error: Exception | None) -> str:
+    """In the words of TenantCounts.calls."""
+    if answer.is_whole:
+        return "answered"
+    if error is None:
+        return "gone"
+    return error.refusal.value if isinstance(error, Refused) else "failed"

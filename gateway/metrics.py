@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from baton.gateway.counts import Counts, HistogramCounts
+from baton.gateway.tenants_counts import Tallies
 
 TTFT_BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 ITL_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -48,6 +49,8 @@ class Metrics:
         self.clients_gone = 0
         self.clients_given_up = 0  # they read too slowly
         self.unknown_keys = 0
+        self.tenants = Tallies()
+        self.tenants_file: Counter[str] = Counter()  # what came of its changes
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.itl = Histogram(ITL_BOUNDS_S)
         self.duration = Histogram(REQUEST_BOUNDS_S)
@@ -69,6 +72,8 @@ class Metrics:
             clients_gone=self.clients_gone,
             clients_given_up=self.clients_given_up,
             unknown_keys=self.unknown_keys,
+            tenants=self.tenants.counts(),
+            tenants_file=dict(self.tenants_file),
             ttft=self.ttft.counts(),
             itl=self.itl.counts(),
             duration=self.duration.counts(),

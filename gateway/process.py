@@ -13,7 +13,6 @@ from typing import Final
 from baton.clock import Clock, SystemClock
 from baton.errors import Overloaded
 from baton.gateway import replay
-from baton.gateway.admin import Explain
 from baton.gateway.app import Parts, make_app
 from baton.gateway.call_reader import CallReader
 from baton.gateway.canary import Canary
@@ -29,10 +28,11 @@ from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
 from baton.gateway.stream_socket import StreamSocket
 from baton.gateway.tenants import Tenants
+from baton.gateway.tenants_watch import TenantsWatch
 from baton.gateway.text_routes import TextRoutes
 from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
-from baton.gateway_config import GatewayConfig, is_loopback
+from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
 from baton.worker import Address
 
@@ -69,8 +69,13 @@ class Gateway:
         exporter = Exporter(
             metrics, service, self._siblings, model=model.name, vllm_names=config.vllm_metric_names
         )
-        tenants_file = None if config.tenants_file is None else Path(config.tenants_file)
-        parts = _parts(config, model, exporter, clock, Tenants.from_file(tenants_file, key))
+        self._watch: TenantsWatch | None = None
+        self._watching: asyncio.Task[None] | None = None
+        tenants = Tenants(key)
+        if config.tenants_file is not None:
+            self._watch = TenantsWatch(Path(config.tenants_file), key, clock)
+            tenants, metrics.tenants_file = self._watch.tenants, self._watch.counters
+        parts = _parts(config, model, exporter, clock, tenants)
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 
@@ -79,6 +84,8 @@ class Gateway:
         address = Address(*await self._server.start())
         if self._shares_port:
             self._siblings.listen(address)
+        if self._watch is not None:
+            self._watching = asyncio.create_task(self._watch.keep_looking())
         return address
 
     async def drain(self) -> None:
@@ -87,6 +94,8 @@ class Gateway:
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         self._siblings.close()
         self._text.close()
+        if self._watching is not None:
+            self._watching.cancel()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -157,14 +166,8 @@ def _parts(
         metrics=metrics,
         exporter=exporter,
         tenants=tenants,
-        explain=_explain_of(config, model.service),
+        explain=model.service.explain if isinstance(model.service, Frontend) else None,
     )
-
-
-def _explain_of(config: GatewayConfig, service: Service) -> Explain | None:
-    """Only for those on this machine, where nobody is a tenant."""
-    is_private = is_loopback(config.host) and config.tenants_file is None
-    return service.explain if is_private and isinstance(service, Frontend) else None
 
 
 def _limits(config: GatewayConfig, metrics: Metrics) -> Limits:

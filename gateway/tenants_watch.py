@@ -10,6 +10,7 @@ What runs is not touched by any of this: a key that is revoked opens nothing new
 
 import asyncio
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -48,8 +49,7 @@ class TenantsWatch:
 
     def __init__(self, path: Path, cluster_key: bytes, clock: Clock) -> None:
         """Raises ConfigError for a file that is wrong: there is no earlier one to go on with."""
-        self.num_taken = 0
-        self.num_refused = 0
+        self.counters: Counter[str] = Counter()  # changes that were "taken", and "refused"
         self._path = path
         self._clock = clock
         self._known = Signature.of(path)  # of what was read last, for better or worse; taken before reading
@@ -80,11 +80,11 @@ class TenantsWatch:
         try:
             file = read_tenants(self._path)
         except ConfigError as error:
-            self.num_refused += 1
+            self.counters["refused"] += 1
             logger.warning("the tenants stay what they were: %s", error)
             return False
         self.tenants.replace(file)
-        self.num_taken += 1
+        self.counters["taken"] += 1
         num_keys = sum(len(entry.keys) for entry in file.tenants.values())
         logger.info("%s: %d tenants with %d keys are in force", self._path, len(file.tenants), num_keys)
         return True

@@ -6,6 +6,8 @@ from baton.control import Status
 from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.exporter import Exporter
 from baton.gateway.metrics import Histogram, Metrics
+from baton.pressure import QueueStatus, Rung, TenantStatus
+from baton.tenancy import Refusal
 from baton.worker import Load, WorkerStatus
 from tests.scripted_service import ScriptedService, worker
 
@@ -110,3 +112,47 @@ def test_a_histogram_of_another_release_is_left_out() -> None:
     found = samples(exporter(counted("g0"), ScriptedService()), counts)
     assert ("baton_inter_token_latency_seconds_count", (("gateway", "g1"),)) not in found
     assert found["baton_request_seconds_count", (("gateway", "g1"),)] == 0
+
+
+def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
+    metrics, service = Metrics("g0"), service_with_workers()
+    tally = metrics.tenants.of("acme")
+    tally.num_open, tally.generated_tokens = 2, 70
+    tally.calls["tokens_per_s"] = 3
+    tally.met["ttft"], tally.missed["ttft"] = 9, 1
+    metrics.tenants_file["refused"] = 4
+    acme = TenantStatus(
+        tenant="acme",
+        weight=2.0,
+        num_queued=5,
+        oldest_wait_s=1.5,
+        work_tokens=900,
+        num_degraded=1,
+        refused={Refusal.SHED: 7},
+    )
+    service.status = Status(queue=QueueStatus(rung=Rung.SHED, num_queued=5, tenants=(acme,)))
+    found = samples(exporter(metrics, service))
+    here, there = (("gateway", "g0"), ("tenant", "acme")), (("tenant", "acme"),)
+    assert found["baton_tenant_open_requests", here] == 2
+    assert found["baton_tenant_generation_tokens_total", here] == 70
+    kept, missed = (("kept", kept) for kept in ("yes", "no"))
+    name = "baton_tenant_objectives_total"
+    assert found[name, (here[0], kept, ("objective", "ttft"), here[1])] == 9
+    assert found[name, (here[0], missed, ("objective", "ttft"), here[1])] == 1
+    assert found["baton_tenant_calls_total", (here[0], ("outcome", "tokens_per_s"), here[1])] == 3
+    assert found["baton_tenants_file_changes_total", (here[0], ("outcome", "refused"))] == 4
+    assert found["baton_overload_rung", ()] == 6
+    assert found["baton_tenant_queued_requests", there] == 5
+    assert found["baton_tenant_oldest_wait_seconds", there] == 1.5
+    assert found["baton_tenant_weight", there] == 2
+    assert found["baton_tenant_work_tokens_total", there] == 900
+    assert found["baton_tenant_degraded_requests_total", there] == 1
+    assert found["baton_tenant_refused_total", (("reason", "shed"), there[0])] == 7
+
+
+def test_counts_of_tenants_cross_to_the_gateways_beside() -> None:
+    metrics = Metrics("g0")
+    metrics.tenants.of("acme").calls["answered"] = 1
+    counts = metrics.counts({})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
+    assert counts.tenants["acme"].calls == {"answered": 1}

@@ -67,7 +67,7 @@ def test_a_changed_file_is_taken_once_it_has_settled(watched: Watched) -> None:
     watched.clock.advance(SETTLE_S)
     assert watched.watch.look()
     assert watched.lets_in("new") and not watched.lets_in("old")
-    assert not watched.settle() and watched.watch.num_taken == 1
+    assert not watched.settle() and watched.watch.counters["taken"] == 1
 
 
 def test_a_file_that_goes_on_changing_is_left_alone(watched: Watched) -> None:
@@ -76,7 +76,7 @@ def test_a_file_that_goes_on_changing_is_left_alone(watched: Watched) -> None:
         watched.write(whole[:end])
         watched.clock.advance(SETTLE_S)
         assert not watched.watch.look()
-    assert watched.lets_in("old") and not watched.watch.num_refused
+    assert watched.lets_in("old") and not watched.watch.counters["refused"]
 
 
 def test_a_file_replaced_in_one_step_is_taken_too(watched: Watched) -> None:
@@ -113,7 +113,7 @@ def test_the_old_file_come_back_is_no_change(watched: Watched) -> None:
     watched.watch.look()
     kept.rename(watched.path)
     watched.settle()
-    assert watched.lets_in("old") and not watched.watch.num_refused
+    assert watched.lets_in("old") and not watched.watch.counters["refused"]
 
 
 def test_the_last_key_can_be_revoked(watched: Watched) -> None:

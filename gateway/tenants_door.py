@@ -1,0 +1,97 @@
+"""Each call of a tenant, from the door to its end: let in or not, and counted.
+
+Quotas are the cluster's, and the router keeps them. What one gateway alone has open is never more than what
+the cluster has: so what is over the quota here is over it everywhere, and nobody else need be asked.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from baton.errors import Refused
+from baton.gateway.api_errors import invalid
+from baton.gateway.call import Call
+from baton.gateway.tenants_counts import Tallies, Tally
+from baton.tenancy import Refusal
+
+FULL_RETRY_S: Final = 1.0  # nobody can tell when one of the calls ends
+
+
+class Visit:
+    """One call. `tokens` at each batch of tokens, `leave` at its end, once."""
+
+    __slots__ = ("_call", "_first_s", "_last_s", "_left", "_num_choices", "_num_tokens", "_tally")
+
+    def __init__(self, call: Call, tally: Tally, left: Callable[[], None]) -> None:
+        self._call = call
+        self._tally = tally
+        self._left = left
+        self._num_choices = call.num_choices * len(call.prompts)
+        self._num_tokens = 0
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        tally.num_open += self._num_choices
+        tally.prompt_tokens += sum(len(prompt.token_ids) for prompt in call.prompts)
+
+    def tokens(self, num_tokens: int, now_s: float) -> None:
+        if self._first_s is None:
+            self._first_s = now_s
+        self._last_s = now_s
+        self._num_tokens += num_tokens
+        self._tally.generated_tokens += num_tokens
+
+    def leave(self, outcome: str) -> None:
+        """outcome: as in TenantCounts.calls."""
+        tally = self._tally
+        tally.num_open -= self._num_choices
+        tally.calls[outcome] += 1
+        for objective, is_met in self._verdicts(is_over=outcome != "gone"):
+            (tally.met if is_met else tally.missed)[objective] += 1
+        self._left()
+
+    def _verdicts(self, *, is_over: bool) -> Iterator[tuple[str, bool]]:
+        """Of each objective that the call had. A client that left before the first token was not let down."""
+        sla, first_s = self._call.sla, self._first_s
+        if first_s is not None or is_over:
+            ttft_ms = (first_s - self._call.arrival_s) * 1000 if first_s is not None else float("inf")
+            for objective, limit_ms in (("ttft", sla.ttft_ms), ("deadline", sla.deadline_ms)):
+                if limit_ms is not None:
+                    yield objective, ttft_ms <= limit_ms
+        num_later = self._num_tokens - self._num_choices
+        if sla.tpot_ms is not None and first_s is not None and num_later > 0:
+            tpot_ms = (self._last_s - first_s) * 1000 * self._num_choices / num_later
+            yield "tpot", tpot_ms <= sla.tpot_ms
+
+
+class Door:
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._num_open: Counter[str] = Counter()  # choices, by the tenant's name; none of 0
+
+    def enter(self, call: Call) -> Visit:
+        """Raises Refused, and ApiError 400 for a call that the tenant's quota would never let in."""
+        name, num_choices = call.tenant.name, call.num_choices * len(call.prompts)
+        tally = self._tallies.of(name)
+        most = call.standing.quotas.max_concurrent_requests
+        if most is not None:
+            if num_choices > most:
+                raise invalid(f"n: the call has {num_choices} answers, its tenant may have {most} at once")
+            if self._num_open[name] + num_choices > most:
+                tally.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
+                raise Refused(
+                    f"{most} requests at once",
+                    refusal=Refusal.MAX_CONCURRENT_REQUESTS,
+                    retry_after_s=FULL_RETRY_S,
+                )
+        self._num_open[name] += num_choices
+
+        def left() -> None:
+            self._num_open[name] -= num_choices
+            if not self._num_open[name]:
+                del self._num_open[name]
+
+        return Visit(call, tally, left)
+
+    def num_open(self, tenant: str) -> int:
+        """Choices that are being answered."""
+        return self._num_open.get(tenant, 0)

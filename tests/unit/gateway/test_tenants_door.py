@@ -1,0 +1,121 @@
+from typing import Any
+
+import pytest
+
+from baton.errors import Refused
+from baton.gateway.api_errors import ApiError
+from baton.gateway.call import Call
+from baton.gateway.tenants import Tenant
+from baton.gateway.tenants_counts import MAX_TENANTS, OTHERS, Tallies, TenantCounts
+from baton.gateway.tenants_door import Door
+from baton.tenancy import Quotas, Refusal, Sla, Standing
+from tests.unit.gateway.calls import PROMPT, call
+
+
+def a_call(tenant: str = "acme", *, most: int | None = None, **fields: Any) -> Call:
+    standing = Standing(quotas=Quotas(max_concurrent_requests=most))
+    return call(tenant=Tenant(name=tenant, cache_salt=b"s" * 16), standing=standing, **fields)
+
+
+@pytest.fixture
+def tallies() -> Tallies:
+    return Tallies()
+
+
+@pytest.fixture
+def door(tallies: Tallies) -> Door:
+    return Door(tallies)
+
+
+def test_a_tenant_at_its_quota_is_refused_until_one_of_its_calls_ends(door: Door) -> None:
+    first, second = (door.enter(a_call(most=2)) for _ in range(2))
+    with pytest.raises(Refused) as refused:
+        door.enter(a_call(most=2))
+    assert refused.value.refusal is Refusal.MAX_CONCURRENT_REQUESTS and refused.value.retry_after_s > 0
+    door.enter(a_call("zeta", most=1))
+    first.leave("answered")
+    third = door.enter(a_call(most=2))
+    for visit in (second, third):
+        visit.leave("gone")
+    assert door.num_open("acme") == 0 and door.num_open("zeta") == 1
+
+
+def test_every_choice_of_every_prompt_counts(door: Door) -> None:
+    visit = door.enter(a_call(most=6, num_choices=3, prompts=(PROMPT, PROMPT)))
+    assert door.num_open("acme") == 6
+    with pytest.raises(Refused):
+        door.enter(a_call(most=6))
+    visit.leave("answered")
+    assert door.num_open("acme") == 0
+
+
+def test_a_call_that_can_never_come_in_is_told_so(door: Door) -> None:
+    with pytest.raises(ApiError, match="3 answers, its tenant may have 2") as refused:
+        door.enter(a_call(most=2, num_choices=3))
+    assert refused.value.status == 400
+    assert door.num_open("acme") == 0
+
+
+def test_a_lowered_quota_lets_what_runs_go_on(door: Door) -> None:
+    running = [door.enter(a_call(most=5)) for _ in range(5)]
+    for visit in running[:3]:
+        visit.leave("answered")
+    with pytest.raises(Refused):
+        door.enter(a_call(most=2))
+    running[3].leave("answered")
+    door.enter(a_call(most=2))
+
+
+def counted(tallies: Tallies, tenant: str = "acme") -> TenantCounts:
+    return tallies.counts()[tenant]
+
+
+def test_tokens_and_ends_are_counted(door: Door, tallies: Tallies) -> None:
+    visit = door.enter(a_call())
+    visit.tokens(3, 1.0)
+    assert counted(tallies).num_open == 1
+    visit.leave("answered")
+    door.enter(a_call()).leave("failed")
+    counts = counted(tallies)
+    assert (counts.num_open, counts.generated_tokens) == (0, 3)
+    assert counts.prompt_tokens == 2 * len(PROMPT.token_ids)
+    assert counts.calls == {"answered": 1, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "met", "missed"),
+    [
+        (10.4, 10.7, {"ttft": 1, "tpot": 1, "deadline": 1}, {}),
+        (10.6, 10.9, {"tpot": 1, "deadline": 1}, {"ttft": 1}),
+        (10.4, 11.0, {"ttft": 1, "deadline": 1}, {"tpot": 1}),
+        (12.5, 12.6, {"tpot": 1}, {"ttft": 1, "deadline": 1}),
+    ],
+)
+def test_objectives_are_kept_or_missed(
+    door: Door, tallies: Tallies, first_s: float, last_s: float, met: dict[str, int], missed: dict[str, int]
+) -> None:
+    sla = Sla(ttft_ms=500, tpot_ms=100, deadline_ms=2000)
+    visit = door.enter(a_call(sla=sla, arrival_s=10.0))
+    visit.tokens(1, first_s)
+    visit.tokens(4, last_s)
+    visit.leave("answered")
+    assert (counted(tallies).met, counted(tallies).missed) == (met, missed)
+
+
+def test_what_was_refused_or_failed_has_missed_its_objective(door: Door, tallies: Tallies) -> None:
+    for outcome in ("shed", "failed"):
+        door.enter(a_call(sla=Sla(ttft_ms=500, tpot_ms=50))).leave(outcome)
+    assert counted(tallies).missed == {"ttft": 2} and not counted(tallies).met
+
+
+def test_who_left_before_anything_came_was_not_let_down(door: Door, tallies: Tallies) -> None:
+    door.enter(a_call(sla=Sla(ttft_ms=500))).leave("gone")
+    assert not counted(tallies).missed and counted(tallies).calls == {"gone": 1}
+
+
+def test_tenants_beyond_the_bound_are_counted_together(door: Door, tallies: Tallies) -> None:
+    for number in range(MAX_TENANTS + 50):
+        door.enter(a_call(f"t{number}")).leave("answered")
+    counts = tallies.counts()
+    assert len(counts) == MAX_TENANTS + 1
+    assert counts[OTHERS].calls == {"answered": 50}
