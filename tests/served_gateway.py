@@ -32,7 +32,7 @@ class ServedGateway(Generic[ServiceT]):
             **{
                 "model": str(resolve_model("tiny")),
                 "served_model_name": "tiny",
-                "router": NOWHERE,
+                "routers": (NOWHERE,),
                 "port": 0,
                 "drain_timeout_s": 1.0,
                 **settings,
