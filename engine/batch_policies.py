@@ -56,6 +56,8 @@ def admit_batch(draft: PlanDraft, waiting: Iterable[Sequence]) -> list[Sequence]
     """Admit by rank as many as have a seat and pages to their very end."""
     members = []
     for sequence in islice(waiting, draft.seats):
+        if not draft.quotas.allow(sequence, sequence.max_num_tokens):
+            continue
         if not draft.admit(sequence, sequence.max_num_tokens):
             break
         members.append(sequence)

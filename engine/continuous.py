@@ -9,17 +9,22 @@ How the tokens left after the decodes are shared among prefills (running and wai
    short ones no more than half the step either. What they leave goes back to the head, whose
    chunks therefore stay large.
 
-A waiting sequence that finds no pages ends admission for the step: nothing overtakes it for memory.
+A waiting sequence that finds no pages ends admission for the step: nothing overtakes it for memory. One that
+finds no room in the quota of its account holds up only what is on that account.
+
+With several accounts the order is that of turns.py instead of the ranks alone; a rank orders its account.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 
 from baton.engine.plan_draft import PlanDraft
 from baton.engine.queue_window import Opening, QueueWindow
 from baton.engine.sequence import Sequence, SequenceStatus
 from baton.engine.sequence_queues import SequenceQueues, rank_of
+from baton.engine.turns import in_turn
 
 LOOKAHEAD = 64  # waiting sequences among which a short one is looked for
 
@@ -37,7 +42,11 @@ class ContinuousPolicy:
         opening = self._window.look(queues.waiting, draft.seats, now_s)
         seating = Seating(draft)
         newcomers = self._eligible(seating, opening)
-        self._share_budget(seating, merge(draft.prefills(), newcomers, key=rank_of))
+        if queues.accounts.are_several:
+            by_turn = self._by_turn(draft, newcomers)
+        else:
+            by_turn = merge(draft.prefills(), newcomers, key=rank_of)
+        self._share_budget(seating, by_turn)
         return opening.wait_s
 
     def _eligible(self, seating: "Seating", opening: Opening) -> Iterator[Sequence]:
@@ -47,6 +56,11 @@ class ContinuousPolicy:
                 return
             if not waits_for_leader(sequence, queues):
                 yield sequence
+
+    def _by_turn(self, draft: PlanDraft, newcomers: Iterator[Sequence]) -> Iterator[Sequence]:
+        owed = draft.queues.first_owed
+        others = (each for each in merge(draft.prefills(), newcomers, key=rank_of) if each is not owed)
+        return chain([] if owed is None else [owed], in_turn(_lanes(others), draft.granted))
 
     def _share_budget(self, seating: "Seating", by_rank: Iterator[Sequence]) -> None:
         draft = seating.draft
@@ -67,7 +81,7 @@ class ContinuousPolicy:
         shorter = [
             sequence
             for sequence in islice(later, LOOKAHEAD)
-            if sequence.priority == head.priority and draft.remaining(sequence) < draft.remaining(head)
+            if is_peer(sequence, head) and draft.remaining(sequence) < draft.remaining(head)
         ]
         for sequence in sorted(shorter, key=draft.remaining):
             if not share:
@@ -88,8 +102,27 @@ class Seating:
         """Whether the sequence runs in this step, admitting it if it waits."""
         if sequence.status is SequenceStatus.RUNNING:
             return not self.draft.is_preempted(sequence)
-        self.is_open = self.is_open and self.draft.admit(sequence)
+        if not self.draft.quotas.allow(sequence):
+            return False
+        was_open = self.is_open
+        self.is_open = was_open and self.draft.admit(sequence)
+        if was_open and not self.is_open and self.draft.queues.accounts.are_several:
+            self.draft.make_way(sequence)
         return self.is_open
+
+
+def is_peer(sequence: Sequence, other: Sequence) -> bool:
+    """Whether neither goes strictly before the other; priorities compare on one account alone."""
+    is_of_class = sequence.rank[0] == other.rank[0]
+    return is_of_class and (sequence.priority == other.priority or sequence.account is not other.account)
+
+
+def _lanes(by_rank: Iterator[Sequence]) -> list[Iterator[Sequence]]:
+    """Those of each account."""
+    lanes: defaultdict[str, list[Sequence]] = defaultdict(list)
+    for sequence in by_rank:
+        lanes[sequence.account.name].append(sequence)
+    return [iter(lane) for lane in lanes.values()]
 
 
 def waits_for_leader(sequence: Sequence, queues: SequenceQueues) -> bool:

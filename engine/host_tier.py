@@ -1,7 +1,7 @@
 """The ledger of host-memory pages, where KV pages wait outside the device.
 
-A host page is free, cached (the content of one evicted device page, found by its key, oldest first
-out), pinned (cached content that is about to return to the device), swapped (owned by one preempted
+A host page is free, cached (the content of one evicted device page, found by its key; fair_lru.py says which
+goes first), pinned (cached content that is about to return to the device), swapped (owned by one preempted
 sequence) or leaving (its last reader is the batch now being executed).
 
 Nothing here moves a byte. Decisions collect as (device_page, host_page) copies; `take_copies` hands
@@ -10,8 +10,7 @@ one rule necessary: a host page that is read by a batch is not written by the sa
 "leaving" until the next one (`begin_step`).
 """
 
-from collections import OrderedDict
-
+from baton.engine.fair_lru import FairLru, Group
 from baton.engine.leases import Owner
 from baton.engine.page_events import ChangedKeys
 from baton.engine.plan import PageCopy
@@ -22,12 +21,14 @@ class HostTier:
     def __init__(self, num_pages: int = 0) -> None:
         self.num_pages = num_pages
         self.changed = ChangedKeys()  # of the prefix cache: it notes what comes here, this what is dropped
+        self.cached: FairLru[bytes] = FairLru()  # keys
         self.clear()
 
     def clear(self) -> None:
         """Hold nothing, and owe no copy."""
         self._free = list(range(self.num_pages - 1, -1, -1))
-        self._cached: OrderedDict[bytes, int] = OrderedDict()  # key -> host page
+        self.cached.clear()
+        self._cached: dict[bytes, tuple[int, Group]] = {}  # key -> host page, whose share it is in
         self._pinned: dict[bytes, int] = {}
         self._swapped: dict[Owner, list[int]] = {}
         self._leaving: list[int] = []
@@ -46,7 +47,7 @@ class HostTier:
         return key in self._cached or key in self._pinned
 
     def page_of(self, key: bytes) -> int | None:
-        return self._cached.get(key, self._pinned.get(key))
+        return self._cached[key][0] if key in self._cached else self._pinned.get(key)
 
     def known_keys(self) -> list[bytes]:
         """Of all pages with known contents."""
@@ -67,19 +68,20 @@ class HostTier:
 
     # Cached pages.
 
-    def store(self, key: bytes, device_page: int) -> None:
+    def store(self, key: bytes, device_page: int, group: Group = b"") -> None:
         """Keep the content of a device page that is being evicted, if there is any room."""
         if key in self:
             raise IntegrityError(f"key {key.hex()} is on the device and on the host")
         if self.num_available:
             host_page = self._take_page()
-            self._cached[key] = host_page
+            self._cached[key] = host_page, group
+            self.cached.add(key, group)
             self._to_host[host_page] = device_page
 
     def pin(self, key: bytes) -> None:
         """Keep a cached page from being dropped until it is fetched. Pinning twice is pinning once."""
         if key in self._cached:
-            self._pinned[key] = self._cached.pop(key)
+            self._pinned[key] = self._give_up(key)
 
     def fetch(self, key: bytes, device_page: int) -> None:
         """Bring a pinned page back to the device; it leaves the host."""
@@ -87,11 +89,10 @@ class HostTier:
 
     def drop(self, key: bytes) -> None:
         """The device holds this content again: forget the host's, if any."""
-        for place in (self._cached, self._pinned):
-            if key in place:
-                host_page = place.pop(key)
-                self._to_host.pop(host_page, None)
-                self._free.append(host_page)
+        if key in self:
+            host_page = self._give_up(key) if key in self._cached else self._pinned.pop(key)
+            self._to_host.pop(host_page, None)
+            self._free.append(host_page)
 
     # Pages of preempted sequences.
 
@@ -120,7 +121,12 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Every host page is in exactly one place; raises IntegrityError."""
-        places = [*self._free, *self._leaving, *self._cached.values(), *self._pinned.values()]
+        places = [
+            *self._free,
+            *self._leaving,
+            *(page for page, _ in self._cached.values()),
+            *self._pinned.values(),
+        ]
         for host_pages in self._swapped.values():
             places += host_pages
         if sorted(places) != list(range(self.num_pages)):
@@ -129,8 +135,16 @@ class HostTier:
     def _take_page(self) -> int:
         if self._free:
             return self._free.pop()
-        key, host_page = self._cached.popitem(last=False)
+        key = self.cached.next_out()
+        if key is None:
+            raise IntegrityError("a host page was promised, none can be had")
         self.changed.note(key)
+        return self._give_up(key)
+
+    def _give_up(self, key: bytes) -> int:
+        """The host page of a cached key, which is in the cache no longer."""
+        host_page, group = self._cached.pop(key)
+        self.cached.remove(key, group)
         return host_page
 
     def _copy_to_device(self, host_page: int, device_page: int) -> None:

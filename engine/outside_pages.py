@@ -92,8 +92,8 @@ class OutsidePages:
             raise ValueError(f"sequence {sequence.key}: prompt_logprobs need the whole prompt computed")
 
     def settle(self, filled: FilledPages, sequence: Sequence) -> None:
-        """Make them the sequence's, and full ones known. IntegrityError, with nothing changed, when the
-        owner does not use them all, or a page that the sequence will write on is not the owner's alone.
+        """Make them the sequence's, on its account, and full ones known. IntegrityError, with nothing done,
+        when the owner does not use them all, or one that the sequence will write on is not its alone.
         """
         pool, last = self._pool, filled.pages[-1]
         pool.check_used_by(filled.pages, filled.owner)
@@ -101,6 +101,7 @@ class OutsidePages:
             pool.is_known(last) or not pool.is_only_used_by(last, filled.owner)
         ):
             raise IntegrityError(f"page {last} is filled in part and shared: {sequence.key} cannot write it")
+        pool.accounts.book(sequence.key, sequence.account_name)
         pool.hand_over(filled.pages, filled.owner, sequence.key)
         self._end_claim(filled.pages, filled.owner)
         sequence.page_table = list(filled.pages)

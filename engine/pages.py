@@ -4,35 +4,26 @@ The life of a page:
 
 1. FREE: on the free list, contents meaningless.
 2. `allocate` makes it ACTIVE for one owner (a sequence); `share` adds owners. Each owner releases once.
-3. `mark_known` says that the prefix cache can find its contents. When the last owner of a known page
-   lets go it is CACHED: kept, but the first to be taken when pages are short, oldest release first.
-4. `evict` makes the oldest CACHED page FREE; `share` makes any CACHED page ACTIVE again.
+3. `mark_known` says that the prefix cache can find its contents. When the last owner of a known page lets
+   go it is CACHED: kept, but the first to be taken when pages are short, oldest release first (fair_lru.py).
+4. `forget` makes a CACHED page FREE; `share` makes any CACHED page ACTIVE again.
 5. `reserve` and `lease` hold pages until a deadline: LEASED is a page that only leases hold, so time alone
    frees it. `reserve` takes free pages for data that will arrive, `adopt` hands them to a sequence;
    `lease` keeps pages that exist while somebody reads them.
-6. `quarantine` names a writer outside this process (a transfer) that may still write. While such a page
-   has another holder nothing changes; when the last one lets go or expires it is QUARANTINED until every
-   writer has let go too, and never reused before.
+6. `quarantine` names a writer outside this process (a transfer). When the last other holder has let go or
+   expired, the page is QUARANTINED until every writer has let go too, and never reused before.
 
 A page is in exactly one state, so free + active + cached + leased + quarantined == total. Its
 generation grows each time it leaves FREE: (page, generation) names contents that can't come back.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 
+from baton.engine.fair_lru import FairLru, Group
 from baton.engine.leases import LeaseTable, Owner
+from baton.engine.page_accounts import PageAccounts
+from baton.engine.page_state import PageState as PageState
 from baton.errors import IntegrityError
-
-
-class PageState(IntEnum):
-    FREE = 0
-    ACTIVE = 1
-    CACHED = 2
-    LEASED = 3
-    QUARANTINED = 4
-
 
 _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
 
@@ -44,16 +35,16 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
+        self.cached: FairLru[int] = FairLru()
+        self.accounts = PageAccounts()
         self._state = bytearray(num_pages)
         self._known = bytearray(num_pages)
+        self.groups: list[Group] = [b""] * num_pages  # of known pages, read only
         self._counts = [num_pages, 0, 0, 0, 0]
         self._owners: list[frozenset[Owner]] = [frozenset()] * num_pages  # nonempty iff ACTIVE
         self._generation = [0] * num_pages
         self._leases = LeaseTable()
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
-
-    # Questions.
 
     @property
     def num_free(self) -> int:
@@ -62,7 +53,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be had now: free ones, and cached ones after eviction."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._counts[_CACHED]
 
     def count(self, state: PageState) -> int:
         return self._counts[state]
@@ -111,6 +102,7 @@ class PagePool:
         owners = frozenset((owner,))
         for page in pages:
             self._owners[page] = owners
+        self.accounts.took_fresh(owner, num_pages)
         return pages
 
     def share(self, pages: Iterable[int], owner: Owner) -> None:
@@ -120,6 +112,7 @@ class PagePool:
             if state in (_FREE, _QUARANTINED) or owner in owners or page in self._writers:
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be shared with {owner}")
             self._owners[page] = owners | {owner}
+            self.accounts.took(owner, owners)
             if state != _ACTIVE:
                 self._move(page, _ACTIVE)
 
@@ -132,7 +125,9 @@ class PagePool:
     def hand_over(self, pages: Sequence[int], owner: Owner, new_owner: Owner) -> None:
         """Make pages that `owner` uses pages of `new_owner`, who uses none of them yet."""
         for page in pages:
-            self._owners[page] = self._owners[page] - {owner} | {new_owner}
+            others = self._owners[page] - {owner}
+            self._owners[page] = others | {new_owner}
+            self.accounts.moved(owner, new_owner, others)
 
     def release(self, pages: Sequence[int], owner: Owner) -> None:
         """End the owner's hold on each page, of whatever kind, last page first.
@@ -144,6 +139,7 @@ class PagePool:
             owners = self._owners[page]
             if owner in owners:
                 owners = self._owners[page] = owners - {owner}
+                self.accounts.let_go(owner, owners)
             else:
                 self._end_outside_hold(page, owner)
             if not owners:
@@ -151,10 +147,12 @@ class PagePool:
 
     # Cached pages.
 
-    def mark_known(self, page: int) -> None:
+    def mark_known(self, page: int, group: Group = b"") -> None:
+        """group: whose share of the cached pages it will be in."""
         if self._state[page] == _FREE or page in self._writers:
             raise IntegrityError(f"page {page} ({self.state(page).name}) has no settled contents to know")
         self._known[page] = 1
+        self.groups[page] = group
 
     def forget(self, page: int) -> None:
         """The prefix cache can no longer find the page: if only the cache kept it, it is free."""
@@ -163,8 +161,8 @@ class PagePool:
             self._settle(page)
 
     def oldest_cached(self) -> int | None:
-        """The page to evict next."""
-        return next(iter(self._cached), None)
+        """The page to evict next: of the group that has most for its weight."""
+        return self.cached.next_out()
 
     # Leases and quarantine.
 
@@ -189,7 +187,7 @@ class PagePool:
         self._leases.extend(owner, deadline_s)
 
     def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:
-        """Turn a lease into a sequence's pages, once every writer has let go of them."""
+        """Turn a lease into a sequence's pages; every writer has let go of them."""
         for page in pages:
             if page in self._writers:
                 raise IntegrityError(f"page {page} still has writers {self._writers[page]}")
@@ -222,7 +220,7 @@ class PagePool:
         """
         gone = frozenset(owners)
         self._known = bytearray(self.num_pages)
-        self._cached.clear()
+        self.cached.clear()
         self._free.clear()
         self._counts = [0] * len(PageState)
         for page in reversed(range(self.num_pages)):
@@ -231,6 +229,7 @@ class PagePool:
             self._counts[state] += 1
             if state == _FREE:
                 self._free.append(page)
+        self.accounts.lose(gone, self._owners)
 
     def check_integrity(self) -> None:
         """Derive every state anew from who holds what and compare; raises IntegrityError."""
@@ -244,10 +243,12 @@ class PagePool:
                 raise IntegrityError(
                     f"page {page} is {PageState(state).name}, its holders say {PageState(expected).name}"
                 )
-            if (page in free) != (state == _FREE) or (page in self._cached) != (state == _CACHED):
+            in_lists = page in free, self.cached.has(page, self.groups[page])
+            if in_lists != (state == _FREE, state == _CACHED):
                 raise IntegrityError(f"page {page} is {PageState(state).name} but its list disagrees")
         if counts != self._counts or sum(counts) != self.num_pages:
             raise IntegrityError(f"states add up to {counts}, the ledger says {self._counts}")
+        self.accounts.check_integrity(self._owners)
 
     def _state_by_holders(self, page: int) -> int:
         if self._owners[page]:
@@ -269,9 +270,9 @@ class PagePool:
         self._counts[old] -= 1
         self._counts[state] += 1
         if old == _CACHED:
-            del self._cached[page]
+            self.cached.remove(page, self.groups[page])
         if state == _CACHED:
-            self._cached[page] = None
+            self.cached.add(page, self.groups[page])
         elif state == _FREE:
             self._free.append(page)
 

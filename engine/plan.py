@@ -34,6 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     preempted: Mapping[SequenceKey, PreemptMode] = {}
     num_padded_tokens: int = 0  # rows that a padded batch computes for nothing
     wait_s: float | None = None  # nothing to do now; the queue window opens after this long
+    way_for: SequenceKey | None = None  # the waiting sequence that others were preempted for: it comes next
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):

@@ -6,11 +6,14 @@ grants can be had when the plan is applied to the same state.
 
 from collections import Counter
 
+from baton.engine.account_books import AccountBooks
+from baton.engine.draft_quotas import DraftQuotas
 from baton.engine.plan import Plan, PreemptMode
 from baton.engine.preemption import PreemptionRates, cheaper_mode
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_queues import SequenceQueues, rank_of
+from baton.engine.victims import Victims
 
 HEADROOM_TOKENS = 16  # each running sequence can grow by this much before a newcomer takes its pages
 
@@ -26,6 +29,7 @@ class PlanDraft:
         self.seats = max_num_seqs - queues.num_running
         self.rates: PreemptionRates | None = None
         self.num_padded_tokens = 0
+        self._books = AccountBooks(queues.accounts, cache.pool)
         self._may_admit = True
         self._cache = cache
         self._pool = cache.pool
@@ -36,6 +40,12 @@ class PlanDraft:
         self._page_needs: dict[SequenceKey, int] = {}
         self._admitted: dict[SequenceKey, tuple[int, int]] = {}  # key -> (first token, pages it comes with)
         self._preempted: dict[SequenceKey, PreemptMode] = {}
+        self._lacking: tuple[Sequence, int] | None = (
+            None  # that was not admitted, and the pages that it needs
+        )
+        self._way_for: SequenceKey | None = None
+        self._victims = Victims(queues, cache.pool, self._books, self._admitted, self._preempted)
+        self.quotas = DraftQuotas(self, self._books, self._victims, self._pool.pages_for(HEADROOM_TOKENS))
         self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
         self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
@@ -53,13 +63,14 @@ class PlanDraft:
         """
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
-        if len(at_page_end) <= self._available and len(decoding) <= self.budget and not self._preempted:
+        has_pages = len(at_page_end) <= self._available and self.quotas.leave_all(at_page_end)
+        if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
             self.budget -= len(decoding)
             for sequence in at_page_end:
                 self._take_pages(sequence, 1)
             return len(decoding)
-        for sequence in sorted(decoding.values(), key=rank_of):
+        for sequence in sorted(decoding.values(), key=self._books.turn_of):
             if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
                 self._take_pages(sequence, 1)
                 self._decodes[sequence.key] = 1
@@ -74,6 +85,9 @@ class PlanDraft:
         """Tokens still to compute after what this plan grants; an admitted one starts after its hits."""
         return sequence.num_tokens - self._end(sequence)
 
+    def granted(self, sequence: Sequence) -> int:
+        return self._chunks.get(sequence.key, 0)
+
     def grant(self, sequence: Sequence, num_tokens: int) -> int:
         """Schedule up to `num_tokens` more tokens of a running or admitted sequence; return how many.
 
@@ -82,7 +96,7 @@ class PlanDraft:
         num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self._num_held(sequence) + self._available
+        num_pages = self._num_held(sequence) + self.quotas.most(sequence.account, self._available)
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - self._end(sequence))
         self._committed -= self._take_pages(sequence, num_tokens)
         self._chunks[sequence.key] = self._chunks.get(sequence.key, 0) + num_tokens
@@ -96,26 +110,44 @@ class PlanDraft:
         what the running ones will need."""
         if not self.seats or not self._may_admit or self.is_preempted(sequence):
             return False
-        start, shared = self._prospect(sequence)
+        start, shared = self.prospect(sequence)
         claimed = [page for page in shared if self._is_claimable(page)]
         num_held = len(shared) + len(sequence.page_table)
         num_new = max(0, self._pool.pages_for(max(sequence.num_tokens, num_tokens)) - num_held)
         num_wanted = len(claimed) + num_new
         if num_wanted + self._committed + self._headroom() > self._available:
+            self._lacking = sequence, num_wanted
             if not self._num_seated():
-                self._free_waiting(sequence, num_wanted)
+                for victim in self._victims.of_waiting(sequence, num_wanted - self._available):
+                    self._take_back(victim)
             return False
         self._claimed.update(claimed)
+        self._books.claim(sequence.account, shared)
         self._available -= len(claimed)
         self._committed += num_new
         self._admitted[sequence.key] = (start, num_held)
         self.seats -= 1
         return True
 
+    def make_way(self, sequence: Sequence) -> None:
+        """Take back pages, for the next plan, that a sequence lacks which was not admitted beside others."""
+        if self._lacking is None or self._lacking[0] is not sequence or not self._num_seated():
+            return
+        num_pages = self._lacking[1]
+        num_lacking = num_pages + self._committed + self._headroom() - self._available
+        for victim in self._victims.of_newcomer(sequence, num_pages, num_lacking):
+            self._take_back(victim)
+            self._way_for = sequence.key
+
     # Preemption.
 
     def is_preempted(self, sequence: Sequence) -> bool:
         return sequence.key in self._preempted
+
+    def drop(self, victim: Sequence) -> None:
+        """Preempt it the cheaper way."""
+        num_computed = victim.num_computed_tokens
+        self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
 
     def preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         """Take all pages of a sequence that runs, or waits with pages that it has brought; without host
@@ -124,6 +156,8 @@ class PlanDraft:
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
         self._available += num_taken
+        self._books.take(sequence.account, -num_taken)
+        self._books.let_go(sequence)
         if key in self.queues.prefilling:
             self._committed -= self._num_missing_pages(sequence) - num_taken
         num_pages = self._pool.pages_for(sequence.num_computed_tokens)
@@ -155,9 +189,10 @@ class PlanDraft:
             preempted=self._preempted,
             num_padded_tokens=self.num_padded_tokens,
             wait_s=None if scheduled else wait_s,
+            way_for=self._way_for,
         )
 
-    def _prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
+    def prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
         """(first token to compute, pages that the sequence will share) once it is admitted."""
         if sequence.page_table:
             return sequence.num_computed_tokens, []
@@ -183,40 +218,20 @@ class PlanDraft:
         those of better rank; the best one always gets its pages, so some sequence always advances.
         """
         need = self._num_new_pages(sequence, num_tokens)
+        if not self.quotas.leave(sequence, need):
+            return False
         if need <= self._available:
             return True
-        waiting = self._waiting_with_pages()
-        others = sorted((*self.queues.running(), *waiting), key=rank_of, reverse=True)
-        worse = [other for other in others if other.rank > sequence.rank]
-        for victim in (*worse, *(other for other in reversed(waiting) if other.rank < sequence.rank)):
-            if self.is_preempted(victim):
-                continue
+        may_wait = bool(self._decodes or self._chunks)
+        for victim in self._victims.of_running(sequence, may_wait=may_wait):
             self._take_back(victim)
             if need <= self._available:
                 return True
         return False
 
-    def _free_waiting(self, sequence: Sequence, num_pages: int) -> None:
-        """Nothing runs, and the sequence does not fit: take the pages of others that wait, for the next plan,
-        if they are enough."""
-        victims = [other for other in self._waiting_with_pages() if other is not sequence]
-        num_owners = Counter(page for victim in victims for page in victim.page_table)
-        num_freed = sum(self._pool.is_freed_by(page, num) for page, num in num_owners.items())
-        if num_pages > self._available + num_freed:
-            return  # somebody outside holds the rest, and will let go
-        for victim in reversed(victims):
-            if num_pages <= self._available:
-                break
-            self._take_back(victim)
-
     def _take_back(self, victim: Sequence) -> None:
-        num_computed = victim.num_computed_tokens
-        self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
+        self.drop(victim)
         self._may_admit = False
-
-    def _waiting_with_pages(self) -> list[Sequence]:
-        """Best rank first, without those that this plan admits."""
-        return [s for s in self.queues.waiting if s.page_table and s.key not in self._admitted]
 
     def _free_pages(self, sequence: Sequence) -> None:
         for page in sequence.page_table:
@@ -227,6 +242,15 @@ class PlanDraft:
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
+
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that it lacks for so many tokens after what this plan grants."""
+        return max(0, self._pool.pages_for(num_tokens) - self._num_held(sequence))
+
+    def seated(self) -> list[Sequence]:
+        """All that will run after this plan."""
+        running = [s for s in self.queues.running() if not self.is_preempted(s)]
+        return running + [self.queues.by_key[key] for key in self._admitted]
 
     def _end(self, sequence: Sequence) -> int:
         """The token before which everything is computed once the plan is done."""
@@ -240,12 +264,12 @@ class PlanDraft:
         return num_held + self._page_needs.get(sequence.key, 0)
 
     def _num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
-        num_pages = self._pool.pages_for(self._end(sequence) + num_tokens)
-        return max(0, num_pages - self._num_held(sequence))
+        return self.num_missing(sequence, self._end(sequence) + num_tokens)
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> int:
         num_pages = self._num_new_pages(sequence, num_tokens)
         if num_pages:
             self._page_needs[sequence.key] = self._page_needs.get(sequence.key, 0) + num_pages
             self._available -= num_pages
+            self._books.take(sequence.account, num_pages)
         return num_pages

@@ -3,8 +3,8 @@
 1. A page becomes known when it is full and computed (`register`), prompt and generated tokens alike.
 2. `match` finds the longest chain of known pages that starts a sequence: first on the device, then on
    the host. At least one token is always left to compute, or there would be no logits to sample from.
-3. Pages that nobody uses stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to
-   the host tier if it has pages.
+3. Pages that nobody uses stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to the
+   host tier if it has pages. Pages of one salt are a group there: who fills the cache evicts his own.
 4. `take_changes` says what has become known or unknown since, for others who might look for it here.
 
 Invariant: whoever holds a known page holds the known page before it. Two sequences that compute the
@@ -92,6 +92,14 @@ class PrefixCache:
             self._page_keys.extend(keys, list(token_ids), num_pages, salt)
         return self._known_pages(keys)
 
+    def name(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
+        """The keys of all full pages of that size; none where nothing is looked for."""
+        keys: list[bytes] = []
+        if self._page_keys is not None:
+            names = self._page_keys.of_size(page_size)
+            names.extend(keys, list(token_ids), len(token_ids) // page_size, salt)
+        return keys
+
     def count(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         if self.enabled:
             self.num_queried_tokens += num_queried_tokens
@@ -109,9 +117,14 @@ class PrefixCache:
         host = [self._host_place(key) for key in changed] if self.host.num_pages else []
         return PageChanges(False, [self._place(key) for key in changed], host)
 
-    def learn_fetched(self, page_table: list[int], key: bytes) -> None:
-        """The last page of the table has just been brought back from the host."""
-        self._learn(page_table[-1], key, page_table[-2] if len(page_table) > 1 else _NO_PAGE)
+    def weigh(self, salt: bytes, weight: float) -> None:
+        """What is cached under the salt has this weight from now on, beside others."""
+        self.pool.cached.weights[salt] = self.host.cached.weights[salt] = weight
+
+    def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
+        """The last page of its table has just been brought back from the host."""
+        table = sequence.page_table
+        self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, sequence.cache_salt)
 
     def register(self, sequence: Sequence) -> None:
         """Make the full, computed pages of the sequence known; share the known page where there is one."""
@@ -126,7 +139,7 @@ class PrefixCache:
                 break  # the chain was cut above: a page below could never be found
             page, known = table[index], self._page_of.get(keys[index])
             if known is None:
-                self._learn(page, keys[index], parent)
+                self._learn(page, keys[index], parent, sequence.cache_salt)
             elif known != page:
                 self._replace(sequence, index, known)
         sequence.num_known_pages = num_full
@@ -179,7 +192,7 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def _learn(self, page: int, key: bytes, parent: int) -> None:
+    def _learn(self, page: int, key: bytes, parent: int, salt: bytes) -> None:
         self._page_of[key] = page
         self._key[page] = key
         self.changed.note(key)
@@ -188,7 +201,7 @@ class PrefixCache:
             self._num_children[parent] += 1
         if self.host.num_pages:
             self.host.drop(key)
-        self.pool.mark_known(page)
+        self.pool.mark_known(page, salt)
 
     def _replace(self, sequence: Sequence, index: int, known: int) -> None:
         own = sequence.page_table[index]
@@ -202,7 +215,7 @@ class PrefixCache:
         if key is None:
             raise IntegrityError(f"page {page} is cached without a key")
         if keep and self.host.num_pages:
-            self.host.store(key, page)
+            self.host.store(key, page, self.pool.groups[page])
         self._forget(page)
 
     def _forget(self, page: int) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from baton.engine.pages import PagePool
+from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.request import Request, SamplingParams
 
@@ -34,3 +36,22 @@ def _check_ids(what: str, token_ids: Iterable[int], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"{what}: token id {token_id} is outside the vocabulary [0, {vocab_size})")
+
+
+def most_tokens(sequence: Sequence, pool: PagePool) -> int:
+    """How many tokens the sequence can have here. InvalidRequest when it could not run even alone."""
+    if not sequence.num_prompt_tokens:
+        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
+    quota = sequence.max_kv_pages
+    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
+    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
+    if sequence.num_tokens < most:
+        return most
+    begun = sequence.num_generated_tokens
+    holder = "the model and its KV pages hold"
+    if quota is not None and quota < pool.num_pages:
+        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
+    raise InvalidRequest(
+        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
+        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
+    )

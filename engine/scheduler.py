@@ -32,10 +32,11 @@ from baton.engine.plan_draft import PlanDraft
 from baton.engine.preemption import PreemptionRates
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.queue_window import QueueWindow
+from baton.engine.request_checks import most_tokens
 from baton.engine.sequence import FilledPages, Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_pages import SequencePages
 from baton.engine.sequence_queues import SequenceQueues
-from baton.errors import IntegrityError, InvalidRequest
+from baton.errors import IntegrityError
 from baton.request import MAX_CHOICES, FinishReason
 
 _RUNNING = SequenceStatus.RUNNING
@@ -71,27 +72,20 @@ class Scheduler:
         """
         if sequence.key in self._queues.by_key or sequence.key in self.outside.kept:
             raise ValueError(f"sequence {sequence.key} is already here")
-        if not sequence.num_prompt_tokens:
-            raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
-        num_slots = self.pool.num_pages * self.pool.page_size
-        max_num_tokens = min(sequence.max_num_tokens, num_slots)
-        if sequence.num_tokens >= max_num_tokens:
-            begun = sequence.num_generated_tokens
-            raise InvalidRequest(
-                f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
-                f"{f' and {begun} of the answer' if begun else ''}; the model and its KV pages hold "
-                f"{max_num_tokens}, one of them for the answer"
-            )
+        max_num_tokens = most_tokens(sequence, self.pool)
         if filled is not None:
             self.outside.check(filled, sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
         serial = next(self._serials)
-        sequence.rank = (sequence.priority, sequence.arrival_s, serial)
+        sequence.rank = sequence.standing.rank, sequence.priority, sequence.due_s, sequence.arrival_s, serial
         sequence.table_version = serial << 32
         self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
+        self.cache.weigh(sequence.cache_salt, sequence.standing.weight)
         if filled is not None:
             self.outside.settle(filled, sequence)
+        else:
+            self.pool.accounts.book(sequence.key, sequence.account_name)
         self._queues.wait(sequence)
         self._version += 1
 
@@ -173,6 +167,7 @@ class Scheduler:
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.status is _RUNNING:
                 draft.preempt(sequence, mode)
+        draft.quotas.enforce()
         wait_s = self._policy.fill(draft, self._clock.now_s())
         return draft.finish(self._version, wait_s)
 
@@ -181,9 +176,11 @@ class Scheduler:
         if plan.version != self._version:
             raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
         self._version += 1
-        by_key = self._queues.by_key
+        by_key, accounts = self._queues.by_key, self._queues.accounts
         self.cache.host.begin_step()
         self._to_preempt.clear()
+        if plan.way_for is not None:
+            self._queues.owed = plan.way_for
         for key, mode in plan.preempted.items():
             self._preempt(by_key[key], mode)
         if plan.admitted:
@@ -191,6 +188,8 @@ class Scheduler:
         if plan.page_needs:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
+        if accounts.are_several:
+            accounts.charge((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
         starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()
         return Batch(
@@ -281,6 +280,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues.remove(sequence)
+        self.pool.accounts.close(sequence.key)
         if sequence.keeps_pages and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.outside.keep(sequence)
         else:

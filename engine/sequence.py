@@ -16,11 +16,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, Self, TypeAlias
 
+from baton.engine.accounts import Account
 from baton.filled_pages import FilledPages as FilledPages
 from baton.request import FinishReason, Request, SamplingParams
+from baton.tenancy import Standing
 
 SequenceKey: TypeAlias = tuple[str, int]  # (request_id, choice)
-SequenceRank: TypeAlias = tuple[int, float, int]  # (priority, arrival_s, serial); the lowest goes first
+# (class, priority, due_s, arrival_s, serial): of one account, and of one class, the lowest goes first.
+SequenceRank: TypeAlias = tuple[int, int, float, float, int]
+
+DEFAULT_DUE_S = 10.0  # after its arrival a request is due that says nothing else
 
 
 class SequenceStatus(Enum):
@@ -76,6 +81,9 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()
     priority: int = 0
     arrival_s: float = 0.0
+    due_s: float = 0.0  # when it should have its first token
+    account_name: str = ""
+    standing: Standing = field(default_factory=Standing)
     cache_salt: bytes = b""
     keeps_pages: bool = False  # when it has all its tokens, until somebody lets them go
 
@@ -89,7 +97,8 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)  # identity of full pages, as far as asked for
     num_known_pages: int = 0  # leading pages that the prefix cache has been told of
     num_preemptions: int = 0
-    rank: SequenceRank = (0, 0.0, 0)
+    rank: SequenceRank = (0, 0, 0.0, 0.0, 0)
+    account: Account = field(default_factory=lambda: Account(""))  # of its name, while it is live
     enqueued_s: float = 0.0
 
     @classmethod
@@ -115,6 +124,9 @@ class Sequence:
             stop_ids=frozenset(sampling.stop_token_ids).union(eos_ids),
             priority=request.priority,
             arrival_s=request.arrival_s,
+            due_s=request.arrival_s + _due_after_s(request),
+            account_name=request.tenant,
+            standing=request.standing,
             cache_salt=request.cache_salt,
         )
 
@@ -125,6 +137,10 @@ class Sequence:
     @property
     def choice(self) -> int:
         return self.key[1]
+
+    @property
+    def max_kv_pages(self) -> int | None:
+        return self.standing.quotas.max_kv_pages
 
     @property
     def num_tokens(self) -> int:
@@ -149,3 +165,11 @@ class Sequence:
             and not self.choice
             and len(self.token_ids) == self.num_prompt_tokens
         )
+
+
+def _due_after_s(request: Request) -> float:
+    sla, standing = request.sla, request.standing
+    for limit_ms in (sla.ttft_ms, sla.deadline_ms, standing.max_queue_delay_ms):
+        if limit_ms is not None:
+            return limit_ms / 1e3
+    return DEFAULT_DUE_S

@@ -88,7 +88,7 @@ class SequencePages:
         self._cache.make_room(1)
         self.grow(sequence, 1)
         self._host.fetch(key, sequence.page_table[-1])
-        self._cache.learn_fetched(sequence.page_table, key)
+        self._cache.learn_fetched(sequence, key)
 
     def _clear_table(self, sequence: Sequence) -> None:
         sequence.page_table.clear()

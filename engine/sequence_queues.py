@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 
+from baton.engine.accounts import Accounts
 from baton.engine.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
 
 
@@ -17,14 +18,23 @@ class SequenceQueues:
     """
 
     def __init__(self) -> None:
+        self.accounts = Accounts()  # of the sequences in by_key
         self.clear()
 
     def clear(self) -> None:
+        self.accounts.clear()
         self.by_key: dict[SequenceKey, Sequence] = {}
         self.waiting: list[Sequence] = []  # by rank
         self.prefilling: dict[SequenceKey, Sequence] = {}
         self.decoding: dict[SequenceKey, Sequence] = {}
         self.num_last_admitted = 0  # by one plan: the rows of a request-level batch
+        self.owed: SequenceKey | None = None  # waits for pages that others gave for it
+
+    @property
+    def first_owed(self) -> Sequence | None:
+        """It is not to wait for anything but its pages."""
+        sequence = None if self.owed is None else self.by_key.get(self.owed)
+        return None if sequence is None or sequence.status is SequenceStatus.RUNNING else sequence
 
     @property
     def num_running(self) -> int:
@@ -34,7 +44,9 @@ class SequenceQueues:
         return [*self.decoding.values(), *self.prefilling.values()]
 
     def wait(self, sequence: Sequence) -> None:
+        """Take in a new sequence."""
         self.by_key[sequence.key] = sequence
+        sequence.account = self.accounts.open(sequence.account_name, sequence.standing)
         insort(self.waiting, sequence, key=rank_of)
 
     def run(self, sequence: Sequence) -> None:
@@ -52,6 +64,7 @@ class SequenceQueues:
     def remove(self, sequence: Sequence) -> None:
         self._leave(sequence)
         del self.by_key[sequence.key]
+        self.accounts.close(sequence)
 
     def promote(self) -> None:
         """Move prefills that have caught up to the decodes."""

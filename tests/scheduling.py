@@ -12,7 +12,7 @@ from baton.engine.pages import PagePool, PageState
 from baton.engine.plan import Advance, Batch, Plan
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
 from baton.page_keys import PageKeys
 from baton.request import FinishReason, Request, SamplingParams
 from tests.fakes import HashModel
@@ -147,12 +147,19 @@ class Harness:
         """With pages to spare, the best-ranked prefill gets half of what decodes leave, or all it needs."""
         decoding = {key for key in running if self.live[key].num_uncomputed_tokens == 1}
         prefills = (running - decoding - set(plan.preempted)) | set(plan.admitted)
-        first = min(prefills, key=lambda key: self.live[key].rank, default=None)
-        if first is not None and first in running:
+        first = min(prefills, key=lambda key: self._turn_of(self.live[key]), default=None)
+        if first is not None and first in running and self.live[first].max_kv_pages is None:
             num_decodes = len(decoding & set(plan.scheduled))
             left = self.settings.scheduler.max_num_batched_tokens - num_decodes
             share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
             assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
+
+    def _turn_of(self, sequence: Sequence) -> tuple[bool, int, float, SequenceRank]:
+        """Ranks alone order one account; of several, who is owed pages comes first."""
+        if len({each.account_name for each in self.live.values()}) == 1:
+            return False, 0, 0.0, sequence.rank
+        is_owed = sequence is self.scheduler._queues.first_owed
+        return not is_owed, sequence.rank[0], sequence.account.work, sequence.rank
 
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""

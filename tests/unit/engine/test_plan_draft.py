@@ -28,7 +28,7 @@ class Desk:
         sequence = Sequence.from_request(
             Request(request_id=name, token_ids=token_ids), 0, max_model_len=1_000
         )
-        sequence.rank = (0, 0.0, len(self.queues.by_key))
+        sequence.rank = (0, 0, 0.0, 0.0, len(self.queues.by_key))
         self.queues.wait(sequence)
         return sequence
 

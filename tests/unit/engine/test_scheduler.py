@@ -2,7 +2,7 @@ import pytest
 
 from baton.engine.pages import PageState
 from baton.engine.plan import Advance
-from baton.engine.sequence import Sequence, SequenceStatus
+from baton.engine.sequence import FilledPages, Sequence, SequenceStatus
 from baton.errors import IntegrityError, InvalidRequest
 from baton.request import FinishReason, Request, SamplingParams
 from tests.scheduling import PROMPT, Harness, make_harness
@@ -184,9 +184,8 @@ def test_sequence_that_brings_its_pages_starts_decoding_at_once() -> None:
     request = Request(request_id="a", token_ids=tuple(PROMPT), sampling=SamplingParams(max_tokens=4))
     sequence = Sequence.from_request(request, 0, max_model_len=100)
     sequence.token_ids.append(7)
-    sequence.page_table, sequence.num_computed_tokens = pages, len(PROMPT)
-    harness.pool.adopt(pages, "transfer", sequence.key)
-    harness.scheduler.add(sequence)
+    harness.pool.adopt(pages, "transfer", "caller")
+    harness.scheduler.add(sequence, FilledPages(tuple(pages), len(PROMPT), "caller"))
     batch = harness.scheduler.apply(harness.scheduler.plan())
     assert [(chunk.start, chunk.num_tokens) for chunk in batch.chunks] == [(10, 1)] and batch.num_decodes == 1
     assert harness.scheduler.commit(batch, [8])[0].index == 1

@@ -6,7 +6,7 @@ from baton.request import Request
 def make(name: str, rank: int, num_tokens: int = 5) -> Sequence:
     request = Request(request_id=name, token_ids=tuple(range(num_tokens)))
     sequence = Sequence.from_request(request, 0, max_model_len=100)
-    sequence.rank = (0, 0.0, rank)
+    sequence.rank = (0, 0, 0.0, 0.0, rank)
     return sequence
 
 

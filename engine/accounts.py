@@ -1,0 +1,114 @@
+"""On whose account sequences run: what each account is due, and what it has had.
+
+An account is a name with a weight and perhaps a quota of pages. The engine knows nothing else of who is
+behind it, and where all sequences are on one account nothing of this makes a difference.
+
+1. `open` puts a new sequence on its account. What it says of the weight holds from now on.
+2. While there are several, `charge` adds what each has computed, in tokens for its weight: of one class, the
+   account that has had least comes next.
+3. `close` ends a sequence. An account that has none any more is as far ahead of the others when it comes back
+   as it was, so that it gains nothing by leaving; nor does it get anything for the time that it was away.
+
+A quota bounds the pages that an account's sequences use in the ledger (page_accounts.py). Each sequence may
+count on the one that it came with: so the largest holds, and a lesser one from when those have ended.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Protocol
+
+from baton.tenancy import Standing
+
+MAX_AHEAD: Final = 4096  # accounts without sequences that are remembered
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    name: str
+    weight: float = 1.0
+    work: float = 0.0  # tokens for its weight that it has had
+    quotas: Counter[float] = field(
+        default_factory=Counter
+    )  # pages, inf for none -> sequences that count on it
+
+    @property
+    def max_pages(self) -> float:
+        """inf without a quota."""
+        return max(self.quotas, default=inf)
+
+
+class OnAccount(Protocol):
+    """A sequence, as far as it matters here."""
+
+    @property
+    def account(self) -> Account: ...
+
+    @property
+    def max_kv_pages(self) -> int | None: ...
+
+
+class Accounts:
+    def __init__(self) -> None:
+        self.live: dict[str, Account] = {}  # those with a sequence
+        self.have_quotas = False
+        self._ahead: dict[str, float] = {}  # work of others, where it was more than the least of the live
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.live) > 1
+
+    @property
+    def total_weight(self) -> float:
+        return sum(account.weight for account in self.live.values())
+
+    def clear(self) -> None:
+        self.live.clear()
+        self._ahead.clear()
+        self.have_quotas = False
+
+    def open(self, name: str, standing: Standing) -> Account:
+        """The account of a sequence that comes."""
+        account = self.live.get(name)
+        if account is None:
+            least = self._least()
+            account = Account(name, work=max(least, self._ahead.pop(name, least)))
+            self.live[name] = account
+        account.weight = standing.weight
+        quota = standing.quotas.max_kv_pages
+        account.quotas[inf if quota is None else quota] += 1
+        self.have_quotas = self.have_quotas or quota is not None
+        return account
+
+    def close(self, sequence: OnAccount) -> None:
+        """The sequence has ended."""
+        account, quota = sequence.account, sequence.max_kv_pages
+        key = inf if quota is None else quota
+        account.quotas[key] -= 1
+        if account.quotas[key]:
+            return
+        del account.quotas[key]
+        if not account.quotas:
+            self._leave(account)
+        self.have_quotas = any(each.max_pages < inf for each in self.live.values())
+
+    def charge(self, computed: Iterable[tuple[Account, int]]) -> None:
+        """Tokens that have been computed."""
+        for account, num_tokens in computed:
+            account.work += num_tokens / account.weight
+
+    def _leave(self, account: Account) -> None:
+        del self.live[account.name]
+        least = self._least()
+        if not self.live:
+            self._ahead.clear()  # nobody is behind whom it could be ahead of
+        elif account.work > least:
+            self._ahead[account.name] = account.work
+        if len(self._ahead) > MAX_AHEAD:
+            self._ahead = {name: work for name, work in self._ahead.items() if work > least}
+            while len(self._ahead) > MAX_AHEAD:
+                del self._ahead[next(iter(self._ahead))]
+
+    def _least(self) -> float:
+        return min((account.work for account in self.live.values()), default=0.0)

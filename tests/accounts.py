@@ -1,0 +1,73 @@
+"""A scheduler's harness with sequences of several accounts: shares, classes and quotas, at every step."""
+
+from collections import defaultdict
+
+from baton.engine.plan import Advance, Batch, Plan
+from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.tenancy import Quotas, Standing
+from tests.scheduling import Harness
+
+
+def standing(weight: float = 1.0, rank: int = 0, max_kv_pages: int | None = None) -> Standing:
+    return Standing(weight=weight, rank=rank, quotas=Quotas(max_kv_pages=max_kv_pages))
+
+
+class AccountHarness(Harness):
+    """Sequences come with their pages to be computed here; nothing is brought, kept or leased."""
+
+    def step(self) -> tuple[Plan, Batch, list[Advance]]:
+        asked = set(self.scheduler._to_preempt)
+        self._check_preempted(self.scheduler.plan(), asked)
+        quotas = self.quotas()  # a sequence that ends in the step takes its own along
+        stepped = super().step()
+        self._check_holdings(quotas)
+        return stepped
+
+    def held_pages(self) -> dict[str, set[int]]:
+        """By account, from nothing but the tables of its sequences."""
+        held: dict[str, set[int]] = defaultdict(set)
+        for sequence in self.live.values():
+            held[sequence.account_name].update(sequence.page_table)
+        return held
+
+    def shares(self) -> dict[str, float]:
+        """Pages that each account with a sequence is due."""
+        weights = {each.account_name: each.account.weight for each in self.live.values()}
+        return {
+            name: self.pool.num_pages * weight / sum(weights.values()) for name, weight in weights.items()
+        }
+
+    def quotas(self) -> dict[str, int]:
+        """The largest that any sequence of each account came with."""
+        quotas: dict[str, int] = defaultdict(int)
+        for each in self.live.values():
+            quota = each.max_kv_pages or self.pool.num_pages
+            quotas[each.account_name] = max(quotas[each.account_name], quota)
+        return quotas
+
+    def _check_holdings(self, quotas: dict[str, int]) -> None:
+        held = self.held_pages()
+        for name, pages in held.items():
+            assert len(pages) <= quotas[name], f"{name!r} holds {len(pages)} pages of {quotas[name]}"
+        counted = {name: num_pages for name, num_pages in self.pool.accounts.num_pages.items() if num_pages}
+        assert counted == {name: len(pages) for name, pages in held.items() if pages}
+
+    def _check_preempted(self, plan: Plan, asked: set[SequenceKey]) -> None:
+        """Lowest class first, and nobody within its share for somebody beyond it."""
+        victims = [self.live[key] for key in plan.preempted if key not in asked]
+        others = [each for key, each in self.live.items() if key not in plan.preempted]
+        holders = [each for each in others if each.page_table and each.key not in plan.admitted]
+        for victim in victims:
+            if victim.max_kv_pages is not None:
+                continue  # it may have been for its own account
+            assert all(each.rank[0] <= victim.rank[0] for each in holders), "a lower class kept its pages"
+            assert any(self._may_take(each, victim, plan) for each in others), f"{victim.key} was robbed"
+
+    def _may_take(self, taker: Sequence, victim: Sequence, plan: Plan) -> bool:
+        if taker.status is not SequenceStatus.RUNNING and taker.key in plan.admitted:
+            return False
+        if taker.rank[0] != victim.rank[0] or taker.account is victim.account:
+            return taker.rank < victim.rank
+        held, shares = self.held_pages(), self.shares()
+        is_over = {name: len(pages) > shares[name] for name, pages in held.items()}
+        return is_over[victim.account_name] or not is_over[taker.account_name]
