@@ -10,9 +10,11 @@ RUN apt-get update \
 
 WORKDIR /src
 COPY . .
+# Of the extras, the one that brings Ray: ray-service for deploy/kuberay/rayservice.yaml.
+ARG RAY=ray
 # PyPI's torch for Linux brings CUDA along; this index has the build for CPUs.
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-        --constraint constraints/cpu.txt '.[worker,ray]' \
+        --constraint constraints/cpu.txt ".[worker,$RAY]" \
     && rm -rf /src/*
 
 WORKDIR /home/baton

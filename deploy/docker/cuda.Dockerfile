@@ -13,8 +13,10 @@ ENV PATH=/opt/baton/bin:$PATH
 
 WORKDIR /src
 COPY . .
+# Of the extras, the one that brings Ray: ray-service for deploy/kuberay/rayservice.yaml.
+ARG RAY=ray
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 \
-        --constraint constraints/gpu.txt '.[worker,gpu,ray]' \
+        --constraint constraints/gpu.txt ".[worker,gpu,$RAY]" \
     && rm -rf /src/*
 
 WORKDIR /home/baton

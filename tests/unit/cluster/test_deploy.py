@@ -1,5 +1,7 @@
 """What deploy/ holds, as far as it can be checked without Docker, Kubernetes or other machines."""
 
+import copy
+import importlib
 import json
 import re
 import shlex
@@ -52,9 +54,11 @@ def test_an_image_installs_extras_and_constraints_that_exist(dockerfile: Path) -
     (install,) = [rest for word, rest in instructions(dockerfile) if word == "RUN" and "pip install" in rest]
     (constraints,) = re.findall(r"--constraint (\S+)", install)
     assert (ROOT / constraints).is_file()
-    (extras,) = re.findall(r"'\.\[(.*?)\]'", install)
+    (extras,) = re.findall(r'"\.\[(.*?)\]"', install)
+    (default,) = [rest.removeprefix("RAY=") for word, rest in instructions(dockerfile) if word == "ARG"]
     project = (ROOT / "pyproject.toml").read_text()
-    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras.split(","))
+    for extra in (*extras.replace("$RAY", default).split(","), "ray-service"):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
 
 
 def test_what_the_image_runs_while_it_is_built_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +181,47 @@ def test_the_kubernetes_service_and_probes_find_the_gateway(kuberay: dict[str, A
     assert (
         port["targetPort"] == container["readinessProbe"]["httpGet"]["port"] == container["ports"][0]["name"]
     )
+
+
+@pytest.fixture(scope="module")
+def rayservice() -> dict[str, Any]:
+    text = (DEPLOY / "kuberay/rayservice.yaml").read_text()
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_the_rayservice_runs_the_cluster_of_the_other_file(
+    kuberay: dict[str, Any], rayservice: dict[str, Any]
+) -> None:
+    assert rayservice["ConfigMap"] == kuberay["ConfigMap"]
+    cluster = copy.deepcopy(rayservice["RayService"]["spec"]["rayClusterConfig"])
+    head = cluster["headGroupSpec"]
+    ports = {
+        port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]
+    }
+    assert ports["api"] == head["template"]["spec"]["containers"][1]["ports"][0]["containerPort"]
+    # What is different: the dashboard, which the operator asks, the watch's place, the image, and ports.
+    assert head["rayStartParams"].pop("dashboard-host") == "0.0.0.0"
+    head["rayStartParams"] = {**head["rayStartParams"], "dashboard-host": "127.0.0.1"}
+    assert json.loads(json.loads(head["rayStartParams"].pop("resources").strip("'"))) == {"baton_head": 1}
+    del head["template"]["spec"]["containers"][0]["ports"]
+    for pod in pods({"spec": cluster}):
+        for container in pod["spec"]["containers"]:
+            container["image"] = "baton:cpu"
+    assert cluster == kuberay["RayCluster"]["spec"]
+
+
+def test_the_rayservice_watches_the_gateways_and_leaves_their_port_alone(rayservice: dict[str, Any]) -> None:
+    spec = rayservice["RayService"]["spec"]
+    serve = yaml.safe_load(spec["serveConfigV2"])
+    (application,) = serve["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    containers = spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in containers[0]["ports"]}
+    assert int(application["args"]["port"]) == ports["api"]
+    assert serve["http_options"]["port"] == ports["serve"] != ports["api"]
+    strangers = [rule for rule in rayservice["NetworkPolicy"]["spec"]["ingress"] if "from" not in rule]
+    assert [port["port"] for rule in strangers for port in rule["ports"]] == [ports["api"]]
 
 
 class Idle:
