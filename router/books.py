@@ -130,16 +130,18 @@ class Books:
         prefill.num_attempts -= 1
         prefill.num_prompt_tokens -= entry.num_prompt_tokens
 
-    def ended(self, key: Key) -> None:
+    def ended(self, key: Key) -> Entry | None:
+        """What it was; None: it is unknown."""
         self.started(key)
         entry = self._entries.pop(key, None)
         if entry is None:
-            return
+            return None
         self._heard_s.pop(key, None)
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_tokens -= entry.num_tokens
+        return entry
 
     def is_anothers(self, key: Key) -> bool:
         return key in self._heard_s

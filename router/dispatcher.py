@@ -1,23 +1,31 @@
 """Attempts on their way through the router.
 
 1. A gateway submits one. It is refused when its name is none, or is under way here already.
-2. `_admit`: too many are under way, or nobody can take it now: the gateway is told so (Rejected).
-3. `_send_out`: it goes to a pair of workers and into the books, and other routers are told.
+2. It is asked for at the reception (reception.py). Too many are under way, a quota or an objective stands
+   against it, or nobody can take it now: the gateway is told so (Rejected).
+3. `let_out`: its turn has come and a worker has room. `_send_out`: it goes to a pair of workers and into the
+   books, and other routers are told.
 4. Its gateway says that its first token is there, and that it has ended; or is told that its decode worker
-   was lost before that.
+   was lost before that. Whatever makes room lets others out.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from baton.control import AttemptFailed, Failure, Rejected, Submit
 from baton.errors import ProtocolError
 from baton.node import Peer
-from baton.router.books import Books, Key
+from baton.router.books import Key, num_kv_tokens
 from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
 from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
 from baton.router.pairing import Pair, Pairing, Unpaired
+from baton.router.quotas import Refused
+from baton.router.reception import Reception
+from baton.router.tenant_queues import Waiting
+from baton.tenancy import Refusal
 
 RETRY_AFTER_S = 1.0
 
@@ -32,41 +40,81 @@ class Gateway:
 class Dispatcher:
     def __init__(
         self,
-        books: Books,
         pairing: Pairing,
         knowledge: Knowledge,
+        reception: Reception,
         gateways: Mapping[str, Gateway],
         max_attempts: int,
     ) -> None:
         """gateways: those that are here, by id, whenever it is looked at."""
-        self._books = books
+        self._books = reception.books
         self._pairing = pairing
         self._knowledge = knowledge
+        self._reception = reception
         self._gateways = gateways
         self._max_attempts = max_attempts
         self._counters: Counter[str] = knowledge.counters
+        self._full: dict[str, int] = {}  # decode workers -> tokens that they had no room for
 
     def submit(self, gateway: Gateway, submit: Submit) -> None:
         """ProtocolError when no gateway that is well would say it."""
         key = key_of(submit.request)
         if self._books.is_anothers(key):
             self._books.ended(key)  # its router is gone, or its gateway has left that one
-        if key in self._books:
+        if key in self._books or key in self._reception:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
-        self._admit(gateway, submit)
+        if len(self._books) + len(self._reception) >= self._max_attempts:
+            self._reject(gateway.id, key, _no_room(f"{self._max_attempts} attempts are under way"))
+            return
+        refused = self._reception.ask(gateway.id, submit)
+        if refused is None:
+            self.let_out()
+            refused = self._reception.overflow(key)
+        if refused is not None:
+            self._reject(gateway.id, key, refused)
 
     def started(self, attempts: Sequence[Key]) -> None:
         for key in attempts:
             self._books.started(key)
+            self._reception.started(key)
         self._knowledge.started(attempts)
+        self.let_out()
 
-    def ended(self, attempts: Sequence[Key]) -> None:
-        for key in attempts:
-            self._books.ended(key)
+    def ended(self, attempts: Sequence[Key], num_tokens: Sequence[int] = ()) -> None:
+        """num_tokens: that each has answered, where that is known."""
+        for number, key in enumerate(attempts):
+            entry = self._books.ended(key)
+            if entry is not None:
+                self._full.pop(entry.decode, None)
+            self._reception.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._knowledge.ended(attempts)
+        self.let_out()
+
+    def gateway_left(self, gateway_id: str) -> None:
+        self._books.gateway_left(gateway_id)
+        self._reception.gateway_left(gateway_id)
+        self.find_room()
+
+    def find_room(self) -> None:
+        """Workers may have room that they had not."""
+        self._full.clear()
+        self.let_out()
+
+    def tick(self) -> None:
+        for record, refused in self._reception.tick():
+            self._reject(record.gateway, (record.request.request_id, record.request.attempt), refused)
+        self.find_room()
+
+    def let_out(self) -> None:
+        """All that workers have room for now, one after the other."""
+        while (waiting := self._reception.first()) is not None:
+            if not self._let_out(waiting):
+                break
+        self._reception.settle()
 
     def lost(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
+        self._full.pop(member.id, None)
         for (request_id, attempt), entry in self._books.waiting_at(member.id):
             gateway = self._gateways.get(entry.gateway)
             if gateway is None:
@@ -80,19 +128,43 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _admit(self, gateway: Gateway, submit: Submit) -> None:
-        if len(self._books) >= self._max_attempts:
-            self._reject(gateway, submit, f"{self._max_attempts} attempts are under way")
-            return
-        pair = self._pairing.pair(submit, gateway.reached)
+    def _let_out(self, waiting: Waiting) -> bool:
+        """Whether it has left the queue, wherever to."""
+        refused = self._reception.hopeless(waiting)
+        if refused is not None:
+            self._reject(waiting.gateway, waiting.key, refused)
+            return True
+        gateway = self._gateways[waiting.gateway]
+        pair = self._pair(gateway, waiting.submit)
+        if pair is Unpaired.FULL:
+            return False
         if isinstance(pair, Unpaired):
-            self._reject(gateway, submit, pair.value)
-            return
+            refused = _no_room(pair.value)
+            self._reception.refuse(waiting.key, refused)
+            self._reject(waiting.gateway, waiting.key, refused)
+            return True
+        request = self._reception.let_out(waiting)
+        submit = waiting.submit
+        if request is not submit.request:
+            submit = msgspec.structs.replace(submit, request=request)
         self._send_out(gateway, submit, pair)
+        return True
+
+    def _pair(self, gateway: Gateway, submit: Submit) -> Pair | Unpaired:
+        num_tokens = num_kv_tokens(submit.request)
+        while True:
+            full = [worker for worker, most in self._full.items() if num_tokens >= most]
+            pair = self._pairing.pair(submit, gateway.reached, full)
+            if isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
+                return pair
+            if self._reception.capacity.can_decode(pair.decode, num_tokens):
+                return pair
+            most = self._full.get(pair.decode.id, num_tokens)
+            self._full[pair.decode.id] = min(most, num_tokens)
 
     def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair) -> None:
         request = submit.request
-        entry = entry_of(gateway.id, request, pair)
+        entry = entry_of(gateway.id, request, pair, self._knowledge.model)
         self._books.enter(key_of(request), entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway.id, request, pair))
@@ -101,14 +173,17 @@ class Dispatcher:
         self._knowledge.decided(submit, pair)
         self._knowledge.dispatched(submit, pair, entry)
 
-    def _reject(self, gateway: Gateway, submit: Submit, reason: str) -> None:
+    def _reject(self, gateway_id: str, key: Key, refused: Refused) -> None:
         self._counters["rejected"] += 1
-        request = submit.request
-        gateway.peer.send(
-            Rejected(
-                request_id=request.request_id,
-                attempt=request.attempt,
-                reason=reason,
-                retry_after_s=RETRY_AFTER_S,
-            )
+        rejected = Rejected(
+            request_id=key[0],
+            attempt=key[1],
+            reason=refused.reason[:512],
+            retry_after_s=refused.retry_after_s or 0.0,
+            refusal=refused.refusal,
         )
+        self._gateways[gateway_id].peer.send(rejected)
+
+
+def _no_room(reason: str) -> Refused:
+    return Refused(Refusal.NO_ROOM, reason, RETRY_AFTER_S)

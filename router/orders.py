@@ -8,6 +8,7 @@ from baton.control import Dispatch, Routed, fits_beside
 from baton.errors import ProtocolError
 from baton.request import Request
 from baton.router.books import Entry, Key, num_kv_tokens
+from baton.router.cost_model import CostModel
 from baton.router.pairing import Pair
 from baton.wire_types import Attempt, Id
 
@@ -29,12 +30,14 @@ def prefill_of(pair: Pair) -> str:
     return pair.prefill.id if pair.prefill is not None else ""
 
 
-def entry_of(gateway_id: str, request: Request, pair: Pair) -> Entry:
+def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) -> Entry:
     num_prompt_tokens = request.num_tokens
-    compute_s = 0.0
     if pair.choice is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
         compute_s = pair.choice.candidate.terms.compute_s
+    else:
+        computer = model.of(prefill_of(pair) or pair.decode.id)
+        compute_s = computer.compute_s(num_prompt_tokens, num_prompt_tokens)
     num_tokens = num_kv_tokens(request)
     return Entry(gateway_id, pair.decode.id, prefill_of(pair), num_prompt_tokens, num_tokens, compute_s)
 

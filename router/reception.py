@@ -11,7 +11,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
@@ -33,6 +33,7 @@ from baton.router.quotas import Refused, TenantQuotas
 from baton.router.strain import Promises, read_strain
 from baton.router.tallies import Tallies
 from baton.router.tenant_queues import TenantQueues, Waiting
+from baton.times import PrefillTimes
 
 MAX_SHED: Final = 1024  # at one tick
 
@@ -56,6 +57,7 @@ class Reception:
         self.admission = Admission(clock, self.forecast)
         self.ladder = Ladder(clock.now_s())
         self.tallies = Tallies()
+        self.books = books
         self._clock = clock
         self._members = members
         self._ledger = WorkLedger(self._correct)
@@ -183,8 +185,9 @@ class Reception:
             else:
                 tally.num_missed += 1
 
-    def computed(self, key: Key, num_new_tokens: int) -> None:
-        self._ledger.computed(key, num_new_tokens)
+    def computed(self, prompts: Iterable[PrefillTimes]) -> None:
+        for times in prompts:
+            self._ledger.computed((times.request_id, times.attempt), times.num_new_tokens)
 
     def ended(self, key: Key, num_answered: int | None) -> None:
         """num_answered: tokens of this attempt; None: nobody knows."""

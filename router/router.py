@@ -36,6 +36,7 @@ from baton.router.knowledge import Knowledge
 from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.pairing import Pairing
+from baton.router.reception import Reception
 from baton.router.standing import Standing, worker_statuses
 from baton.router_config import RouterSettings
 
@@ -59,8 +60,9 @@ class Router:
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
+        self.reception = Reception(clock, self.members, self.books, self.knowledge.model)
         self._dispatcher = Dispatcher(
-            self.books, self._pairing, self.knowledge, self._gateways, config.max_attempts
+            self._pairing, self.knowledge, self.reception, self._gateways, config.max_attempts
         )
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
@@ -76,7 +78,7 @@ class Router:
             former = self._gateways.get(hello.id)
             self._gateways[hello.id] = Gateway(peer)
             if former is not None:
-                self.books.gateway_left(hello.id)
+                self._dispatcher.gateway_left(hello.id)
                 former.peer.close()
             peer.send(self._list_members())
         elif hello.process is Kind.ROUTER:
@@ -86,7 +88,7 @@ class Router:
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
             del self._gateways[peer.hello.id]
-            self.books.gateway_left(peer.hello.id)
+            self._dispatcher.gateway_left(peer.hello.id)
         member = self.members.get(peer.hello.id)
         if member is not None and member.peer is peer:
             self.members.remove(member)
@@ -117,6 +119,7 @@ class Router:
         if gone:
             self.books.forget(gone)
         self.knowledge.tick()
+        self._dispatcher.tick()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
@@ -126,6 +129,7 @@ class Router:
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.books.num_own,
             routers=(self.standing.status(),),
+            queue=self.reception.status(),
         )
 
     # Gateways.
@@ -142,10 +146,11 @@ class Router:
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():
-                self._dispatcher.ended(message.attempts)
+                self._dispatcher.ended(message.attempts, message.num_tokens)
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self._pairing.forget()
+                self._dispatcher.find_room()
             case StatusQuery():
                 peer.send(self.status())
             case Explain():
@@ -180,12 +185,15 @@ class Router:
             case Beat():
                 self.members.beat(member, message)
                 self.books.beat(member.worker, message)
+                self._dispatcher.find_room()
             case Reachable():
                 self.members.reach(member, message.workers)
+                self._dispatcher.find_room()
             case PageEvents():
                 self.knowledge.pages(peer, message)
             case Measured():
                 self.knowledge.measured(member.id, message)
+                self.reception.computed(message.prefills)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 

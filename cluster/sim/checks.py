@@ -69,6 +69,9 @@ def rest_complaints(deployment: Deployment) -> Iterator[str]:
 def _router_complaints(life: RouterLife, deployment: Deployment) -> Iterator[str]:
     router = life.router
     router.books.check_integrity()
+    router.reception.check_integrity()
+    if len(router.reception):
+        yield f"{life.process.name}'s queue has {len(router.reception)} attempts"
     if len(router.books):
         yield f"{life.process.name}'s books have {len(router.books)} attempts"
     if len(router.members) != len(deployment.workers):

@@ -64,6 +64,7 @@ class PlainQueues:
         self.present: defaultdict[int, float] = defaultdict(float)
         self.weights: dict[tuple[int, str], float] = {}
         self.held: set[str] = set()
+        self.served: set[tuple[int, str]] = set()
         self._num = 0
 
     def _turn(self) -> int:
@@ -97,6 +98,7 @@ class PlainQueues:
     def take(self, waiting: Waiting) -> None:
         place = (waiting.rank, waiting.tenant)
         self.present[waiting.rank] = max(self.present[waiting.rank], self.clocks[place])
+        self.served.add(place)
         self.remove(waiting)
         self.correct(waiting.rank, waiting.tenant, waiting.work)
 

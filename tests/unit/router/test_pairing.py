@@ -92,7 +92,7 @@ def test_pairs_are_made_of_those_who_reach_each_other(
 ) -> None:
     c = cluster("p0", "p1", "d0", "d1")
     c[who].say(Reachable(workers=tuple(map(id_of, reaches))))
-    for number in range(16):
+    for number in range(8):
         routed = c.submit(a_request(str(number)))
         assert isinstance(routed, Routed)
         names = {id_of(name): name for name in ("p0", "p1", "d0", "d1")}
