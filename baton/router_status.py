@@ -12,14 +12,15 @@ from baton.wire_types import Count, Id
 ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 RedisState: TypeAlias = Literal["none", "up", "down"]
-Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=64)]
+_NUM_COUNTS: Final = len(ROUTING_BOUNDS_S) + 1
+Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=_NUM_COUNTS, max_length=_NUM_COUNTS)]
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: Id
     num_attempts: Count = 0  # under way, that it has sent out
     redis: RedisState = "none"
-    routing_counts: Counts = (0,) * (len(ROUTING_BOUNDS_S) + 1)  # attempts, by how long the choice took
+    routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts, by how long the choice took
     routing_s: Annotated[float, Meta(ge=0)] = 0.0  # that they took together
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
 
@@ -42,7 +43,7 @@ class RoutingTimes:
     """Counts how long choices took."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(ROUTING_BOUNDS_S) + 1)
+        self.counts = [0] * _NUM_COUNTS
         self.total_s = 0.0
 
     def add(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Workers of a cluster: their roles, their requests, and the state of their KV pages."""
+"""Workers and routers of a cluster: roles, requests, and the state of KV pages; whether Redis is there."""
 
 import argparse
 import asyncio
@@ -12,6 +12,7 @@ from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
+from baton.router_status import RouterStatus
 from baton.worker import Routers, WorkerStatus
 
 COLUMNS = (
@@ -52,7 +53,18 @@ def table(status: Status, pids: Mapping[Listener, int]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
-    return "\n".join([*lines, f"{gateways}, {status.num_attempts} requests under way"])
+    last = f"{gateways}, {status.num_attempts} requests under way"
+    return "\n".join([*lines, *map(_router_line, status.routers), last])
+
+
+def _router_line(router: RouterStatus) -> str:
+    num_routed = sum(router.routing_counts)
+    said = f"router {router.id[:8]}: {num_routed} routed"
+    if num_routed:
+        said += f", 99% of them in {1000 * router.routing_quantile_s(0.99):g} ms"
+    if router.counters.get("decisions"):
+        said += f", {router.blind_share:.1%} blindly"
+    return said + {"none": "", "up": ", Redis is up", "down": ", REDIS IS DOWN"}[router.redis]
 
 
 def _place(entry: WorkerStatus) -> tuple[str | int, ...]:
@@ -87,6 +99,4 @@ async def _ask(routers: Routers, key: bytes) -> Status:
         async with connected(routers, key) as operator:
             return await operator.status()
     except (TimeoutError, PeerGone):
-        raise WorkerLost(
-            f"the router at {spelled(routers)} does not answer; is the key right?"
-        ) from None
+        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None

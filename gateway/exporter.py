@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.metrics import ITL_BOUNDS_S, REQUEST_BOUNDS_S, TTFT_BOUNDS_S, Metrics
+from baton.gateway.router_metrics import router_families
 from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
 from baton.gateway.tenants_counts import gateway_tenant_families, router_tenant_families
@@ -95,6 +96,7 @@ class Exporter:
         status = self._service.status
         if status is not None:
             yield from worker_families(status)
+            yield from router_families(status)
             yield from router_tenant_families(status.queue)
             if self._vllm_names:
                 yield from vllm_families(status.workers, self._model)

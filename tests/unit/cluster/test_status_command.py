@@ -1,8 +1,9 @@
 from baton.cluster.listeners import Listener
 from baton.cluster.status_command import table
 from baton.control import Status
+from baton.router_status import RouterStatus
 from baton.worker import Load, WorkerStatus
-from tests.node_peers import a_worker
+from tests.node_peers import a_worker, id_of
 
 
 def test_the_table_has_a_line_a_worker() -> None:
@@ -44,3 +45,20 @@ def test_workers_are_in_the_order_of_their_names_and_numbers() -> None:
 
 def test_a_cluster_without_workers_has_a_table() -> None:
     assert table(Status(), {}).endswith("\n0 gateways, 0 requests under way")
+
+
+def test_each_router_has_a_line() -> None:
+    routing = (0, 98, 0, 2, *[0] * 9)
+    counters = {"decisions": 200, "blind_decisions": 1}
+    routers = (
+        RouterStatus(id=id_of("a"), redis="up", routing_counts=routing, counters=counters),
+        RouterStatus(id=id_of("b"), redis="down"),
+        RouterStatus(id=id_of("c")),
+    )
+    lines = table(Status(routers=routers), {}).splitlines()
+    assert lines[1:] == [
+        f"router {id_of('a')[:8]}: 100 routed, 99% of them in 1 ms, 0.5% blindly, Redis is up",
+        f"router {id_of('b')[:8]}: 0 routed, REDIS IS DOWN",
+        f"router {id_of('c')[:8]}: 0 routed",
+        "0 gateways, 0 requests under way",
+    ]
