@@ -14,10 +14,10 @@ MAX_ATTEMPTS: Final = 2**20
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an operator sets."""
 
-    policy: PolicyName = "least-loaded"
-    # Prompts up to here are computed where they are decoded; the policy "cost" weighs it instead. One page of
-    # the default size: less than that has no full page to hand over, and computing it costs a decode batch no
-    # more than a step does anyway.
+    policy: PolicyName = "cost"
+    # Prompts up to here are computed where they are decoded; the policy "cost" weighs that instead. One page
+    # of the default size: less than that has no full page to hand over, and computing it costs a decode batch
+    # no more than a step does anyway.
     local_prefill_tokens: int = 16
     max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
     # Keeps what workers hold and tells routers of each other, for the policies that look at prompts. "none", a

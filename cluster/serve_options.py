@@ -27,7 +27,7 @@ SERVE_OPTIONS: Final = (
     Option("--prefill-block-size --prefill-page-size", "prefill.page_size", int, "N", "of prefill workers"),
     Option("--decode-block-size --decode-page-size", "decode.page_size", int, "N", "of decode workers"),
     Option("--transport", "transport", str, "NAME", "of KV pages: auto, shm, cuda_ipc, nccl, gloo or tcp"),
-    Option("--router-policy", "router.policy", str, "NAME", "round-robin, prefix, cost (least-loaded)"),
+    Option("--router-policy", "router.policy", str, "NAME", "round-robin, least-loaded, prefix (cost)"),
     Option("--redis", "router.redis", str, "URL", "of what workers hold; auto: one of its own; none (auto)"),
     Option("--decision-log", "router.decision_log", str, "FILE", "to append what the router decides to"),
     Option(

@@ -97,7 +97,7 @@ SERVE_KNOBS: dict[str, Any] = {
     "drain_timeout_s": 30.0,
     "router.host": "127.0.0.1",
     "router.port": 0,
-    "router.policy": "least-loaded",
+    "router.policy": "cost",
     "router.local_prefill_tokens": 16,
     "router.redis": "auto",
     "router.decision_log": None,

@@ -101,7 +101,7 @@ class ScriptedCluster:
 
     def start_router(self) -> None:
         running = self.running["router"] = Running(self, "router")
-        self.router = Router(RouterConfig(), running.process.clock, running.id)
+        self.router = Router(RouterConfig(policy="least-loaded"), running.process.clock, running.id)
         running.host.serve(self.router, ROUTER)
 
     def _start_gateway(self, name: str) -> None:

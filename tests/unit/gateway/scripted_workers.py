@@ -16,6 +16,8 @@ from baton.control import (
     Hello,
     Kind,
     Members,
+    PageEvents,
+    PagesWanted,
     Prefill,
     Prefilled,
 )
@@ -104,6 +106,8 @@ class ScriptedWorker:
                 self._prefilled(event)
             case Cancel():
                 self._cancel(message)
+            case PagesWanted():
+                peer.send(PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
             case Drain():
                 self.is_draining = True
             case _:
