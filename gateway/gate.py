@@ -24,6 +24,7 @@ OPERATORS_FOLDER: Final = "/admin/"  # and so does what is in here
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
 BEARER: Final = "bearer "
 POLICY_VIOLATION: Final = 1008
+NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
 SWITCHED: Final = 101  # the status of a request that became a WebSocket
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class Gate:
 
 def log_failure(error: Exception, request_id: str) -> None:
     """Of a status of 500 and more. What is no bug of ours takes no more than a line."""
-    if as_api_error(error).status == 503:
+    if as_api_error(error).status in NO_BUGS:
         logger.info("request %s found no room: %s", request_id, error)
     else:
         logger.error("request %s failed: %s", request_id, error, exc_info=error)
