@@ -195,15 +195,13 @@ def test_the_rayservice_runs_the_cluster_of_the_other_file(
     assert rayservice["ConfigMap"] == kuberay["ConfigMap"]
     cluster = copy.deepcopy(rayservice["RayService"]["spec"]["rayClusterConfig"])
     head = cluster["headGroupSpec"]
-    ports = {
-        port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]
-    }
-    assert ports["api"] == head["template"]["spec"]["containers"][1]["ports"][0]["containerPort"]
+    ray, baton = head["template"]["spec"]["containers"]
+    assert baton["ports"][0] in ray["ports"]
     # What is different: the dashboard, which the operator asks, the watch's place, the image, and ports.
     assert head["rayStartParams"].pop("dashboard-host") == "0.0.0.0"
     head["rayStartParams"] = {**head["rayStartParams"], "dashboard-host": "127.0.0.1"}
     assert json.loads(json.loads(head["rayStartParams"].pop("resources").strip("'"))) == {"baton_head": 1}
-    del head["template"]["spec"]["containers"][0]["ports"]
+    del ray["ports"]
     for pod in pods({"spec": cluster}):
         for container in pod["spec"]["containers"]:
             container["image"] = "baton:cpu"
@@ -255,11 +253,10 @@ class Idle:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    metrics = Metrics()
-    metrics.refused["headers"] += 1
-    metrics.answered("/v1/completions", 200)
-    text = Exporter(metrics, Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
-    there = set(re.findall(r"^(baton_\w+?)(?:\{| )", text, re.MULTILINE))
+    exported = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    there = set()
+    for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", exported, re.MULTILINE):
+        there |= {f"{name}_bucket"} if kind == "histogram" else {name}
     dashboard = read("grafana/baton.json")
     asked = {
         name
@@ -268,3 +265,10 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for name in re.findall(r"baton_\w+", target["expr"])
     }
     assert asked and asked <= there
+
+
+def test_the_dashboards_panels_do_not_cover_each_other() -> None:
+    panels = read("grafana/baton.json")["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
+    assert {panel["gridPos"]["x"] + panel["gridPos"]["w"] for panel in panels} == {12, 24}
