@@ -102,11 +102,12 @@ class Seating:
         """Whether the sequence runs in this step, admitting it if it waits."""
         if sequence.status is SequenceStatus.RUNNING:
             return not self.draft.is_preempted(sequence)
-        if not self.draft.quotas.allow(sequence):
+        accounts = self.draft.queues.accounts
+        if accounts.have_quotas and not self.draft.quotas.allow(sequence):
             return False
         was_open = self.is_open
         self.is_open = was_open and self.draft.admit(sequence)
-        if was_open and not self.is_open and self.draft.queues.accounts.are_several:
+        if was_open and not self.is_open and accounts.are_several:
             self.draft.make_way(sequence)
         return self.is_open
 

@@ -5,6 +5,7 @@ grants can be had when the plan is applied to the same state.
 """
 
 from collections import Counter
+from functools import cached_property
 
 from baton.engine.account_books import AccountBooks
 from baton.engine.draft_quotas import DraftQuotas
@@ -29,7 +30,7 @@ class PlanDraft:
         self.seats = max_num_seqs - queues.num_running
         self.rates: PreemptionRates | None = None
         self.num_padded_tokens = 0
-        self._books = AccountBooks(queues.accounts, cache.pool)
+        self._tells_apart = queues.accounts.are_several or queues.accounts.have_quotas
         self._may_admit = True
         self._cache = cache
         self._pool = cache.pool
@@ -44,8 +45,6 @@ class PlanDraft:
             None  # that was not admitted, and the pages that it needs
         )
         self._way_for: SequenceKey | None = None
-        self._victims = Victims(queues, cache.pool, self._books, self._admitted, self._preempted)
-        self.quotas = DraftQuotas(self, self._books, self._victims, self._pool.pages_for(HEADROOM_TOKENS))
         self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
         self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
@@ -53,6 +52,20 @@ class PlanDraft:
         self._committed = 0  # pages that running prefills will still ask for
         for sequence in queues.prefilling.values():
             self._committed += self._num_missing_pages(sequence)
+
+    # Made when something is short, which it rarely is.
+
+    @cached_property
+    def quotas(self) -> DraftQuotas:
+        return DraftQuotas(self, self._books, self._victims, self._pool.pages_for(HEADROOM_TOKENS))
+
+    @cached_property
+    def _books(self) -> AccountBooks:
+        return AccountBooks(self.queues.accounts, self._pool)
+
+    @cached_property
+    def _victims(self) -> Victims:
+        return Victims(self.queues, self._pool, self._books, self._admitted, self._preempted)
 
     # Running sequences.
 
@@ -63,7 +76,8 @@ class PlanDraft:
         """
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
-        has_pages = len(at_page_end) <= self._available and self.quotas.leave_all(at_page_end)
+        has_pages = len(at_page_end) <= self._available
+        has_pages = has_pages and (not self._tells_apart or self.quotas.leave_all(at_page_end))
         if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
             self.budget -= len(decoding)
@@ -96,7 +110,10 @@ class PlanDraft:
         num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self._num_held(sequence) + self.quotas.most(sequence.account, self._available)
+        num_pages = self._available
+        if self._tells_apart:
+            num_pages = self.quotas.most(sequence.account, num_pages)
+        num_pages += self._num_held(sequence)
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - self._end(sequence))
         self._committed -= self._take_pages(sequence, num_tokens)
         self._chunks[sequence.key] = self._chunks.get(sequence.key, 0) + num_tokens
@@ -122,7 +139,8 @@ class PlanDraft:
                     self._take_back(victim)
             return False
         self._claimed.update(claimed)
-        self._books.claim(sequence.account, shared)
+        if self._tells_apart:
+            self._books.claim(sequence.account, shared)
         self._available -= len(claimed)
         self._committed += num_new
         self._admitted[sequence.key] = (start, num_held)
@@ -218,7 +236,7 @@ class PlanDraft:
         those of better rank; the best one always gets its pages, so some sequence always advances.
         """
         need = self._num_new_pages(sequence, num_tokens)
-        if not self.quotas.leave(sequence, need):
+        if self._tells_apart and not self.quotas.leave(sequence, need):
             return False
         if need <= self._available:
             return True
@@ -271,5 +289,6 @@ class PlanDraft:
         if num_pages:
             self._page_needs[sequence.key] = self._page_needs.get(sequence.key, 0) + num_pages
             self._available -= num_pages
-            self._books.take(sequence.account, num_pages)
+            if self._tells_apart:
+                self._books.take(sequence.account, num_pages)
         return num_pages

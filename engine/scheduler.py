@@ -167,7 +167,8 @@ class Scheduler:
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.status is _RUNNING:
                 draft.preempt(sequence, mode)
-        draft.quotas.enforce()
+        if queues.accounts.have_quotas:
+            draft.quotas.enforce()
         wait_s = self._policy.fill(draft, self._clock.now_s())
         return draft.finish(self._version, wait_s)
 
