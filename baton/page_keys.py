@@ -10,6 +10,29 @@ from copy import copy
 from hashlib import blake2b
 
 KEY_BYTES = 16
+_PUBLIC = b"baton public:"  # what a salt begins with before the number of public tokens, as u32
+
+
+def with_public(salt: bytes, num_tokens: int) -> bytes:
+    """The salt of a prompt whose first `num_tokens` tokens are no secret of the tenant's.
+
+    Full pages of these are shared by everybody who has such a prompt; what follows them is the tenant's own.
+    """
+    return _PUBLIC + struct.pack("<I", num_tokens) + salt if num_tokens else salt
+
+
+def without_public(salt: bytes) -> bytes:
+    """The tenant's own salt, which such a one was made of."""
+    return _split(salt)[1]
+
+
+def _split(salt: bytes) -> tuple[int, bytes]:
+    """The number of public tokens, and the tenant's own salt."""
+    start = len(_PUBLIC)
+    if not salt.startswith(_PUBLIC) or len(salt) < start + 4:
+        return 0, salt
+    (num_tokens,) = struct.unpack_from("<I", salt, start)
+    return num_tokens, salt[start + 4 :]
 
 
 class PageKeys:
@@ -36,9 +59,14 @@ class PageKeys:
 
     def extend(self, keys: list[bytes], token_ids: list[int], num_pages: int, salt: bytes) -> None:
         """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
-        parent = keys[-1] if keys else self.root(salt)
         size = self._page_size
+        num_public_tokens, salt = _split(salt)
+        first_private = num_public_tokens // size * size
+        # No salt of a tenant's leads to the public root: with no public tokens, this one is read as none.
+        parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
         for first in range(len(keys) * size, num_pages * size, size):
+            if first == first_private and first:
+                parent = self.root(parent + salt)
             page_hash = self._page_hash.copy()
             page_hash.update(parent + self._pack(*token_ids[first : first + size]))
             parent = page_hash.digest()

@@ -2,7 +2,7 @@ import random
 import struct
 from hashlib import blake2b
 
-from baton.page_keys import KEY_BYTES, PageKeys
+from baton.page_keys import KEY_BYTES, PageKeys, with_public, without_public
 
 TOKENS = list(range(100, 120))
 
@@ -64,3 +64,36 @@ def test_random_chains_collide_exactly_when_prefixes_are_equal() -> None:
         for index, key in enumerate(chain(make(), tokens, 3)):
             prefix = tuple(tokens[: 4 * (index + 1)])
             assert seen.setdefault(key, prefix) == prefix
+
+
+def test_public_pages_are_shared_and_what_follows_is_not() -> None:
+    page_keys, num_pages = make(), 5
+    for num_public in range(21):
+        one, other = (
+            chain(page_keys, TOKENS, num_pages, with_public(salt, num_public)) for salt in (b"a", b"b")
+        )
+        num_shared = num_public // 4
+        assert one[:num_shared] == other[:num_shared]
+        assert not set(one[num_shared:]) & set(other[num_shared:])
+
+
+def test_public_pages_are_nobodys_private_ones() -> None:
+    public = chain(make(), TOKENS, 5, with_public(b"a", 20))
+    for salt in (b"a", b"", b"baton public:", with_public(b"a", 3)):
+        assert not set(public) & set(chain(make(), TOKENS, 5, salt))
+
+
+def test_private_pages_after_a_public_prefix_are_found_again_by_who_names_as_much_public() -> None:
+    grown = list[bytes]()
+    for num_pages in range(6):
+        make().extend(grown, TOKENS, num_pages, with_public(b"a", 9))
+    assert (
+        grown
+        == chain(make(), TOKENS, 5, with_public(b"a", 9))
+        == chain(make(), TOKENS, 5, with_public(b"a", 11))
+    )
+    assert grown[2:] != chain(make(), TOKENS, 5, with_public(b"a", 12))[2:]
+
+
+def test_a_salt_without_public_tokens_is_itself() -> None:
+    assert with_public(b"a", 0) == b"a" == without_public(b"a") == without_public(with_public(b"a", 7))
