@@ -17,8 +17,9 @@ from baton.cluster.listeners import Listener, listeners
 from baton.cluster.ray_runtime import MIN_RAY
 from baton.cluster.serve_checks import check_model, check_tenants, speech_of
 from baton.config import ray_asks_for_token, visible_gpus
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.gateway_config import is_loopback
+from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
 
 Verdict: TypeAlias = Literal["ok", "warning", "error"]
@@ -179,6 +180,45 @@ def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
         yield _ok(f"port {REDIS_PORT} is not a Redis: probably Ray's GCS; put a Redis elsewhere")
 
 
+def shared_redis(config: ServeConfig) -> Iterator[Finding]:
+    url = config.router.redis
+    if url == "none" or not config.router.looks_at_prompts:
+        return
+    if importlib.util.find_spec("redis") is None:
+        verdict = _warning if url == "auto" else _error
+        yield verdict("redis is not installed: routers share nothing", install("redis"))
+    elif url != "auto":
+        yield from _redis_at(url)
+    elif program := find_program():
+        yield _ok(f"{program}, which `baton serve` starts for its routers")
+    else:
+        yield _warning(
+            "there is no redis-server on PATH: a router knows neither the others nor what the last one knew",
+            "apt-get install redis-server, or give --redis URL; --redis none does without",
+        )
+
+
+def _redis_at(url: str) -> Iterator[Finding]:
+    from baton.cluster.redis_check import KEEPS_ALL, look_at  # needs the library
+
+    try:
+        found = look_at(url)
+    except ConfigError as error:
+        yield _error(str(error), "give redis://HOST:PORT, unix:///PATH, auto or none")
+        return
+    if found is None:
+        yield _warning("Redis does not answer: requests are routed without it", "start it, or mend --redis")
+    elif found.is_too_old:
+        yield _warning(f"Redis {found.version} is too old", "6.2 or newer, or Valkey")
+    elif found.eviction != KEEPS_ALL:
+        yield _warning(
+            f"Redis {found.version} forgets what it was told when its memory is full ({found.eviction})",
+            f"redis-server --maxmemory-policy {KEEPS_ALL}",
+        )
+    else:
+        yield _ok(f"Redis {found.version} answers")
+
+
 def strangers(config: ServeConfig) -> Iterator[Finding]:
     if not is_loopback(config.host):
         yield _ok(f"clients of other machines reach {config.host}: tenants' keys are in {config.tenants}")
@@ -245,6 +285,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     open_files,
     port,
     redis_and_ray,
+    shared_redis,
     strangers,
     rays_token,
     shadowed_kernels,

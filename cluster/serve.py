@@ -1,6 +1,7 @@
 """`baton serve`, read aloud: start the cluster's processes, keep them alive until told to stop, drain."""
 
 import asyncio
+import importlib.util
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -77,8 +78,10 @@ class Cluster:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        await self._resources.aclose()
-        await self._runtime.close()
+        try:
+            await self._runtime.close()
+        finally:
+            await self._resources.aclose()
 
     async def _find_site(self) -> Site:
         config = self._config
@@ -90,7 +93,7 @@ class Cluster:
             for number in router_ports(config)
         ]
         return Site(
-            routers=tuple(Address(host, port.number) for port in kept),
+            routers=tuple(Address(host, each.number) for each in kept),
             redis=await self._redis_url(),
             host=self._runtime.worker_host,
             port=port.number,
@@ -101,7 +104,7 @@ class Cluster:
         settings = self._config.router
         if settings.redis != "auto" or not settings.looks_at_prompts:
             return settings.redis
-        if find_program() is None:
+        if find_program() is None or importlib.util.find_spec("redis") is None:
             return "none"  # `baton doctor` says so
         self.redis = KeptRedis(self._clock)
         self._resources.push_async_callback(self.redis.close)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.clock import SystemClock
+from baton.errors import ConfigError
 from baton.hub import Hub
 from baton.router.decision_log import LogFile
 from baton.router.router import Router
@@ -50,7 +51,11 @@ async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> N
 
     The namespace is the cluster's, which its key names; pages of different models have different names in it.
     """
-    from baton.router.redis_link import RedisLink  # needs a library that the other policies do without
+    try:
+        from baton.router.redis_link import RedisLink
+    except ModuleNotFoundError:
+        message = "redis: its Python library is not installed: add it (redis, hiredis), or set redis to none"
+        raise ConfigError(message) from None
 
     namespace = blake2b(key, digest_size=8, person=b"baton-redis").hexdigest()
     knowledge = router.knowledge

@@ -20,6 +20,7 @@ import psutil
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
 from baton.control import Status
+from baton.router_status import RouterStatus
 from baton.worker import WorkerStatus
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -93,13 +94,20 @@ class Served:
 
     def status(self) -> dict[str, WorkerStatus]:
         """worker's name -> what the router knows of it."""
+        return {entry.worker.name: entry for entry in self._status().workers}
+
+    def routers(self) -> list[RouterStatus]:
+        """Of those that answer."""
+        return list(self._status().routers)
+
+    def _status(self) -> Status:
         record = find_record(self.port)
 
         async def ask() -> Status:
             async with connected(record.routers, record.key) as operator:
                 return await operator.status()
 
-        return {entry.worker.name: entry for entry in asyncio.run(ask()).workers}
+        return asyncio.run(ask())
 
     def has_replaced(self, worker: str, before: str) -> bool:
         """Whether one with another id than `before` bears this name."""

@@ -11,15 +11,18 @@ import pytest
 
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
+from baton.router.redis_server import find_program
 from tests.served import Served, are_gone, descendants, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
+# An idle decode worker computes prompts itself by the default policy; by this one it never does.
+ALWAYS_APART = ("--router-policy", "prefix")
 COPY = ("copy(sun moon star)=", "sun moon star")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with served(*OPTIONS) as found:
+    with served(*OPTIONS, *ALWAYS_APART) as found:
         yield found
 
 
@@ -142,11 +145,19 @@ def test_its_children_do_not_outlive_its_own_death() -> None:
         until(lambda: are_gone(pids), 10.0)
 
 
-def test_several_gateways_and_ranks_serve_behind_one_port() -> None:
-    options = ("--gateways", "2", "--decode-tp", "2", "--decode-block-size", "64", "--transport", "tcp")
-    with served(*OPTIONS, *options) as cluster:
+def test_several_gateways_routers_and_ranks_serve_behind_one_port() -> None:
+    options = ("--gateways", "2", "--routers", "2", "--decode-tp", "2", "--decode-block-size", "64")
+    with served(*OPTIONS, *options, "--transport", "tcp") as cluster:
         for case in recall_cases(4, 500, seed=4):
             assert cluster.complete(case.prompt, 4) == case.answer
+        table = cluster.baton("status", "--port", str(cluster.port))
+        assert table.count("Redis is up" if find_program() else "routed") == 2
+        first, second = find_record(cluster.port).routers
+        for router in (first, second):
+            pid = cluster.listening_on(router.port)
+            os.kill(pid, signal.SIGKILL)
+            assert cluster.complete(COPY[0]) == COPY[1]  # the other is asked
+            until(lambda: are_gone({pid}) and len(cluster.routers()) == 2)  # noqa: B023
 
 
 def test_a_model_that_is_nowhere_is_told_before_anything_is_started(tmp_path: object) -> None:

@@ -7,13 +7,18 @@ from threading import Thread
 
 import pytest
 
-from baton.cluster import doctor, doctor_command
+from baton.cluster import doctor, doctor_command, redis_check
 from baton.cluster.cli import main
 from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
 from baton.config_tree import build
+from baton.router import redis_server
+from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
+from tests.redis_load import HurtRedis
 from tests.unit.cluster.model_directories import with_config_alone
+
+needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
 
 def findings(check: doctor.Check, **settings: object) -> list[Finding]:
@@ -149,3 +154,58 @@ def test_a_package_that_hides_hugging_faces_kernels_is_found(
 def test_lines_say_the_verdict_first() -> None:
     finding = Finding(verdict="warning", what="little memory", mend="buy some")
     assert doctor_command._lines(finding) == "WARNING little memory\n        -> buy some\n"
+
+
+def looking(redis: str) -> dict[str, object]:
+    return {"router": {"policy": "cost", "redis": redis}}
+
+
+def test_a_redis_that_is_wanted_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not findings(doctor.shared_redis, **looking("none"))
+    assert not findings(doctor.shared_redis, router={"policy": "round-robin", "redis": "auto"})
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("sh",))
+    assert the(doctor.shared_redis, **looking("auto")).verdict == "ok"
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("no-such-server",))
+    missing = the(doctor.shared_redis, **looking("auto"))
+    assert missing.verdict == "warning" and "apt-get install redis-server" in missing.mend
+
+
+@pytest.mark.parametrize(
+    ("url", "verdict", "said"),
+    [
+        ("http://h", "error", "redis: "),
+        ("unix:///nowhere/redis.sock", "warning", "Redis does not answer"),
+    ],
+)
+def test_a_redis_that_cannot_be_asked_is_told(url: str, verdict: str, said: str) -> None:
+    found = the(doctor.shared_redis, **looking(url))
+    assert found.verdict == verdict and found.what.startswith(said)
+
+
+@needs_redis
+def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with HurtRedis() as redis:
+        assert the(doctor.shared_redis, **looking(redis.url)).verdict == "ok"
+        redis.ask("CONFIG SET", "maxmemory-policy", "allkeys-lru")
+        forgets = the(doctor.shared_redis, **looking(redis.url))
+        assert forgets.verdict == "warning" and "allkeys-lru" in forgets.what
+        monkeypatch.setattr(redis_check, "MIN_VERSION", (99, 0))
+        assert "too old" in the(doctor.shared_redis, **looking(redis.url)).what
+
+
+@pytest.mark.parametrize(
+    ("said", "version", "is_too_old"),
+    [
+        (b"# Server\r\nredis_version:6.2.14\r\nmaxmemory_policy:noeviction\r\n", "6.2.14", False),
+        (b"redis_version:6.0.16\r\nmaxmemory_policy:noeviction\r\n", "6.0.16", True),
+        (
+            {"redis_version": "7.2.4", "valkey_version": "8.0.1", "maxmemory_policy": "noeviction"},
+            "8.0.1",
+            False,
+        ),
+        (b"", "0", True),
+    ],
+)
+def test_the_version_of_a_redis_is_read(said: object, version: str, is_too_old: bool) -> None:
+    facts = redis_check.facts_of(said)
+    assert (facts.version, facts.is_too_old) == (version, is_too_old)
