@@ -60,6 +60,7 @@ class DepartingPart:
             source_pages=self._pages,
             destination_pages=grant.pages,
             destination_generations=grant.generations,
+            is_bulk=grant.is_bulk,
         )
         piece = Piece(transfer, order.first, order.stop)
         self._transports.push(piece, partial(self._written, piece))

@@ -157,6 +157,7 @@ class Outgoing:
                 epoch=grant.epoch,
                 pages=grant.pages,
                 generations=grant.generations,
+                is_bulk=isinstance(grant, Pull),  # a first token waits for what was reserved, not for this
             )
             route.plane.perform(told)
         if isinstance(grant, Grant):

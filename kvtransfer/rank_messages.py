@@ -38,6 +38,8 @@ from baton.kvtransfer.messages import (
 from baton.kvtransfer.transport import Spans
 from baton.layout import PageLayout
 
+MAX_COUNTS: Final = 256  # of a rank, each with a name
+
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
@@ -113,6 +115,7 @@ class GrantPart(OfPart, frozen=True):
     epoch: Epoch
     pages: Pages  # the destination's
     generations: Generations
+    is_bulk: bool = False  # as of OutgoingTransfer
 
 
 class PushPart(OfPart, frozen=True):
@@ -133,6 +136,10 @@ class DropLink(RankMessage, frozen=True):
     """The link has ended: the transports that were opened for it end too."""
 
     link: Count
+
+
+class TellCounts(RankMessage, frozen=True):
+    """Counted."""
 
 
 class StopAll(RankMessage, frozen=True):
@@ -156,6 +163,12 @@ class Ready(RankMessage, frozen=True):
 
 class AllStopped(RankMessage, frozen=True):
     pass
+
+
+class Counted(RankMessage, frozen=True):
+    """What went wrong or well in this rank since its start, by name."""
+
+    counts: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=MAX_COUNTS)]
 
 
 class PartOpened(OfPart, frozen=True):
@@ -215,8 +228,8 @@ PartEvent: TypeAlias = (
     | PartHashed
     | PartStopped
 )
-ToFollower: TypeAlias = SetUp | Command | StopAll
-ToRankZero: TypeAlias = Came | Ready | AllStopped | PartEvent
+ToFollower: TypeAlias = SetUp | Command | StopAll | TellCounts
+ToRankZero: TypeAlias = Came | Ready | AllStopped | Counted | PartEvent
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_FOLLOWER: Final[msgspec.msgpack.Decoder[ToFollower]] = msgspec.msgpack.Decoder(ToFollower)

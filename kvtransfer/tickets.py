@@ -10,6 +10,9 @@ The life of a ticket:
 4. `abort` fails a transfer's tickets and waits until no thread is inside its pages.
 5. `break_off` fails everything, now and later: the destination can't be reached any more.
 
+Parts of bulk transfers are overtaken by others, however early they came; but after MAX_OVERTAKES of these one
+of them is taken, so that bulk never stands still.
+
 A closed or broken queue hands out no part; `take` then returns None.
 """
 
@@ -25,6 +28,7 @@ from baton.kvtransfer.transport import OnEnd, Piece, Progress, Spans, TransferSt
 PATIENCE_S: Final = 0.005  # for a thread that is about to leave its pages by itself
 SPLIT_BYTES: Final = 8 * 2**20  # below, a second thread costs more than it brings
 NO_REASON: Final = ""
+MAX_OVERTAKES: Final = 8
 
 
 class Ticket:
@@ -76,7 +80,9 @@ class Tickets:
         self._queued = threading.Condition(self._lock)  # there is a part to take, or there will be none
         self._left = threading.Condition(self._lock)  # nobody is inside some transfer's pages any more
         self._tickets: dict[int, Ticket] = {}
-        self._queue: deque[Part] = deque()
+        self._due: deque[Part] = deque()
+        self._bulk: deque[Part] = deque()
+        self._num_overtakes = 0  # since a part of a bulk transfer was taken last, or none waited
         self._inside: Counter[bytes] = Counter()  # transfer id -> parts whose pages a thread may touch
         self._num_pushed = 0
         self._end_reason: str | None = None  # set once: nothing is taken up any more
@@ -96,7 +102,8 @@ class Tickets:
             elif len(bounds) == 1:
                 self._end(ticket, TransferStatus.DONE)
             else:
-                self._queue.extend(Part(ticket, first, stop) for first, stop in itertools.pairwise(bounds))
+                parts = [Part(ticket, first, stop) for first, stop in itertools.pairwise(bounds)]
+                self._queue_of(ticket).extend(parts)
                 if wakes:
                     self._queued.notify(len(bounds) - 1)
         if ticket.status.is_final:
@@ -142,10 +149,9 @@ class Tickets:
             while True:
                 if self._end_reason is not None:
                     return None
-                while self._queue:
-                    part = self._queue.popleft()
-                    if not part.ticket.is_failed:
-                        return self._begin(part)
+                part = self._next()
+                if part is not None:
+                    return self._begin(part)
                 if not wait:
                     return None
                 self._queued.wait()
@@ -183,7 +189,7 @@ class Tickets:
         """Take up a part again that may not have arrived; the caller has left its pages."""
         with self._lock:
             if not part.ticket.status.is_final:
-                self._queue.appendleft(part)
+                self._queue_of(part.ticket).appendleft(part)
                 self._queued.notify()
 
     def break_off(self, reason: str) -> None:
@@ -194,14 +200,15 @@ class Tickets:
             ended = [ticket for ticket in self._tickets.values() if not ticket.status.is_final]
             for ticket in ended:
                 self._end(ticket, TransferStatus.FAILED, self._end_reason)
-            self._queue.clear()
+            self._due.clear()
+            self._bulk.clear()
             self._queued.notify_all()
         self._tell(ended)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits to be taken."""
-        return not self._queue
+        return not self._due and not self._bulk
 
     @property
     def end_reason(self) -> str | None:
@@ -220,6 +227,23 @@ class Tickets:
         num_units = piece.stop - piece.first
         num_parts = min(num_parts, num_units)
         return [piece.first + num_units * index // num_parts for index in range(num_parts + 1)]
+
+    def _queue_of(self, ticket: Ticket) -> deque[Part]:
+        return self._bulk if ticket.piece.transfer.is_bulk else self._due
+
+    def _next(self) -> Part | None:
+        """The next part to be taken, which no failed ticket is of."""
+        for queue in (self._due, self._bulk):
+            while queue and queue[0].ticket.is_failed:
+                queue.popleft()
+        if not self._bulk:
+            self._num_overtakes = 0
+            return self._due.popleft() if self._due else None
+        if self._due and self._num_overtakes < MAX_OVERTAKES:
+            self._num_overtakes += 1
+            return self._due.popleft()
+        self._num_overtakes = 0
+        return self._bulk.popleft()
 
     def _begin(self, part: Part) -> Part:
         ticket = part.ticket

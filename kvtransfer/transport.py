@@ -48,6 +48,7 @@ class OutgoingTransfer(msgspec.Struct, frozen=True, kw_only=True):
     source_pages: tuple[int, ...]
     destination_pages: tuple[int, ...]
     destination_generations: tuple[int, ...]
+    is_bulk: bool = False  # nobody waits for it: pieces of other transfers overtake its own
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from queue import Queue
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from baton.kvtransfer.landing import Landing, Landings
 from baton.kvtransfer.page_memory import PageMemory, SharedPool
 from baton.kvtransfer.shm import ShmTransport
 from baton.kvtransfer.shm_door import ShmDoor
-from baton.kvtransfer.transfer_plan import plan_transfer
+from baton.kvtransfer.transfer_plan import Offsets, TransferPlan, plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece, TransferStatus
 from baton.layout import PageLayout
 
@@ -26,6 +27,17 @@ PAGES = SOURCE_PAGES[::-1]
 class TwoThreads(ShmTransport):
     inline_bytes = -1
     num_threads = 2
+
+
+class Gated(ShmTransport):
+    """Its first copy begins when the gate is opened."""
+
+    inline_bytes = -1
+    gate = threading.Event()
+
+    def copy(self, plan: TransferPlan, source_offset_N: Offsets, destination_offset_N: Offsets) -> None:
+        assert self.gate.wait(10)
+        super().copy(plan, source_offset_N, destination_offset_N)
 
 
 class Destination:
@@ -58,7 +70,7 @@ def destination() -> Iterator[Destination]:
     made.shared.close()
 
 
-def outgoing(number: int) -> OutgoingTransfer:
+def outgoing(number: int, *, is_bulk: bool = False) -> OutgoingTransfer:
     return OutgoingTransfer(
         id=bytes([number]) * 16,
         epoch=1,
@@ -66,6 +78,7 @@ def outgoing(number: int) -> OutgoingTransfer:
         source_pages=SOURCE_PAGES,
         destination_pages=PAGES,
         destination_generations=(1,) * NUM_PAGES,
+        is_bulk=is_bulk,
     )
 
 
@@ -96,3 +109,18 @@ def test_threads_share_the_parts_and_abort_waits_for_them_all(destination: Desti
     assert transport.poll(again).status.is_final
     transport.close()
     assert torch.equal(destination.pool, left)
+
+
+def test_a_hand_off_overtakes_a_pull_that_has_begun(destination: Destination) -> None:
+    source = torch.randint(0, 256, (NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
+    ended: Queue[int] = Queue()
+    transport = Gated(destination.door.address, KEY, PageMemory.of(source), WRITER, on_end=ended.put)
+    pull, hand_off = outgoing(1, is_bulk=True), outgoing(2)
+    for transfer in (pull, hand_off):
+        destination.grant(transfer)
+    transport.open()
+    tickets = [transport.push(Piece(pull, 0, NUM_PAGES)), transport.push(Piece(hand_off, 0, 1))]
+    Gated.gate.set()
+    assert [ended.get(timeout=10), ended.get(timeout=10)] == tickets[::-1]
+    assert torch.equal(destination.pool[list(PAGES)], source[list(SOURCE_PAGES)])
+    transport.close()

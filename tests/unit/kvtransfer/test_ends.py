@@ -1,5 +1,6 @@
 """Both ends of a transfer and the ranks that carry out its parts: who is told what, and when."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
@@ -9,8 +10,9 @@ from baton.engine.pages import PagePool
 from baton.kvtransfer.destination_handoff import DestinationHandoff
 from baton.kvtransfer.handoff import Finished, Outcome, Terms, Timing
 from baton.kvtransfer.incoming import Incoming
+from baton.kvtransfer.ledger import Owner
 from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import Abort, AnyMessage, Grant, RankDoors, Released, Reserve, Wrote
+from baton.kvtransfer.messages import Abort, AnyMessage, Grant, Pull, RankDoors, Released, Reserve, Wrote
 from baton.kvtransfer.outgoing import Outgoing
 from baton.kvtransfer.rank_messages import (
     ClosePart,
@@ -100,8 +102,15 @@ class Bench:
         incoming.perform(handoff.grant("sequence"))
         return incoming
 
-    def outgoing(self) -> Outgoing:
-        handoff = SourceHandoff(self.request, self.terms)
+    def grants(self) -> list[GrantPart]:
+        """That all ranks were told of since the last look."""
+        told = [each for plane in self.planes for each in plane.told if isinstance(each, GrantPart)]
+        for plane in self.planes:
+            plane.told.clear()
+        return told
+
+    def outgoing(self, request: Reserve | Pull | None = None) -> Outgoing:
+        handoff = SourceHandoff(request or self.request, self.terms)
         return Outgoing(
             handoff,
             cast(Link, self.link),
@@ -219,6 +228,37 @@ def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> 
             (0, 1, (first,)),
             (1, 2, (second,)),
         ]
+
+
+def test_what_was_pulled_is_bulk_and_what_was_reserved_is_not(bench: Bench) -> None:
+    bench.streaming()
+    assert [each.is_bulk for each in bench.grants()] == [False, False]
+    held = bench.pool.allocate(2, "prompt")
+    for page in held:
+        bench.pool.mark_known(page)
+
+    def lend(keys: Sequence[bytes], borrower: Owner) -> list[int]:
+        bench.pool.share(held, borrower)
+        return held
+
+    pull = Pull(
+        transfer=ID,
+        epoch=EPOCH,
+        deadline_ms=60_000,
+        num_units=NUM_UNITS,
+        holder=b"h" * 16,
+        wanted_pages=tuple(held),
+        wanted_generations=tuple(bench.pool.generation(page) for page in held),
+        wanted_keys=b"k" * 32,
+        pages=(4, 5),
+        generations=(1, 1),
+        num_parts=2,
+    )
+    pulled = bench.outgoing(pull)
+    pulled.accept_pull(pull.holder, lend)
+    for part in range(2):
+        pulled.hear(PartReached(transfer=ID, part=part, transport="shm"))
+    assert [each.is_bulk for each in bench.grants()] == [True, True]
 
 
 def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:

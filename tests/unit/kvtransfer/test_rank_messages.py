@@ -40,15 +40,17 @@ EVENTS: list[m.ToRankZero] = [
     ),
     m.PartHashed(**OF_PART, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
     m.PartStopped(**OF_PART),
+    m.Counted(counts={f"{number:064}": 2**63 - 1 for number in range(m.MAX_COUNTS)}),
 ]
 COMMANDS: list[m.ToFollower] = [
     m.SetUp(settings=SETTINGS.for_rank(1)),
     m.StopAll(),
+    m.TellCounts(),
     m.DropLink(link=1),
     m.ClosePart(**OF_PART, is_confirmed=True),
     m.HashUnits(**OF_PART, first=1, stop=2),
     m.VerifyPart(**OF_PART, digests=bytes(8 * MAX_PAGES)),
-    m.GrantPart(**OF_PART, epoch=9, pages=ALL_PAGES, generations=ALL_GENERATIONS),
+    m.GrantPart(**OF_PART, epoch=9, pages=ALL_PAGES, generations=ALL_GENERATIONS, is_bulk=True),
     m.PushPart(**OF_PART, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
     m.StopPart(**OF_PART),
     m.ForgetPart(**OF_PART),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.kvtransfer.tickets import SPLIT_BYTES, Part, Tickets
+from baton.kvtransfer.tickets import MAX_OVERTAKES, SPLIT_BYTES, Part, Tickets
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece, TransferStatus
 from baton.layout import PageLayout
@@ -16,7 +16,7 @@ UNIT = PLAN.unit_bytes
 PENDING, SENDING, DONE, FAILED = TransferStatus
 
 
-def piece(num_units: int = 4, first: int = 0, transfer: bytes = b"a" * 16) -> Piece:
+def piece(num_units: int = 4, first: int = 0, transfer: bytes = b"a" * 16, *, is_bulk: bool = False) -> Piece:
     pages = tuple(range(first + num_units))
     outgoing = OutgoingTransfer(
         id=transfer,
@@ -25,6 +25,7 @@ def piece(num_units: int = 4, first: int = 0, transfer: bytes = b"a" * 16) -> Pi
         source_pages=pages,
         destination_pages=pages,
         destination_generations=pages,
+        is_bulk=is_bulk,
     )
     return Piece(outgoing, first, first + num_units)
 
@@ -156,3 +157,39 @@ def test_a_forgotten_ticket_goes_when_it_ends(tickets: Tickets) -> None:
     tickets.finish(part, 1, 0.0)
     with pytest.raises(KeyError):
         tickets.poll(number)
+
+
+def order_taken(tickets: Tickets) -> list[int]:
+    """Numbers of the tickets that the parts are of."""
+    numbers = []
+    while (part := tickets.take(wait=False)) is not None:
+        numbers.append(part.ticket.number)
+    return numbers
+
+
+def test_a_bulk_piece_is_overtaken_by_others_however_late_they_come(tickets: Tickets) -> None:
+    bulk = tickets.push(piece(6, transfer=b"b" * 16, is_bulk=True))
+    assert take(tickets).ticket.number == bulk
+    due = tickets.push(piece())
+    assert order_taken(tickets) == [due, due, bulk, bulk]
+
+
+def test_bulk_never_stands_still(tickets: Tickets) -> None:
+    bulk = tickets.push(piece(4, transfer=b"b" * 16, is_bulk=True))
+    due = [tickets.push(piece(1)) for _ in range(2 * MAX_OVERTAKES + 1)]
+    assert order_taken(tickets) == [*due[:MAX_OVERTAKES], bulk, *due[MAX_OVERTAKES:-1], bulk, due[-1]]
+
+
+def test_a_failed_piece_overtakes_nobody(tickets: Tickets) -> None:
+    due = tickets.push(piece())
+    bulk = tickets.push(piece(2, transfer=b"b" * 16, is_bulk=True))
+    tickets.abort(b"a" * 16)
+    assert order_taken(tickets) == [bulk] and tickets.is_idle and tickets.poll(due).status == FAILED
+
+
+def test_a_bulk_part_put_back_waits_for_no_other_bulk(tickets: Tickets) -> None:
+    tickets.push(piece(4, is_bulk=True))
+    part = take(tickets)
+    tickets.leave(part)
+    tickets.requeue(part)
+    assert take(tickets) is part
