@@ -22,7 +22,7 @@ from baton.engine.page_events import NOWHERE, PageChange, PageChanges
 from baton.engine.pages import PagePool, PageState
 from baton.engine.sequence import Sequence
 from baton.errors import IntegrityError
-from baton.page_keys import PageKeys
+from baton.page_keys import PageKeys, without_public
 
 _NO_PAGE = -1
 
@@ -119,7 +119,8 @@ class PrefixCache:
 
     def weigh(self, salt: bytes, weight: float) -> None:
         """What is cached under the salt has this weight from now on, beside others."""
-        self.pool.cached.weights[salt] = self.host.cached.weights[salt] = weight
+        group = without_public(salt)
+        self.pool.cached.weights[group] = self.host.cached.weights[group] = weight
 
     def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
         """The last page of its table has just been brought back from the host."""
@@ -201,7 +202,7 @@ class PrefixCache:
             self._num_children[parent] += 1
         if self.host.num_pages:
             self.host.drop(key)
-        self.pool.mark_known(page, salt)
+        self.pool.mark_known(page, without_public(salt))
 
     def _replace(self, sequence: Sequence, index: int, known: int) -> None:
         own = sequence.page_table[index]

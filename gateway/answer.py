@@ -22,6 +22,7 @@ from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer, detokenizer_of
 from baton.gateway.tool_calls import ToolCall, ToolCalls
+from baton.page_keys import with_public
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
 
@@ -177,7 +178,7 @@ class Answer:
             sampling=sampling,
             choice=choice.number,
             tenant=call.tenant.name,
-            cache_salt=call.tenant.cache_salt,
+            cache_salt=with_public(call.tenant.cache_salt, choice.prompt.num_public_tokens),
             priority=call.priority,
             sla=call.sla,
             standing=call.standing,

@@ -31,6 +31,7 @@ class Prompt(NamedTuple):
 
     text: str | None
     token_ids: tuple[int, ...]
+    num_public_tokens: int = 0  # the first of them, see tenants_public.py
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

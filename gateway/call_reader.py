@@ -20,6 +20,8 @@ from baton.gateway.call import (
 from baton.gateway.metrics import Metrics
 from baton.gateway.prompts import GivenPrompt, list_prompts
 from baton.gateway.served_model import ServedModel
+from baton.gateway.tenants import Tenant
+from baton.gateway.tenants_public import PublicPrefixes
 from baton.gateway.tenants_terms import sla_of, standing_of
 from baton.gateway.text_work import Chat
 from baton.gateway.tools import usable_tools
@@ -45,6 +47,7 @@ class CallReader:
         self._draw_seed = draw_seed
         self._max_answer_entries = max_answer_entries
         self._strict = strict
+        self._public = PublicPrefixes(model.text)
 
     async def chat(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, ChatBody)
@@ -57,14 +60,18 @@ class CallReader:
             add_generation_prompt=body.add_generation_prompt is not False,
         )
         self._model.check_length(len(token_ids))
-        return self._bounded(chat_call(body, Prompt(text, tuple(token_ids)), terms))
+        prompt = await self._of_tenant(Prompt(text, tuple(token_ids)), terms.tenant)
+        return self._bounded(chat_call(body, prompt, terms))
 
     async def completion(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, CompletionBody)
         refuse_unsupported_completion(body)
         terms = self._terms(body.model, scope)
         needs_text = bool(body.echo)
-        prompts = [await self._prompt(given, needs_text=needs_text) for given in list_prompts(body.prompt)]
+        prompts = [
+            await self._of_tenant(await self._prompt(given, needs_text=needs_text), terms.tenant)
+            for given in list_prompts(body.prompt)
+        ]
         return self._bounded(completion_call(body, tuple(prompts), terms))
 
     def decode(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
@@ -83,6 +90,12 @@ class CallReader:
             return Prompt(given, tuple(token_ids))
         self._model.check_length(len(given))
         return Prompt(await text.decode(given) if needs_text else None, tuple(given))
+
+    async def _of_tenant(self, prompt: Prompt, tenant: Tenant) -> Prompt:
+        if not tenant.public_texts:
+            return prompt
+        num_public_tokens = await self._public.num_tokens(tenant, prompt.token_ids)
+        return prompt._replace(num_public_tokens=num_public_tokens)
 
     def _bounded(self, call: Call) -> Call:
         num_entries, most = num_answer_entries(call, self._model.max_model_len), self._max_answer_entries

@@ -15,6 +15,7 @@ import pytest
 
 from baton.cluster.cli import main
 from baton.errors import Refused
+from baton.page_keys import PageKeys
 from baton.request import Request
 from baton.tenancy import Refusal, Sla
 from tests.scripted_service import ScriptedService, answer_at_once, events
@@ -248,6 +249,37 @@ def test_reloads_under_load_drop_no_request(file: Path) -> None:
     with served_with(file, ScriptedService(answer_at_once(SENTENCE))) as served:
         asyncio.run(load(served))
     assert len(statuses) > 20 and set(statuses) == {200}
+
+
+def test_public_prefixes_are_shared_by_those_who_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    entry = "  {name}:\n    keys: ['{key}']\n    public_prefixes: [{prefixes}]\n"
+    path.write_text(
+        "public_prefixes: {house: 'You sort numbers.'}\ntenants:\n"
+        + entry.format(name="acme", key=digest("k-acme"), prefixes="house")
+        + entry.format(name="zeta", key=digest("k-zeta"), prefixes="house")
+        + entry.format(name="shy", key=digest("k-shy"), prefixes="")
+    )
+    with served_with(path, ScriptedService(answer_at_once(SENTENCE))) as served:
+        for key in ("k-acme", "k-zeta", "k-shy"):
+            with client(served, key) as tenant:
+                messages = [
+                    {"role": "system", "content": "You sort numbers."},
+                    {"role": "user", "content": "3 1 2"},
+                ]
+                tenant.chat.completions.create(model="tiny", messages=messages)  # type: ignore[arg-type]
+        acme, zeta, shy = (names(request) for request in served.service.requests)
+    num_shared = sum(one == other for one, other in zip(acme, zeta, strict=True))
+    assert 2 <= num_shared < len(acme) and acme[:num_shared] == zeta[:num_shared]
+    assert not set(shy) & (set(acme) | set(zeta))
+
+
+def names(request: Request) -> list[bytes]:
+    """Of the pages of its prompt, four tokens each."""
+    found: list[bytes] = []
+    keys_of = PageKeys(model_fingerprint="m", dtype="float32", page_size=4)
+    keys_of.extend(found, list(request.token_ids), len(request.token_ids) // 4, request.cache_salt)
+    return found
 
 
 def test_objectives_by_header_are_counted_without_tenants() -> None:

@@ -7,7 +7,7 @@ from baton.engine.pages import PagePool, PageState
 from baton.engine.prefix_cache import PrefixCache
 from baton.engine.sequence import Sequence
 from baton.errors import IntegrityError
-from baton.page_keys import PageKeys
+from baton.page_keys import PageKeys, with_public
 from baton.request import Request, SamplingParams
 
 PAGE_SIZE = 4
@@ -240,3 +240,21 @@ def test_a_cleared_cache_knows_nothing_on_either_side() -> None:
     assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.num_cached
     assert cache.host.take_copies() == ((), ())
     assert matched(cache, sequence_of("b", range(17))) == 0
+
+
+def test_tenants_share_the_pages_of_a_public_prefix_and_no_others() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(16), salt=with_public(b"one", 9)))
+    assert matched(cache, sequence_of("b", range(16), salt=with_public(b"two", 9))) == 2
+    assert matched(cache, sequence_of("c", range(16), salt=with_public(b"one", 9))) == 3
+    assert matched(cache, sequence_of("d", range(16), salt=b"one")) == 0
+
+
+def test_pages_of_one_tenant_are_one_group_however_much_of_them_is_public() -> None:
+    cache = make()
+    for name, num_public in (("a", 4), ("b", 8), ("c", 0)):
+        sequence = sequence_of(name, range(8), salt=with_public(b"one", num_public))
+        compute(cache, sequence)
+        finish(cache, sequence)
+    cache.weigh(with_public(b"one", 4), 2.0)
+    assert dict(cache.pool.cached.weights) == {b"one": 2.0}
