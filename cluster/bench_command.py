@@ -1,6 +1,7 @@
 """Measure, on this machine: each suite prints a table and keeps it as JSON.
 
 baton bench kv [options]      KV pages between two processes, beside memcpy and raw sockets
+baton bench prefix [options]  what reuse of prefixes is worth, between two prefill and two decode workers
 baton bench serve [options]   an OpenAI server over HTTP, beside others; or gateway and router alone
 
 `baton bench SUITE --help` says more. Others are started as `python -m baton.bench.NAME`: engine, batching,
@@ -14,7 +15,7 @@ from typing import Final
 from baton.cluster.command_line import parser_of
 from baton.errors import ConfigError
 
-SUITES: Final = ("kv", "serve")
+SUITES: Final = ("kv", "prefix", "serve")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Raises ConfigError, and what the suite raises."""
     if arguments.suite not in SUITES:
         got = "none" if arguments.suite is None else repr(arguments.suite)
-        raise ConfigError(f"baton bench SUITE: expected {' or '.join(SUITES)}, got {got}")
+        raise ConfigError(f"baton bench SUITE: expected {', '.join(SUITES)}, got {got}")
     suite = importlib.import_module(f"baton.bench.{arguments.suite}")
     parser = parser_of(f"bench {arguments.suite}", suite.__doc__)
     suite.add_options(parser)
