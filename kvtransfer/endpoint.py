@@ -106,9 +106,10 @@ class KvEndpoint(PageEndpoint):
         return self._here.counters
 
     def counts(self) -> dict[str, int]:
-        """What went wrong or well in rank 0 since the start, by name: for metrics."""
-        dropped = {f"dropped_{why}": number for why, number in self.dropped.counts().items()}
-        return {**self.counters.by_name(), **dropped}
+        """What went wrong or well since the start, by name, in all ranks: for metrics. What other ranks than
+        rank 0 have counted is as they said it when this was last called.
+        """
+        return self._replica.counts()
 
     # What the owner asks for.
 

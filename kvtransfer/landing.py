@@ -53,6 +53,18 @@ class LandingCounters:
         self.num_malformed = 0  # units or bytes that the plan does not have: the peer is dropped
         self.num_broken = 0  # begun, and not all of it came
 
+    def by_name(self) -> dict[str, int]:
+        """Those that are not zero, as "landed_pieces"."""
+        counts = {
+            "landed_pieces": self.num_pieces,
+            "landed_bytes": self.num_bytes,
+            "stale_pieces": self.num_stale,
+            "unknown_pieces": self.num_unknown,
+            "malformed_pieces": self.num_malformed,
+            "broken_pieces": self.num_broken,
+        }
+        return {name: number for name, number in counts.items() if number}
+
 
 class _State:
     def __init__(self, landing: Landing, *, is_writer_present: bool) -> None:

@@ -26,11 +26,13 @@ from baton.kvtransfer.rank_agents import AgentArguments
 from baton.kvtransfer.rank_messages import (
     AllStopped,
     Came,
+    Counted,
     PartEvent,
     RankSettings,
     Ready,
     SetUp,
     StopAll,
+    TellCounts,
     ToFollower,
     decode_for_follower,
     encode,
@@ -112,6 +114,8 @@ class RankAgent:
         if isinstance(message, StopAll):
             self._plane.stop()
             self._stream.send(encode(AllStopped()))
+        elif isinstance(message, TellCounts):
+            self._stream.send(encode(Counted(counts=self._plane.counts())))
         else:
             self._plane.perform(message)
 

@@ -63,6 +63,9 @@ class Plane(Performer, Protocol):
     def is_lost(self) -> bool:
         """Whether its process is gone, or going: nothing is begun with it any more."""
 
+    def counts(self) -> dict[str, int]:
+        """What went wrong or well in it since the start, by name; of another process what it said last."""
+
     def stop(self) -> None:
         """No page leaves it any more; `wait_until_stopped` says when. From any thread."""
 
@@ -101,6 +104,7 @@ class RankPlane:
             clock=clock,
             dropped=dropped,
         )
+        self._dropped = dropped
         self.doors = self.pool_doors.message()
         self._transports = RankTransports(
             settings, self.doors, self.pool_doors.pages, post, clock=clock, dropped=dropped
@@ -113,6 +117,11 @@ class RankPlane:
     @property
     def counters(self) -> TransportCounters:
         return self._transports.counters
+
+    def counts(self) -> dict[str, int]:
+        landed = self.pool_doors.landings.counters.by_name()
+        dropped = {f"dropped_{why}": number for why, number in self._dropped.counts().items()}
+        return {**self.counters.by_name(), **landed, **dropped}
 
     def perform(self, command: Command) -> None:
         match command:

@@ -1,5 +1,6 @@
 """The ranks of one replica, each with its pool, as rank 0 has them at hand."""
 
+from collections import Counter
 from typing import Final, NamedTuple
 
 from baton.clock import Clock
@@ -71,6 +72,13 @@ class Ranks:
     @property
     def doors(self) -> Doors:
         return Doors(ranks=tuple(plane.doors for plane in self._planes))
+
+    def counts(self) -> dict[str, int]:
+        """What went wrong or well since the start, by name, of all ranks together."""
+        total: Counter[str] = Counter()
+        for plane in self._planes:
+            total.update(plane.counts())
+        return dict(total)
 
     def complaint(self) -> str | None:
         """Why no transfer can begin; None when every rank is there."""

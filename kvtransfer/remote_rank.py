@@ -24,6 +24,7 @@ from baton.kvtransfer.rank_messages import (
     Came,
     ClosePart,
     Command,
+    Counted,
     PartEvent,
     PartStopped,
     PushPart,
@@ -32,6 +33,7 @@ from baton.kvtransfer.rank_messages import (
     SetUp,
     StopAll,
     StopPart,
+    TellCounts,
     ToRankZero,
     WriterStopped,
     decode_for_rank_zero,
@@ -54,6 +56,8 @@ class RemoteRank:
         self.is_lost = False
         self._is_dead = False
         self._has_stopped = threading.Event()
+        self._counts: dict[str, int] = {}
+        self._is_asked = False  # for newer ones
         self._stream = MessageStream(connection, self._decode, f"kv-rank-{settings.rank}")
         self._post: Post
         self._emit: Emit
@@ -90,6 +94,13 @@ class RemoteRank:
         elif isinstance(command, StopPart):
             self._answer(PartStopped(transfer=command.transfer, part=command.part))
 
+    def counts(self) -> dict[str, int]:
+        """Asks for newer ones, which the next call will have."""
+        if not self._is_asked and not self.is_lost:
+            self._is_asked = True
+            self._stream.send(encode(TellCounts()))
+        return self._counts
+
     def stop(self) -> None:
         self._stream.send(encode(StopAll()))
 
@@ -113,7 +124,9 @@ class RemoteRank:
         return message
 
     def _hear(self, message: ToRankZero) -> None:
-        if not isinstance(message, Came | Ready | AllStopped):
+        if isinstance(message, Counted):
+            self._counts, self._is_asked = message.counts, False
+        elif not isinstance(message, Came | Ready | AllStopped):
             self._emit(message)
 
     def _lose(self) -> None:

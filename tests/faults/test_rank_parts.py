@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tests.replicas import BACK_S, NUM_UNITS, Replicas, all_back_s, new_replica
+from tests.transfer_ends import wait_for
 
 EVERYDAY_CUTS = [(1, 2), (2, 1), (2, 4)]
 OTHER_CUTS = [cut for cut in itertools.product((1, 2, 4), (1, 2, 4)) if cut not in EVERYDAY_CUTS]
@@ -142,3 +143,22 @@ def test_transfers_both_ways_at_once_keep_apart(replicas: Replicas, transport: s
                 assert destination.outcome(transfer) == "adopted"
                 assert destination._digests[bytes.fromhex(transfer)] == sent
     assert all_back_s(one, other) < BACK_S
+
+
+def test_what_has_landed_is_counted_in_every_rank(replicas: Replicas) -> None:
+    source, destination = replicas("source", 1, transport="tcp"), replicas("destination", 2)
+    endpoint = destination.endpoint
+
+    def landed() -> int:
+        return int(destination._call(endpoint.counts).get("landed_bytes", 0))
+
+    def has_landed(num_bytes: int) -> bool:
+        return landed() == num_bytes
+
+    wait_for(lambda: landed() == landed())
+    before = landed()
+    assert source.send(destination.address(), NUM_UNITS) == "handed_over"
+    page_bytes = endpoint.settings.layout.page_bytes  # of one rank
+    wait_for(partial(has_landed, before + 2 * NUM_UNITS * page_bytes))
+    assert destination._call(endpoint._here.counts)["landed_bytes"] < landed()
+    assert all_back_s(source, destination) < BACK_S

@@ -14,6 +14,7 @@ from baton.kvtransfer.rank_messages import (
     AllStopped,
     Came,
     ClosePart,
+    Counted,
     DropLink,
     ForgetPart,
     PartEvent,
@@ -23,6 +24,7 @@ from baton.kvtransfer.rank_messages import (
     SetUp,
     StopAll,
     StopPart,
+    TellCounts,
     ToFollower,
     ToRankZero,
     WriterStopped,
@@ -145,3 +147,23 @@ def test_an_agent_that_speaks_out_of_turn_is_lost(ends: Ends) -> None:
     wait_for(lambda: bool(ends.calls))
     ends.poll()
     assert ends.losses == [(True, False)] and not ends.events
+
+
+def test_counts_are_as_they_were_said_last_and_asked_for_once(ends: Ends) -> None:
+    assert ends.rank.counts() == ends.rank.counts() == {}
+    assert [type(ends.told()), ends.told()] == [SetUp, TellCounts()]
+    ends.agent.send(encode(Counted(counts={"landed_pieces": 3})))
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.rank.counts() == {"landed_pieces": 3} and not ends.events
+    ends.rank.perform(DropLink(link=9))
+    assert [ends.told(), ends.told()] == [TellCounts(), DropLink(link=9)]
+
+
+def test_what_a_lost_rank_has_counted_still_counts(ends: Ends) -> None:
+    ends.rank.counts()
+    ends.agent.send(encode(Counted(counts={"landed_pieces": 3})))
+    ends.agent.close()
+    wait_for(lambda: len(ends.calls) == 2)
+    ends.poll()
+    assert ends.losses and ends.rank.counts() == ends.rank.counts() == {"landed_pieces": 3}
