@@ -16,6 +16,7 @@ HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>
 # With a driver, the machine's own torch build is kept: it fits that driver. Without, a CPU build is pinned.
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
+TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
 .PHONY: all setup redis serve test bench parity faults sim fuzz check format clean
@@ -41,7 +42,7 @@ serve: setup
 	@exec $(BIN)/baton serve tiny $(SERVE_OPTIONS)
 
 test: setup redis
-	$(BIN)/python -m pytest --ignore=tests/kernels/interpreted
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --ignore=tests/kernels/interpreted
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
 
 bench: setup
