@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.gateway.tenants_file import TenantsFile, parse_tenants, read_tenants
+from baton.gateway.tenants_file import Entry, TenantsFile, parse_tenants, read_tenants
 from baton.tenancy import Degradation, Quotas, Sla
 
 DIGEST = "sha256:" + "a" * 64
@@ -156,6 +157,18 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_tenants(path)
+
+
+def test_the_documented_file_is_read_and_has_every_field() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "tenants.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    acme = parse(text).tenants["acme"]
+    for struct in (acme.sla, acme.quotas, acme.degradation):
+        assert None not in msgspec.structs.astuple(struct)
+    fields = set(Entry.__struct_fields__) - {"admin"}
+    assert all(field in text for field in fields) and "admin: true" in page
+    for refusal in ("rate_limit_exceeded", "slo_infeasible", "shed", "deadline_passed"):
+        assert f"`{refusal}`" in page
 
 
 NUMBERS = st.one_of(st.integers(-3, 10), st.floats(allow_nan=True), st.booleans(), st.none(), st.text())
