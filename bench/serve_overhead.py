@@ -8,6 +8,7 @@ rival's front end that is named.
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import sys
 from collections import defaultdict
@@ -28,7 +29,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessKind, ProcessSpec
 from baton.errors import PeerGone
 from baton.gateway_config import GatewayConfig
-from baton.router_config import RouterConfig
+from baton.router_config import PolicyName, RouterConfig
 from baton.worker import WorkerRole
 
 BATON: Final = "baton"
@@ -40,6 +41,11 @@ IDLE: Final = Point(2, stream=True, num_connections=1)
 UNARY_BAR, SSE_BAR = 2_000, 50_000  # requests/s and tokens/s, of the largest number of connections
 TTFT_BARS_MS: Final = {50: 3.0, 99: 10.0}
 WARM_UP_S: Final = 0.5
+STATUS_S: Final = 3.0
+PREFILLED: Final = re.compile(
+    r'^baton_worker_generated_tokens_total\{[^}]*role="prefill"[^}]*\} (\S+)$', re.MULTILINE
+)
+PREFILLED_BAR: Final = 0.99
 START_TIMEOUT_S: Final = 60.0
 
 Results = Mapping[tuple[str, Point], Sequence[Hammered]]
@@ -53,6 +59,7 @@ class Plane(NamedTuple):
     num_prefill: int = 0  # 0: decode workers compute prompts too
     num_decode: int = 1
     step_s: float = 0.0
+    policy: PolicyName = RouterConfig().policy
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +69,8 @@ async def served(plane: Plane) -> AsyncIterator[str]:
     runtime = LocalRuntime(key)
     stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve_stub"))
     try:
-        router = await (await _spawn(runtime, "router", "router", RouterConfig())).ready()
+        choosing = RouterConfig(policy=plane.policy, redis="none")
+        router = await (await _spawn(runtime, "router", "router", choosing)).ready()
         directory = resolve_model(plane.model)
         facts = json.loads((directory / "config.json").read_text())
         roles = [WorkerRole.PREFILL] * plane.num_prefill + [WorkerRole.DECODE] * plane.num_decode
@@ -109,6 +117,14 @@ async def _until_it_answers(url: str, num_gateways: int) -> None:
             await asyncio.sleep(0 if num_good else 0.1)
 
 
+async def prefilled(url: str) -> int:
+    """How many prompts prefill workers have computed so far; what is told is up to STATUS_S old."""
+    await asyncio.sleep(STATUS_S)
+    with contextlib.closing(Client(Address(url))) as client:
+        scrape = (await client.get("/metrics")).body.decode()
+    return sum(int(float(count)) for count in PREFILLED.findall(scrape))
+
+
 @contextlib.asynccontextmanager
 async def limit(kind: str) -> AsyncIterator[str]:
     """The URL of a server that does nothing but answer: see serve_limit.py."""
@@ -148,6 +164,15 @@ async def measure(
                 hammered = await Hammer(Address(url), models[name], point).run(seconds)
                 results[name, point].append(hammered)
     return results
+
+
+def path_row(results: Results, num_prefilled: int) -> Row:
+    """That prompts took the way through both kinds of workers; the warm-up's are not among the answers."""
+    num_answers = sum(
+        len(each.samples) for (name, _), hammered in results.items() if name == BATON for each in hammered
+    )
+    share = min(1.0, num_prefilled / num_answers) if num_answers else 0.0
+    return at_least("prompts by way of prefill workers", share, "of 1", PREFILLED_BAR)
 
 
 def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:

@@ -24,7 +24,18 @@ from baton.clock import SystemClock
 from baton.cluster.process import die_with_parent
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
-from baton.control import AnyMessage, Cancel, Dispatch, Hello, Kind, Members, Prefill, Prefilled
+from baton.control import (
+    AnyMessage,
+    Cancel,
+    Dispatch,
+    Hello,
+    Kind,
+    Members,
+    PageEvents,
+    PagesWanted,
+    Prefill,
+    Prefilled,
+)
 from baton.errors import ProtocolError
 from baton.hub import Hub
 from baton.node import Dial, Peer
@@ -70,6 +81,7 @@ class StubWorker:
         self._asked: dict[str, Answer] = {}  # their first token is a prefill stub's
         self._running: dict[str, Answer] = {}
         self._is_stepping = False
+        self._num_tokens = 0
 
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]:
@@ -77,7 +89,7 @@ class StubWorker:
         return tuple((answer.request.request_id, answer.request.attempt) for answer in answers)
 
     def load(self) -> Load:
-        return Load(num_running=len(self._running))
+        return Load(num_running=len(self._running), num_tokens=self._num_tokens)
 
     def joined(self, peer: Peer) -> None:
         self._colleagues.joined(peer)
@@ -103,6 +115,8 @@ class StubWorker:
                 self._prefill(peer, message)
             case Prefilled(event):
                 self._go_on(event)
+            case PagesWanted():
+                peer.send(PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
             case Cancel():
                 self._asked.pop(message.request_id, None)
                 self._running.pop(message.request_id, None)
@@ -158,6 +172,7 @@ class StubWorker:
     def _next(self, answer: Answer) -> TokenEvent:
         request, index = answer.request, answer.index
         answer.index += 1
+        self._num_tokens += 1
         is_last = answer.index >= (request.sampling.max_tokens or 1)
         number = (len(request.token_ids) * 31 + request.token_ids[-1] * 7919 + index * 104_729) & 0xFFFFFFFF
         token_id = FIRST_TOKEN + number % (self._config.vocab_size - FIRST_TOKEN)

@@ -17,7 +17,7 @@ OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with served(*OPTIONS, "--prefill", "2") as found:
+    with served(*OPTIONS, "--prefill", "2", "--router-policy", "prefix") as found:
         yield found
 
 

@@ -16,6 +16,7 @@ from baton.cluster.llm import LLM
 from baton.config import CacheConfig, EngineSettings, SchedulerConfig
 from baton.errors import WorkerLost
 from baton.request import Request, SamplingParams
+from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig, WorkersConfig
 from baton.token_event import TokenEvent
 from tests.cluster_threads import Answer, wait_for
@@ -38,6 +39,7 @@ CONFIG: Final = ServeConfig(
     prefill=WorkersConfig(num_workers=2),
     decode=WorkersConfig(num_workers=2, page_size=32),
     engine=ENGINE,
+    router=RouterConfig(policy="least-loaded"),  # which sends every prompt to a prefill worker
 )
 
 
