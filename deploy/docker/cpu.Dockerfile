@@ -1,9 +1,10 @@
 # docker build -f deploy/docker/cpu.Dockerfile -t baton:cpu .
 FROM python:3.11-slim-bookworm
 
-# gcc compiles the CPU kernels, on their first use; tini hands signals on and buries orphans.
+# gcc compiles the CPU kernels, on their first use; `baton serve` starts a redis-server for its routers; tini hands
+# signals on and buries orphans.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev tini \
+    && apt-get install -y --no-install-recommends gcc libc6-dev redis-server tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home baton \
     && install -d -o baton -g baton -m 1777 /var/cache/baton
@@ -14,7 +15,7 @@ COPY . .
 ARG RAY=ray
 # PyPI's torch for Linux brings CUDA along; this index has the build for CPUs.
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-        --constraint constraints/cpu.txt ".[worker,$RAY]" \
+        --constraint constraints/cpu.txt ".[worker,redis,$RAY]" \
     && rm -rf /src/*
 
 WORKDIR /home/baton

@@ -84,13 +84,15 @@ def config_of(command: list[str]) -> RouterConfig | GatewayConfig | WorkerConfig
 
 
 def test_compose_starts_processes_that_find_each_other() -> None:
-    services = {name: entry for name, entry in read("compose.yaml")["services"].items() if name != "redis"}
+    services = read("compose.yaml")["services"]
+    redis = services.pop("redis")
+    assert redis["command"][-2:] == ["--maxmemory-policy", "noeviction"]
     configs = {}
     for name, entry in services.items():
         configs[name] = config_of(entry["command"])
         assert entry["read_only"] and entry["cap_drop"] == ["ALL"] and entry["secrets"]
     router = configs.pop("router")
-    assert isinstance(router, RouterConfig)
+    assert isinstance(router, RouterConfig) and router.redis == "redis://redis:6379"
     roles = []
     for name, config in configs.items():
         assert isinstance(config, WorkerConfig | GatewayConfig)
