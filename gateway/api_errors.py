@@ -98,7 +98,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _refused(error: Refused) -> ApiError:
-    refusal, retry_after_s = error.refusal, error.retry_after_s
+    refusal, retry_after_s = error.refusal, error.retry_after_s or None  # 0: it would never be taken
     if refusal.is_quota:
         message = f"the key's tenant is at its quota {refusal}: {error}"
         return ApiError(

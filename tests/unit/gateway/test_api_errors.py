@@ -51,6 +51,11 @@ def test_refusals_say_which_quota_and_when_to_come_again(
         assert body["type"] == "rate_limit_error"
 
 
+def test_what_will_never_be_taken_is_not_to_be_retried() -> None:
+    answer = as_api_error(Refused("too long a prompt", refusal=Refusal.SLO, retry_after_s=0.0))
+    assert dict(answer.headers()) == {b"x-should-retry": b"false"}
+
+
 def test_only_what_may_succeed_later_is_to_be_retried() -> None:
     busy = dict(as_api_error(Overloaded("full", retry_after_s=0.25)).headers())
     assert busy == {b"retry-after": b"1", b"retry-after-ms": b"250", b"x-should-retry": b"true"}
