@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 import uvloop
 
@@ -38,6 +38,8 @@ from baton.bench.serve_overhead import (
     limit,
     measure,
     overhead_rows,
+    path_row,
+    prefilled,
     served,
 )
 from baton.bench.serve_plot import plot_latencies
@@ -47,6 +49,7 @@ from baton.bench.serve_workload import INPUT, OUTPUT, Job, Lengths, poisson, ran
 from baton.bench.traces import read_trace
 from baton.config import api_key
 from baton.errors import ConfigError
+from baton.router_config import PolicyName, RouterConfig
 
 NUM_REQUESTS: Final = 32
 WARM_UP_SEED: Final = 999
@@ -93,6 +96,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
     overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
     overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
+    policy = RouterConfig().policy
+    overhead.add_argument("--policy", choices=get_args(PolicyName), default=policy, help=f"({policy})")
     overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
     overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
     parser.add_argument(
@@ -226,9 +231,12 @@ def run_overhead(options: argparse.Namespace) -> None:
         num_prefill=options.prefill,
         num_decode=options.decode,
         step_s=options.step_ms / 1e3,
+        policy=options.policy,
     )
-    results, names = asyncio.run(_overhead(plane, _rivals(options.rival), options))
+    results, names, num_prefilled = asyncio.run(_overhead(plane, _rivals(options.rival), options))
     rows = overhead_rows(results, names)
+    if plane.num_prefill:
+        rows.append(path_row(plane, results, num_prefilled))
     title = (
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
@@ -241,15 +249,17 @@ def run_overhead(options: argparse.Namespace) -> None:
 
 async def _overhead(
     plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
-) -> tuple[Results, Sequence[str]]:
+) -> tuple[Results, Sequence[str], int]:
+    """The third: prompts that prefill workers have computed."""
     async with served(plane) as ours, limit("uvicorn") as bare_uvicorn, limit("asyncio") as bare_socket:
         servers = {BATON: ours, UVICORN: bare_uvicorn, SOCKET: bare_socket, **rivals}
         points = (IDLE, *UNARY, *SSE)
         load = measure(servers, points, options.rounds, options.seconds, _progress)
         # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
         results = await asyncio.to_thread(uvloop.run, load)
+        num_prefilled = await prefilled(ours) if plane.num_prefill else 0
     _progress("")
-    return results, list(servers)
+    return results, list(servers), num_prefilled
 
 
 def _rivals(given: Sequence[str]) -> dict[str, str]:

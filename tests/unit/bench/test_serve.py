@@ -90,7 +90,19 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a prefill and a decode worker that compute nothing."""
-    options = ["--overhead", "--prefill", "1", "--gateways", "2", "--rounds", "1", "--seconds", "0.2"]
+    options = [
+        "--overhead",
+        "--prefill",
+        "1",
+        "--policy",
+        "least-loaded",
+        "--gateways",
+        "2",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.2",
+    ]
     status = main(["bench", "serve", *options, "--output", str(tmp_path)])
     assert status == 0
     kept = json.loads((tmp_path / "serve-overhead-pd.json").read_text())
@@ -99,6 +111,7 @@ def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.Capt
     assert rows["unary, 1 tokens, 16 connections"]["value"] > 0
     assert rows["SSE, 64 tokens, 64 connections"]["value"] > 0
     assert "bare uvicorn" in rows["SSE, 64 tokens, 64 connections"]["note"]
+    assert rows["prompts by way of prefill workers"]["met"]
 
 
 @pytest.mark.parametrize(
