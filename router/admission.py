@@ -19,8 +19,9 @@ from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.request import Request
+from baton.router.books import party_of
 from baton.router.expected_work import Work
-from baton.router.forecast import Forecast, Prediction
+from baton.router.forecast import Asked, Forecast, Prediction
 from baton.router.quotas import Refused
 from baton.tenancy import Refusal
 
@@ -93,10 +94,10 @@ class Admission:
         self._forecast = forecast
         self._probed_s = -inf
 
-    def predict(self, work: Work, before: float, mean_work: float) -> Prediction:
+    def predict(self, request: Request, work: Work, before: float, mean_work: float) -> Prediction:
         """before: work that is let out before it. mean_work: of one request."""
-        num_before = before / max(1.0, mean_work)
-        return self._forecast.predict(round(work.prompt), work.answer, before, num_before)
+        asked = Asked(party_of(request), round(work.prompt), work.answer)
+        return self._forecast.predict(asked, before, before / max(1.0, mean_work))
 
     def refusal(self, request: Request, work: Work, waited_s: float, found: Prediction) -> Refused | None:
         """Why a request that has waited so long has no hope, by what was found."""

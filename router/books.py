@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 from baton.clock import Clock, ManualClock
 from baton.control import Beat
 from baton.request import Request
+from baton.router.prompts_ahead import Party, PromptsAhead
 from baton.worker import Worker
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
@@ -28,6 +29,7 @@ class Entry(NamedTuple):
     num_prompt_tokens: int  # that have to be computed, as far as is known
     num_tokens: int  # that its KV will hold
     compute_s: float = 0.0  # that the prompt is expected to take
+    party: Party = Party()
 
     @property
     def computer(self) -> str:
@@ -40,10 +42,11 @@ class Account:
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "work_s", "since_s"),
+        *("num_computing", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
+        self.prompts = PromptsAhead()
         self.num_computing = 0  # prompts that wait for their first token here
         self.work_s = 0.0  # that these are expected to take, together
         self.since_s = 0.0  # when the first of them came to be it
@@ -77,7 +80,10 @@ class Books:
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._waiting: set[Key] = set()  # for their first token
-        self._heard_s: dict[Key, float] = {}  # when another router's were heard of
+        self._others: defaultdict[str, dict[Key, float]] = defaultdict(
+            dict
+        )  # by decode worker; when heard of
+        self.num_others = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -85,7 +91,7 @@ class Books:
     @property
     def num_own(self) -> int:
         """Without those that other routers have sent out."""
-        return len(self._entries) - len(self._heard_s)
+        return len(self._entries) - self.num_others
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -98,7 +104,8 @@ class Books:
         assert key not in self._entries, key
         self._entries[key] = entry
         if entry.gateway == OTHERS:
-            self._heard_s[key] = self._clock.now_s()
+            self._others[entry.decode][key] = self._clock.now_s()
+            self.num_others += 1
         self._by_gateway[entry.gateway].add(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
@@ -113,6 +120,7 @@ class Books:
             computer.since_s = self._clock.now_s()
         computer.num_computing += 1
         computer.work_s += entry.compute_s
+        computer.prompts.add(entry.party, entry.num_prompt_tokens)
 
     def started(self, key: Key) -> None:
         """Unknown keys are no offence, here and below: they may be another router's."""
@@ -124,6 +132,7 @@ class Books:
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
         computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
+        computer.prompts.remove(entry.party, entry.num_prompt_tokens)
         if not entry.prefill:
             return
         prefill = self._accounts[entry.prefill]
@@ -136,7 +145,9 @@ class Books:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        self._heard_s.pop(key, None)
+        if entry.gateway == OTHERS:
+            del self._others[entry.decode][key]
+            self.num_others -= 1
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
@@ -144,7 +155,8 @@ class Books:
         return entry
 
     def is_anothers(self, key: Key) -> bool:
-        return key in self._heard_s
+        entry = self._entries.get(key)
+        return entry is not None and entry.gateway == OTHERS
 
     def wait_s(self, worker_id: str) -> float:
         return self._accounts[worker_id].wait_s(self._clock.now_s())
@@ -170,17 +182,17 @@ class Books:
 
     def _give_up_silent(self, decode: str, named: frozenset[Key]) -> None:
         before_s = self._clock.now_s() - SILENCE_S
-        silent = [key for key, heard_s in self._heard_s.items() if heard_s < before_s and key not in named]
-        for key in silent:
-            if self._entries[key].decode == decode:
-                self.ended(key)
+        heard = self._others.get(decode, {})
+        for key in [key for key, heard_s in heard.items() if heard_s < before_s and key not in named]:
+            self.ended(key)
 
     def forget(self, worker_ids: Iterable[str]) -> None:
         """They are gone: so are other routers' attempts there, and accounts that no entry names."""
         gone = set(worker_ids)
-        for key in list(self._heard_s):
-            if self._entries[key].decode in gone:
+        for worker_id in gone:
+            for key in list(self._others.get(worker_id, ())):
                 self.ended(key)
+            self._others.pop(worker_id, None)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
         for worker_id in gone:
             if worker_id not in named:
@@ -200,6 +212,11 @@ class Books:
             computed = [key for key in self._waiting if self._entries[key].computer == worker_id]
             assert account.num_computing == len(computed), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
+        assert sum(map(len, self._others.values())) == self.num_others
+
+
+def party_of(request: Request) -> Party:
+    return Party(request.tenant, request.standing.weight, request.standing.rank)
 
 
 def num_kv_tokens(request: Request) -> int:

@@ -1,7 +1,8 @@
 """Whose turn it is among tenants that wait: weighted fair shares of work.
 
 1. A tenant that begins to wait joins. Each has a clock, in work by weight, which stands while nobody serves
-   it; one that was away is set to the present, so it has no credit for the past.
+   it. One that was away is set to what was the present CREDIT_AGES ages ago: what its share would have been
+   since then it may still have, at once, for that is what a burst is; of the time before it has no credit.
 2. The tenant whose clock is earliest comes next; the present is that clock. What it is served is charged:
    its clock goes forward by the work, divided by its weight.
 3. Work is charged as it is expected, and corrected once it is known, either way.
@@ -9,14 +10,16 @@
 
 This is start-time fair queueing (Goyal, Vin, Cheng 1996) with the corrections of the virtual token counter
 (Sheng et al. 2024). Of two tenants that wait all the while, what either was served, divided by its weight,
-differs from the other's by no more than the largest thing that each was served, divided by its weight; so
-nobody starves. Every operation takes O(log tenants).
+differs from the other's by no more than the largest thing that each was served, divided by its weight, and
+the credit that one of them began with: so nobody starves. Every operation takes O(log tenants).
 """
 
+from collections import deque
 from heapq import heapify, heappop, heappush
 from typing import Final
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
+CREDIT_AGES: Final = 4
 MAX_IDLE: Final = 1024  # tenants that owe something and do not wait, before those that owe nothing go
 
 
@@ -34,6 +37,7 @@ class FairShare:
 
     def __init__(self) -> None:
         self.present = 0.0
+        self._past = deque([0.0], maxlen=CREDIT_AGES)  # the present, at the last ages; the oldest first
         self.weights = 0.0  # of those that wait, together
         self._accounts: dict[str, _Account] = {}
         self._turns: list[tuple[float, int, str]] = []  # a heap; entries of another turn are void
@@ -48,13 +52,13 @@ class FairShare:
         """Of one that waits already: its weight from now on."""
         account = self._accounts.get(tenant)
         if account is None:
-            account = self._accounts[tenant] = _Account(self.present)
+            account = self._accounts[tenant] = _Account(self._past[0])
         if account.turn:
             self.weights += weight - account.weight
             account.weight = weight
             return
         account.weight = weight
-        account.clock = max(account.clock, self.present)
+        account.clock = max(account.clock, self._past[0])
         self._num_waiting += 1
         self.weights += weight
         self._queue(tenant, account)
@@ -95,13 +99,17 @@ class FairShare:
         if account is None:
             if work <= 0:
                 return
-            account = self._accounts[tenant] = _Account(self.present)
+            account = self._accounts[tenant] = _Account(self._past[0])
         self._move(tenant, account, work)
 
-    def lead(self, tenant: str) -> float:
-        """How far ahead of the present its clock is, or would be if it joined now."""
+    def age(self) -> None:
+        """To be called at even intervals."""
+        self._past.append(self.present)
+
+    def clock(self, tenant: str) -> float:
+        """What it is, or would be if it joined now."""
         account = self._accounts.get(tenant)
-        return 0.0 if account is None else max(0.0, account.clock - self.present)
+        return self._past[0] if account is None else max(account.clock, self._past[0])
 
     def _move(self, tenant: str, account: _Account, work: float) -> None:
         account.clock += work / account.weight
@@ -127,11 +135,12 @@ class FairShare:
     def _forget_even(self) -> None:
         kept = self._accounts.items()
         self._accounts = {
-            tenant: account for tenant, account in kept if account.turn or account.clock > self.present
+            tenant: account for tenant, account in kept if account.turn or account.clock > self._past[0]
         }
 
     def _rebase(self) -> None:
         for account in self._accounts.values():
             account.clock = max(account.clock - self.present, -MAX_CLOCK)
+        self._past = deque((past - self.present for past in self._past), maxlen=CREDIT_AGES)
         self.present = 0.0
         self._collect()

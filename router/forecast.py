@@ -7,6 +7,8 @@ The batch that it will join is that of the time when its prompt is done: of thos
 have ended by then as usually do; those that wait before it have come.
 """
 
+from collections.abc import Sequence
+from heapq import nsmallest
 from math import exp
 from typing import Final, NamedTuple
 
@@ -14,12 +16,14 @@ from baton.clock import Clock
 from baton.router.books import Books
 from baton.router.cost_model import CostModel
 from baton.router.membership import Member, Membership
+from baton.router.prompts_ahead import Party
 from baton.worker import WorkerRole
 
 MEMORY_S: Final = 10.0  # of the time in which anybody waited
 KNOWN: Final = 4  # measurements, before what they teach is worth a refusal
 KNOWN_S: Final = 1.0  # of such time before it says anything
 MAX_AGE_S: Final = 0.05  # of what is known of the workers: there may be a thousand
+MAX_COMPUTERS: Final = 16  # that are asked for each prediction
 LEAST_STEP_S: Final = 1e-6
 
 
@@ -56,12 +60,19 @@ class ServiceRate:
         return self._work / self._busy_s if self._busy_s >= KNOWN_S and self._work > 0 else None
 
 
+class Asked(NamedTuple):
+    """What is to be predicted of."""
+
+    party: Party
+    num_tokens: int  # of the prompt, that have to be computed
+    answer: float  # tokens
+
+
 class _Outlook(NamedTuple):
-    """Of all workers, at one time. `computer`: the id of the one that could begin first; "": none."""
+    """Of all workers, at one time. `computers`: ids of those with the least work."""
 
     at_s: float
-    computer: str
-    wait_s: float
+    computers: Sequence[str]
     num_computers: int
     decoder: Member | None  # the one with the least load
     num_decoders: int
@@ -76,22 +87,30 @@ class Forecast:
         self._model = model
         self._outlook: _Outlook | None = None
 
-    def predict(self, num_tokens: int, answer: float, work_before: float, num_before: float) -> Prediction:
-        """Of a prompt with so many tokens to be computed, in front of an answer of so many.
-
-        What nobody has measured yet takes no time.
-        """
+    def predict(self, asked: Asked, work_before: float, num_before: float) -> Prediction:
+        """What nobody has measured yet takes no time."""
         outlook = self._look()
-        compute_s = self._compute_s(outlook.computer, num_tokens)
-        queue_s = self._queue_s(work_before, num_tokens, compute_s, outlook)
-        ttft_s = queue_s + outlook.wait_s + compute_s
+        computer, wait_s = self._wait(outlook, asked)
+        compute_s = self._compute_s(computer, asked.num_tokens)
+        queue_s = self._queue_s(work_before, asked.num_tokens, compute_s, outlook)
+        ttft_s = queue_s + wait_s + compute_s
         return Prediction(
             ttft_s=ttft_s,
-            tpot_s=self._step_s(outlook, answer, ttft_s, num_before),
+            tpot_s=self._step_s(outlook, asked.answer, ttft_s, num_before),
             queue_s=queue_s,
             alone_s=compute_s,
-            alone_tpot_s=self._alone_s(outlook.decoder, num_tokens),
+            alone_tpot_s=self._alone_s(outlook.decoder, asked.num_tokens),
         )
+
+    def _wait(self, outlook: _Outlook, asked: Asked) -> tuple[str, float]:
+        """The worker where its turn would come first, and when; "": there is none."""
+        waits = [(self._wait_s(computer, asked), computer) for computer in outlook.computers]
+        wait_s, computer = min(waits, default=(0.0, ""))
+        return computer, wait_s
+
+    def _wait_s(self, computer: str, asked: Asked) -> float:
+        before = self._books.account(computer).prompts.part_before(asked.party, asked.num_tokens)
+        return self._books.wait_s(computer) * before
 
     def step_s(self) -> float:
         """Of the decode worker with the least load, now."""
@@ -141,9 +160,8 @@ class Forecast:
         decoders = [member for member in members if member.worker.role is WorkerRole.DECODE]
         computers = [member for member in members if member.worker.role is WorkerRole.PREFILL] or decoders
         waits = {member.id: self._books.wait_s(member.id) for member in computers}
-        computer = min(waits, key=lambda id: waits[id], default="")
+        least = nsmallest(MAX_COMPUTERS, waits, key=lambda id: waits[id])
         decoder = min(
             decoders, key=lambda each: self._books.account(each.id).share_of(each.worker), default=None
         )
-        wait_s = waits.get(computer, 0.0)
-        return _Outlook(now_s, computer, wait_s, max(1, len(computers)), decoder, max(1, len(decoders)))
+        return _Outlook(now_s, least, max(1, len(computers)), decoder, max(1, len(decoders)))

@@ -6,7 +6,7 @@ from typing import Final
 
 from baton.decision import PullSource
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, num_kv_tokens
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, num_kv_tokens, party_of
 from baton.router.cost_model import CostModel
 from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Match
@@ -36,6 +36,7 @@ class Look:
         self._request = request
         self._now_s = now_s
         self._num_kv_tokens = num_kv_tokens(request)
+        self._party = party_of(request)
         self._found: dict[Family, tuple[bytes, Match]] = {}
         self._located: dict[str, PullSource | None] = {}
 
@@ -62,6 +63,8 @@ class Look:
         speeds = self._known.model.of(member.id)
         account = self._known.books.account(member.id)
         wait_s = account.wait_s(self._now_s)
+        if wait_s:
+            wait_s *= account.prompts.part_before(self._party, self.load.num_tokens)
         if member.worker.role is WorkerRole.PREFILL:
             wait_s += account.num_unknown * speeds.mean_compute_s
         return Computer(member.id, wait_s, self.num_held_tokens(member), speeds.compute_s)

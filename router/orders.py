@@ -7,7 +7,7 @@ import msgspec
 from baton.control import Dispatch, Routed, fits_beside
 from baton.errors import ProtocolError
 from baton.request import Request
-from baton.router.books import Entry, Key, num_kv_tokens
+from baton.router.books import Entry, Key, num_kv_tokens, party_of
 from baton.router.cost_model import CostModel
 from baton.router.pairing import Pair
 from baton.wire_types import Attempt, Id
@@ -39,7 +39,15 @@ def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) ->
         computer = model.of(prefill_of(pair) or pair.decode.id)
         compute_s = computer.compute_s(num_prompt_tokens, num_prompt_tokens)
     num_tokens = num_kv_tokens(request)
-    return Entry(gateway_id, pair.decode.id, prefill_of(pair), num_prompt_tokens, num_tokens, compute_s)
+    return Entry(
+        gateway=gateway_id,
+        decode=pair.decode.id,
+        prefill=prefill_of(pair),
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=num_tokens,
+        compute_s=compute_s,
+        party=party_of(request),
+    )
 
 
 def dispatch_of(gateway_id: str, request: Request, pair: Pair) -> Dispatch:

@@ -16,7 +16,8 @@ from random import Random
 from typing import NamedTuple
 
 from baton.control import Submit
-from baton.router.books import Books
+from baton.request import Request
+from baton.router.books import Books, party_of
 from baton.router.chooser import Choice, Chooser, Field
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
@@ -82,15 +83,16 @@ class Pairing:
             return self._choose_both(submit, decoders, reached, is_whole)
         num_tokens = submit.request.num_tokens
         if num_tokens <= self._config.local_prefill_tokens:
-            return Pair(self._choose(decoders, WorkerRole.DECODE), None, "a short prompt")
+            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
-            return Pair(self._choose(decoders, WorkerRole.DECODE), None, "no prefill worker")
+            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
         if self._chooser is not None:
             return self._choose_both(submit, paired, reached, is_whole)
-        decode = self._choose(paired, WorkerRole.DECODE)
+        decode = self._choose(paired, WorkerRole.DECODE, submit.request)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
-        return Pair(decode, self._choose(partners, WorkerRole.PREFILL), self._config.policy)
+        prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
+        return Pair(decode, prefill, self._config.policy)
 
     def forget(self) -> None:
         """What a gateway reaches has changed."""
@@ -124,19 +126,23 @@ class Pairing:
             Side(decoders), Side(list(fillers.values())), lambda decode, prefill: prefill in ids[decode]
         )
 
-    def _choose(self, members: Sequence[Member], role: WorkerRole) -> Member:
+    def _choose(self, members: Sequence[Member], role: WorkerRole, request: Request) -> Member:
         turn = self._turns[role]
         self._turns[role] = turn + 1
         if len(members) == 1:
             return members[0]
-        views = [View(member.id, self._load(member, role)) for member in members]
+        views = [View(member.id, self._load(member, role, request)) for member in members]
         chosen = self._members.get(self._policy(views, Draw(turn, self._random.getrandbits(32))).worker)
         assert chosen is not None, "the views are of members"
         return chosen
 
-    def _load(self, member: Member, role: WorkerRole) -> float:
+    def _load(self, member: Member, role: WorkerRole, request: Request) -> float:
+        """Of prompts, those that would be computed before this one."""
         account = self._books.account(member.id)
-        return account.num_prompt_tokens if role is WorkerRole.PREFILL else account.share_of(member.worker)
+        if role is WorkerRole.DECODE:
+            return account.share_of(member.worker)
+        before = account.prompts.part_before(party_of(request), request.num_tokens)
+        return account.num_prompt_tokens * before
 
     def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
         if reached not in self._decoders:

@@ -126,7 +126,7 @@ class Reception:
         record = self._records[waiting.key]
         if waited_s <= 0 or not objective_of(record.request).is_promised:
             return None
-        prediction = self.admission.predict(record.work, 0.0, 1.0)
+        prediction = self.admission.predict(record.request, record.work, 0.0, 1.0)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
         if refused is not None:
             self._num_hopeless += 1
@@ -201,6 +201,7 @@ class Reception:
     def tick(self) -> Iterator[tuple[Record, Refused]]:
         """Those that are not to wait any more; refused already."""
         yield from self._find_expired()
+        self.queues.age()
         self.quotas.forget_idle()
         self.ladder.update(self._read(), self._clock.now_s())
         if self.ladder.rung is Rung.SHED:
@@ -244,7 +245,7 @@ class Reception:
             return None
         before = self.queues.work_before(waiting)
         mean_work = self.queues.work / max(1, len(self.queues))
-        prediction = self.admission.predict(work, before, mean_work)
+        prediction = self.admission.predict(request, work, before, mean_work)
         if is_shed:
             return self.admission.shed(work, prediction)
         refused = self.admission.refusal(request, work, 0.0, prediction)
@@ -311,6 +312,8 @@ class Reception:
         lowest = [waiting for waiting in self.queues.of_rank(rank) if self._may_shed(waiting)]
         for waiting in lowest[-MAX_SHED:]:
             record = self._records[waiting.key]
-            refused = self.admission.shed(record.work, self.admission.predict(record.work, 0.0, 1.0))
+            refused = self.admission.shed(
+                record.work, self.admission.predict(record.request, record.work, 0.0, 1.0)
+            )
             self.refuse(waiting.key, refused)
             yield record, refused

@@ -157,6 +157,11 @@ class TenantQueues:
         """What was taken has used so much more than it was charged, or less."""
         self._shares[rank].correct(tenant, work)
 
+    def age(self) -> None:
+        """To be called at even intervals: how far back credit reaches is counted in them."""
+        for share in self._shares:
+            share.age()
+
     def hold(self, tenant: str) -> None:
         if tenant in self._held:
             return
@@ -208,7 +213,8 @@ class TenantQueues:
             own = lane.work_before((priority, due_s, number or self._num_added + 1))
             others -= lane.work
             weights -= lane.weight
-        due = (own / weight + share.lead(waiting.tenant)) * max(0.0, weights)
+        lead = share.clock(waiting.tenant) - share.present
+        due = max(0.0, own / weight + lead) * max(0.0, weights)
         return sum(self._work[:rank]) + own + min(max(0.0, others), due)
 
     def check_integrity(self) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from baton.control import Submit
 from baton.request import Request, SamplingParams
+from baton.router.fair_share import CREDIT_AGES
 from baton.router.tenant_queues import Waiting
 from baton.tenancy import Degradation, Quotas, Sla, Standing
 from tests.node_peers import id_of
@@ -62,17 +63,21 @@ class PlainQueues:
         self.clocks: defaultdict[tuple[int, str], float] = defaultdict(float)
         self.joined: dict[tuple[int, str], int] = {}  # when its clock last changed, or it came
         self.present: defaultdict[int, float] = defaultdict(float)
+        self.ages: list[defaultdict[int, float]] = [defaultdict(float)]  # what the present was
         self.weights: dict[tuple[int, str], float] = {}
         self.held: set[str] = set()
         self.served: set[tuple[int, str]] = set()
         self._num = 0
+
+    def age(self) -> None:
+        self.ages.append(self.present.copy())
 
     def _turn(self) -> int:
         self._num += 1
         return self._num
 
     def _begin(self, place: tuple[int, str]) -> None:
-        self.clocks[place] = max(self.clocks[place], self.present[place[0]])
+        self.clocks[place] = max(self.clocks[place], self.ages[-CREDIT_AGES:][0][place[0]])
         self.joined[place] = self._turn()
 
     def _is_here(self, place: tuple[int, str]) -> bool:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fair_share import MAX_CLOCK, MAX_IDLE, FairShare
+from baton.router.fair_share import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairShare
 
 WEIGHTS = st.floats(min_value=0.1, max_value=10.0)
 COSTS = st.lists(st.floats(min_value=1.0, max_value=100.0), min_size=30, max_size=60)
@@ -57,15 +57,26 @@ def test_nobody_starves(weights: list[float], costs: list[float]) -> None:
     assert all(work <= MAX_COST for work in before.values())
 
 
-def test_who_was_away_has_no_credit() -> None:
+def after(num_ages: int) -> FairShare:
+    """Where "b" comes back after "a" had 1000 to itself, and so many ages."""
     share = FairShare()
     share.join("a", 1.0)
     share.join("b", 1.0)
     share.serve("b", 10.0)
     share.leave("b")
-    serve_all(share, [10.0] * 100)
+    serve_all(share, [10.0] * 101)
+    for _ in range(num_ages):
+        share.age()
     share.join("b", 1.0)
-    assert serve_all(share, [10.0] * 20) == {"a": 100.0, "b": 100.0}
+    return share
+
+
+def test_who_was_away_has_no_credit_for_long() -> None:
+    assert serve_all(after(CREDIT_AGES), [10.0] * 20) == {"a": 100.0, "b": 100.0}
+
+
+def test_who_was_away_a_moment_may_have_what_its_share_was() -> None:
+    assert serve_all(after(CREDIT_AGES - 1), [10.0] * 99) == {"b": 990.0}
 
 
 def test_who_owes_when_it_leaves_owes_when_it_is_back() -> None:
@@ -113,6 +124,8 @@ def test_large_clocks_stay_exact() -> None:
     share.join("a", 1e-6)
     serve_all(share, [2e3] * 20_000)
     assert 0 <= share.present <= MAX_CLOCK
+    for _ in range(CREDIT_AGES):
+        share.age()
     share.join("b", 1e-6)
     assert serve_all(share, [10.0] * 400) == {"a": 1000.0, "b": 3000.0}  # "a" was 2000 ahead
 

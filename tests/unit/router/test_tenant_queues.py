@@ -138,6 +138,12 @@ class QueueMachine(RuleBasedStateMachine):
             self.queues.correct(0, tenant, work)
             self.plain.correct(0, tenant, work)
 
+    @rule(times=st.integers(1, 3))
+    def age(self, times: int) -> None:
+        for _ in range(times):
+            self.queues.age()
+            self.plain.age()
+
     @rule(tenant=TENANTS)
     def hold(self, tenant: str) -> None:
         self.queues.hold(tenant)

@@ -1,0 +1,42 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.prompts_ahead import Party, PromptsAhead
+
+A, B = Party("a"), Party("b")
+PARTIES = st.builds(Party, st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 4.0]), st.integers(0, 2))
+
+
+def ahead(*prompts: tuple[Party, int]) -> PromptsAhead:
+    found = PromptsAhead()
+    for party, num_tokens in prompts:
+        found.add(party, num_tokens)
+    return found
+
+
+def test_of_one_tenant_all_comes_before() -> None:
+    assert ahead((A, 100), (A, 50)).part_before(A, 10) == 1.0
+    assert ahead().part_before(A, 10) == 1.0
+
+
+def test_of_another_no_more_than_its_share_meanwhile() -> None:
+    assert ahead((B, 1000)).part_before(A, 100) == 0.1
+    assert ahead((B, 1000), (A, 100)).part_before(A, 100) == 300 / 1100
+    assert ahead((Party("b", 3.0), 1000)).part_before(A, 100) == 0.3
+    assert ahead((B, 50)).part_before(A, 100) == 1.0
+
+
+def test_higher_class_comes_before_and_a_lower_one_after() -> None:
+    high, low = Party("h", 1.0, 0), Party("l", 1.0, 2)
+    assert ahead((high, 100), (low, 300)).part_before(Party("m", 1.0, 1), 1000) == 0.25
+
+
+@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), party=PARTIES)
+def test_part_is_a_part_and_what_is_removed_leaves_nothing(
+    prompts: list[tuple[Party, int]], party: Party
+) -> None:
+    found = ahead(*prompts)
+    assert 0.0 <= found.part_before(party, 10) <= 1.0
+    for each, num_tokens in prompts:
+        found.remove(each, num_tokens)
+    assert found.part_before(party, 10) == 1.0 and not found._num
