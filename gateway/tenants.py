@@ -36,8 +36,7 @@ class Tenants:
     """Who may come in. Without a file everybody is the one that has no name."""
 
     def __init__(self, cluster_key: bytes, file: TenantsFile | None = None) -> None:
-        self.anyone = Tenant(name="", cache_salt=cache_salt(cluster_key, ""))
-        self.by_name: dict[str, Tenant] = {}
+        self._anyone = Tenant(name="", cache_salt=cache_salt(cluster_key, ""))
         self._cluster_key = cluster_key
         self._secret = secrets.token_bytes(32)  # nobody can tell which keys lie near each other in the table
         self._of_key: dict[bytes, tuple[bytes, Tenant]] = {}  # by _place -> the key's digest, its tenant
@@ -58,7 +57,6 @@ class Tenants:
     def replace(self, file: TenantsFile) -> None:
         """These from now on: a key that is not there any more opens nothing. What runs is not touched."""
         tenants = {name: _tenant(name, file, self._cluster_key) for name in file.tenants}
-        self.by_name = tenants
         self._of_key = {
             self._place(digest): (digest, tenants[name])
             for name, entry in file.tenants.items()
@@ -71,7 +69,7 @@ class Tenants:
         The time it takes does not tell how near a guess is: where it is looked up depends on a secret.
         """
         if not self.need_keys:
-            return self.anyone
+            return self._anyone
         given = key_digest(key)
         digest, tenant = self._of_key.get(self._place(given), (b"", None))
         return tenant if hmac.compare_digest(digest, given) else None

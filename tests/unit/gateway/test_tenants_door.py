@@ -1,13 +1,15 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.errors import Refused
 from baton.gateway.api_errors import ApiError
 from baton.gateway.call import Call
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_counts import MAX_TENANTS, OTHERS, Tallies, TenantCounts
-from baton.gateway.tenants_door import Door
+from baton.gateway.tenants_door import Door, Visit
 from baton.tenancy import Quotas, Refusal, Sla, Standing
 from tests.unit.gateway.calls import PROMPT, call
 
@@ -119,3 +121,34 @@ def test_tenants_beyond_the_bound_are_counted_together(door: Door, tallies: Tall
     counts = tallies.counts()
     assert len(counts) == MAX_TENANTS + 1
     assert counts[OTHERS].calls == {"answered": 50}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["acme", "zeta"]), st.integers(1, 3), st.integers(1, 5), st.booleans()),
+        max_size=40,
+    )
+)
+def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
+    calls: list[tuple[str, int, int, bool]],
+) -> None:
+    """Each comes with the quota that its tenant has by then; each True ends the oldest that is open."""
+    tallies = Tallies()
+    door, visits = Door(tallies), list[tuple[str, int, Visit]]()
+    for tenant, num_choices, most, ends_one in calls:
+        before = sum(number for name, number, _ in visits if name == tenant)
+        try:
+            visit = door.enter(a_call(tenant, most=most, num_choices=num_choices))
+        except Refused:
+            assert num_choices <= most < before + num_choices
+        except ApiError:
+            assert num_choices > most
+        else:
+            assert before + num_choices <= most
+            visits.append((tenant, num_choices, visit))
+        if ends_one and visits:
+            visits.pop(0)[2].leave("answered")
+        for name, counts in tallies.counts().items():
+            num_open = sum(number for owner, number, _ in visits if owner == name)
+            assert door.num_open(name) == counts.num_open == num_open
