@@ -18,6 +18,7 @@ from baton.decision import PullSource
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
+from baton.kvtransfer.pull import ON_HOST
 from baton.request import Request, SamplingParams
 from baton.worker import WorkerRole
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
@@ -25,11 +26,12 @@ from tests.parity.models import VOCAB_SIZE
 from tests.parity.test_cluster import MODEL, alone
 
 NUM_TOKENS: Final = 200
+SMALL: Final = 24 * 16 * 512  # bytes of all ranks: little more than one prompt has room
 ResultT = TypeVar("ResultT")
 
 
-def config(directory: Path, page_size: int, tensor_parallel_size: int = 1) -> EngineConfig:
-    cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21}
+def config(directory: Path, page_size: int, tensor_parallel_size: int = 1, **more_cache: int) -> EngineConfig:
+    cache = {"page_size": page_size, "kv_cache_memory_bytes": 2**21, **more_cache}
     base: dict[str, Any] = {"model": str(directory), "device": "cpu", "cache": cache}
     steps = {"max_num_batched_tokens": 48}
     return engine_config({**base, "tensor_parallel_size": tensor_parallel_size, "scheduler": steps})
@@ -64,6 +66,21 @@ def held(worker: WorkerThread, token_ids: Sequence[int]) -> PullSource:
 
 def pulls(worker: WorkerThread) -> Counter[str]:
     return Counter(on_its_thread(worker, lambda: worker.hosted.node.load().counters))
+
+
+def held_anywhere(worker: WorkerThread, token_ids: Sequence[int], page_size: int) -> PullSource:
+    """As above, of a worker that has it all, some of it perhaps on its host."""
+
+    def look() -> PullSource:
+        engine = worker.hosted.engine
+        keys = engine.page_keys(token_ids, b"", page_size)
+        places = [engine.scheduler.cache.page_of(key) for key in keys]
+        pages = tuple(0 if page is None else page for page in places)
+        generations = [ON_HOST if page is None else engine.pages.generation(page) for page in places]
+        worker_id, num_tokens = worker.hosted.node.hello.id, page_size * len(pages)
+        return PullSource(worker_id, num_tokens, pages, tuple(generations))
+
+    return on_its_thread(worker, look)
 
 
 class Words(NamedTuple):
@@ -136,4 +153,36 @@ def test_pulled_prefixes_give_the_tokens_of_one_engine(
         assert [answer.token_ids for answer in cluster.ask(asked)] == expected
         assert pulls(puller)["pulls"] >= 1
         assert not pulls(puller)["pulls_failed"] and not pulls(decode)["pulls_failed"]
+        cluster.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_pages_on_a_holders_host_give_the_same_tokens(
+    tensor_parallel_size: int,
+    oracle: Engine,
+    words: dict[str, Words],
+    model_directory: Callable[..., Path],
+) -> None:
+    """Other prompts push them there; every rank of the holder brings its share of each page back."""
+    directory = model_directory(MODEL)
+    small = config(
+        directory,
+        16,
+        tensor_parallel_size,
+        kv_cache_memory_bytes=SMALL // tensor_parallel_size,
+        host_cache_memory_bytes=2**21,
+    )
+    with Cluster([small, config(directory, 16)], [config(directory, 16)]) as cluster:
+        holder, puller = cluster.workers_of(WorkerRole.PREFILL)
+        holder_id, puller_id = holder.hosted.node.hello.id, puller.hosted.node.hello.id
+        prompt, *others = prompts()[0], *(tuple(range(start, start + 200)) for start in (1, 2))
+        for name, token_ids in zip("abc", (prompt, *others), strict=True):
+            words[name * 32] = Words(holder_id, None)
+            cluster.ask([a_request(name, token_ids, 0.0)])
+        asked = a_request("d", prompt, 1.0)
+        source = held_anywhere(holder, prompt, 16)
+        assert ON_HOST in source.generations
+        words[asked.request_id] = Words(puller_id, source)
+        assert cluster.ask([asked])[0].token_ids == alone(oracle, asked)
+        assert pulls(puller)["pulls"] == 1 and not pulls(puller)["pulls_failed"]
         cluster.check_nothing_is_held()
