@@ -29,7 +29,8 @@ class Command(NamedTuple):
     worker_id: str = ""  # that it is about
 
 
-def _client(url: str) -> Any:
+def _clients(url: str) -> list[Any]:
+    """The one to talk to, and others that have to be closed with it."""
     settings: dict[str, Any] = {
         "socket_timeout": DEADLINE_S,
         "socket_connect_timeout": DEADLINE_S,
@@ -39,12 +40,12 @@ def _client(url: str) -> Any:
     try:
         if url.startswith("sentinel://"):
             return _through_sentinels(url, settings)
-        return from_url(url, **settings)
+        return [from_url(url, **settings)]
     except ValueError as error:
         raise ConfigError(f"redis: {error}") from error
 
 
-def _through_sentinels(url: str, settings: dict[str, Any]) -> Any:
+def _through_sentinels(url: str, settings: dict[str, Any]) -> list[Any]:
     parts = urlsplit(url)
     password, _, hosts = parts.netloc.rpartition("@")
     addresses = [host.rsplit(":", 1) for host in hosts.split(",")]
@@ -54,7 +55,7 @@ def _through_sentinels(url: str, settings: dict[str, Any]) -> Any:
     if password:
         settings["password"] = unquote(password.rpartition(":")[2])
     sentinels: Any = Sentinel([(host, int(port)) for host, port in addresses], **settings)  # type: ignore[no-untyped-call]
-    return sentinels.master_for(parts.path.strip("/"))
+    return [sentinels.master_for(parts.path.strip("/")), *sentinels.sentinels]
 
 
 class Connection:
@@ -67,7 +68,7 @@ class Connection:
     def __init__(self, url: str, names: Names) -> None:
         """ConfigError: not a url of Redis. redis://, rediss:// and unix:// as everywhere;
         sentinel://[:password@]host:port,host:port/service."""
-        self._client = _client(url)
+        self._client, *self._guards = _clients(url)
         self._names = names
         self._digests: dict[str, str] = {}
 
@@ -93,7 +94,8 @@ class Connection:
         return replies
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        for client in (self._client, *self._guards):
+            await client.aclose()
 
     def _words(self, command: Command) -> tuple[Argument, ...]:
         if not command.script:

@@ -98,7 +98,12 @@ def play(scene: Scene) -> None:
 
 
 async def pages_in_redis(redis: PrivateRedis, keys: bytes = CHAIN) -> dict[str, int]:
-    matcher = RedisMatcher(redis.url, "f")
+    return await pages_at(redis.url, keys)
+
+
+async def pages_at(url: str, keys: bytes = CHAIN) -> dict[str, int]:
+    """How many of the chain's first pages each worker holds, as that Redis says."""
+    matcher = RedisMatcher(url, "f")
     try:
         return await matcher.match(keys)
     finally:

@@ -134,6 +134,33 @@ def test_redis_matches_long_prompts_as_far_as_each_worker_holds_them() -> None:
     play(scene)
 
 
+def test_a_worker_of_two_routers_is_there_until_both_have_lost_it() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        async with running(first, second):
+            await until(lambda: first.link.is_up and second.link.is_up)
+            for router in (first, second):
+                router.join(W0)
+            for part in (slice(0, 320), slice(320, 640)):
+                for router in (first, second):
+                    router.says(W0, CHAIN[part])
+            await until_redis_says(redis, {W0.id: 40})
+            second.says(W0, CHAIN[:KEY_BYTES], is_stored=False)  # it was told a moment before the first
+            first.says(W0, CHAIN[:KEY_BYTES], is_stored=False)
+            await until_redis_says(redis, {})
+            for router in (first, second):
+                router.says(W0, CHAIN[:KEY_BYTES])
+            await until_redis_says(redis, {W0.id: 40})
+            first.leave(W0)
+            second.says(W0, CHAIN[:KEY_BYTES])
+            await until_redis_says(redis, {W0.id: 40})
+            assert second.held(W0) == 40
+            second.leave(W0)
+            await until_redis_says(redis, {})
+
+    play(scene)
+
+
 def test_a_later_life_fences_the_one_before() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")

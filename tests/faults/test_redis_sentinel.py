@@ -1,0 +1,101 @@
+"""A link through Sentinel: to the master that it names, and to the next one when that dies."""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.router.redis_client import REDIS_FAILURES, Connection
+from baton.router.redis_scripts import Names
+from baton.router.redis_server import find_program
+from tests.node_peers import a_worker
+from tests.unit.router.redis_routers import CHAIN, RouterStandIn, pages_at, running, until
+
+pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+SERVICE = "pages"
+PATIENCE_MS = {"down-after-milliseconds": 300, "failover-timeout": 2000}
+W0 = a_worker("w0", num_pages=5000)
+
+
+class Server:
+    """A redis-server at a port of its own, with these lines of configuration."""
+
+    def __init__(self, folder: Path, name: str, port: int, *lines: str, sentinel: bool = False) -> None:
+        program = find_program()
+        assert program is not None
+        self.port = port
+        config = folder / f"{name}.conf"
+        common = (f"port {port}", "bind 127.0.0.1", f"dir {folder}", 'save ""', "daemonize no")
+        config.write_text("\n".join((*(common if not sentinel else (*common[:3], common[4])), *lines)) + "\n")
+        command = [program, str(config), *(["--sentinel"] if sentinel else [])]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+async def answer_of(port: int, *words: str) -> object:
+    connection = Connection(f"redis://127.0.0.1:{port}", Names.of("none"))
+    try:
+        return await connection.call(*words)
+    except REDIS_FAILURES:
+        return None
+    finally:
+        await connection.aclose()
+
+
+@contextlib.asynccontextmanager
+async def guarded(folder: Path, ports: list[int]) -> AsyncIterator[tuple[Server, str]]:
+    """A master, a replica, and a sentinel; the master, and the url."""
+    first, second, third = ports
+    watch = f"sentinel monitor {SERVICE} 127.0.0.1 {first} 1"
+    patience = (
+        f"sentinel down-after-milliseconds {SERVICE} 300",
+        f"sentinel failover-timeout {SERVICE} 2000",
+    )
+    servers = [
+        Server(folder, "master", first),
+        Server(folder, "replica", second, f"replicaof 127.0.0.1 {first}", "repl-diskless-sync-delay 0"),
+        Server(folder, "sentinel", third, watch, *patience, sentinel=True),
+    ]
+    try:
+        async with asyncio.timeout(20):
+            while not await knows_replica(third):
+                await asyncio.sleep(0.05)
+        yield servers[0], f"sentinel://127.0.0.1:{third}/{SERVICE}"
+    finally:
+        for server in servers:
+            server.kill()
+
+
+async def knows_replica(port: int) -> bool:
+    replicas = await answer_of(port, "SENTINEL", "replicas", SERVICE)
+    return "ok" in repr(replicas)
+
+
+@pytest.mark.slow
+def test_the_next_master_is_told_all(tmp_path: Path, free_ports: list[int]) -> None:
+    async def scene() -> None:
+        async with guarded(tmp_path, free_ports) as (master, url):
+            router = RouterStandIn(url, "first")
+            async with running(router):
+                await until(lambda: router.link.is_up)
+                router.join(W0)
+                router.says(W0, CHAIN)
+                await until(lambda: router.link.num_untold == 0)
+                assert await pages_at(url) == {W0.id: 40}
+                master.kill()
+                await until(lambda: not router.link.is_up)
+                router.says(W0, CHAIN[:32])  # while nobody listens
+                async with asyncio.timeout(30):
+                    while not router.link.is_up or router.link.num_untold:
+                        await asyncio.sleep(0.05)
+                assert await pages_at(url) == {W0.id: 40}
+                assert await answer_of(free_ports[1], "HGETALL", "baton:{f}:names")
+
+    asyncio.run(scene())
