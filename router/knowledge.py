@@ -45,7 +45,7 @@ class Knowledge:
 
     def link(self, link: Link) -> None:
         """From now on other routers are told, once a worker has joined and what is sent out."""
-        self.sharing = Sharing(link, self._books, self.index, self.model)
+        self.sharing = Sharing(link, self._books, self.index, self.model, self.counters)
 
     def log_to(self, write: Callable[[bytes], object]) -> None:
         """A line for what is sent out and for what ends, from now on."""

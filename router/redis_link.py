@@ -14,7 +14,7 @@ is back; and it costs this process nothing but a try every few seconds.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -198,12 +198,24 @@ async def _until_one_fails(*endless: Coroutine[Any, Any, None]) -> None:
         for task in done:
             task.result()
     finally:
-        pending = {task for task in tasks if not task.done()}
-        while pending:
-            for task in pending:
-                task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        await asyncio.gather(*tasks, return_exceptions=True)  # what they ended with is nobody's news
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Whoever cancels this meanwhile waits as well: none of them may be left behind."""
+    again: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError as error:
+            again = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # what they ended with is nobody's news
+    if again is not None:
+        raise again
 
 
 class RedisMatcher:

@@ -9,6 +9,7 @@
 Nothing waits for it: what is not heard weighs by the worker's own count.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -20,6 +21,7 @@ from baton.router.redis_messages import AnyShared, SharedDispatch, SharedEnded, 
 from baton.worker import Worker
 
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
+MAX_OTHERS: Final = 2**16  # attempts of other routers in the books; more weigh by the workers' own count
 
 
 class Link(Protocol):
@@ -32,8 +34,11 @@ class Link(Protocol):
 
 
 class Sharing:
-    def __init__(self, link: Link, books: Books, index: PrefixIndex, model: CostModel) -> None:
+    def __init__(
+        self, link: Link, books: Books, index: PrefixIndex, model: CostModel, counters: Counter[str]
+    ) -> None:
         self.link = link
+        self._counters = counters
         self._books = books
         self._index = index
         self._model = model
@@ -72,6 +77,9 @@ class Sharing:
     def _enter(self, shared: SharedDispatch) -> None:
         key = (shared.request_id, shared.attempt)
         if key in self._books:
+            return
+        if self._books.num_others >= MAX_OTHERS:
+            self._counters["others_left_out"] += 1
             return
         computer = shared.prefill or shared.decode
         num_new = shared.num_prompt_tokens

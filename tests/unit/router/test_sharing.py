@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from baton.clock import ManualClock
 from baton.control import Beat, Ended, PageEvents, Reachable, Routed, Started, Submit
+from baton.router import sharing
 from baton.router.books import SILENCE_S
 from baton.router.redis_messages import AnyShared, SharedDispatch
 from baton.router.router import Router
@@ -139,3 +142,24 @@ def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
     one.submit("r", 800)
     (shared,) = one.wire.told
     assert isinstance(shared, SharedDispatch) and len(shared.keys) == 16 * (800 // 16)
+
+
+def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "MAX_OTHERS", 2)
+    _, one, other = two_routers()
+    for name in "rst":
+        one.submit(name)
+    assert (other.router.books.num_others, other.router.counters["others_left_out"]) == (2, 1)
+    one.gateway.say(Ended(attempts=keys_of("rst")))
+    assert other.router.books.num_others == 0
+    other.router.books.check_integrity()
+
+
+def test_attempt_at_a_worker_that_nobody_here_knows_weighs_nowhere_for_long() -> None:
+    _, one, _ = two_routers()
+    stray = SharedDispatch(
+        request_id=id_of("r"), attempt=0, decode=id_of("elsewhere"), num_prompt_tokens=1, num_tokens=2
+    )
+    one.router.knowledge.heard(stray)
+    one.router.tick()
+    assert len(one.router.books) == 0 and id_of("elsewhere") not in one.router.books.workers()

@@ -1,0 +1,118 @@
+"""Two routers over a real redis-server: what one gives out, the other sees, and does not give out as well."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.control import Beat, Ended, PageEvents, PagesWanted, Reachable, Routed, Started, Submit
+from baton.request import Request
+from baton.router.prompt_keys import PromptKeys, family_of
+from baton.router.redis_link import RedisLink
+from baton.router.redis_server import PrivateRedis, find_program
+from baton.router.router import Router
+from baton.router_config import RouterConfig
+from baton.worker import Load
+from tests.node_peers import TestPeer, a_worker, id_of
+from tests.unit.router.redis_routers import play, until
+
+pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+WORKERS = {
+    name: a_worker(name, num_pages=16_384, max_num_seqs=256, max_model_len=65_536)
+    for name in ("p0", "p1", "d0")
+}
+IDS = tuple(worker.id for worker in WORKERS.values())
+SEEN_S = 0.05
+
+
+class Linked:
+    """A router with a gateway of its own, to which all workers are connected."""
+
+    def __init__(self, name: str, redis: PrivateRedis) -> None:
+        self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
+        knowledge = self.router.knowledge
+        self.link = RedisLink(redis.url, "f", id_of(name), knowledge.index, knowledge.heard)
+        knowledge.link(self.link)
+        self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
+        self.workers = {key: TestPeer.worker(self.router, worker) for key, worker in WORKERS.items()}
+        for peer in (self.gateway, *self.workers.values()):
+            peer.say(Reachable(workers=IDS))
+        for peer in self.workers.values():
+            peer.take(PagesWanted)
+            peer.say(PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+        running = tuple((id_of(f"running {number}"), 0) for number in range(64))
+        self.workers["d0"].say(Beat(load=Load(), attempts=running))  # so that it computes no prompt
+
+    def submit(self, number: int, num_tokens: int = 8000) -> str:
+        """The prefill worker that it chose, for a prompt that no other is like."""
+        self.gateway.received.clear()
+        request = Request(request_id=id_of(f"r{number}"), token_ids=tuple(range(number, number + num_tokens)))
+        self.gateway.say(Submit(request=request))
+        return self.gateway.only(Routed).prefill
+
+
+@asynccontextmanager
+async def two_routers(redis: PrivateRedis) -> AsyncIterator[tuple[Linked, Linked]]:
+    both = Linked("a", redis), Linked("b", redis)
+    links = [asyncio.create_task(each.link.run()) for each in both]
+    try:
+        await until(lambda: all(each.link.is_up for each in both))
+        yield both
+    finally:
+        for task in links:
+            task.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
+
+
+def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        async with two_routers(redis) as (one, other):
+            for number in range(2):  # more would wait at the routers
+                first = one.submit(10_000 * (2 * number))
+                await until(lambda number=number: len(other.router.books) == 2 * number + 1)  # type: ignore[misc]
+                second = other.submit(10_000 * (2 * number + 1))
+                assert {first, second} == {id_of("p0"), id_of("p1")}
+                await until(lambda number=number: len(one.router.books) == 2 * number + 2)  # type: ignore[misc]
+            for each in (one, other):
+                each.router.books.check_integrity()
+
+    play(scene)
+
+
+def test_life_of_an_attempt_is_seen_by_the_other_router_within_50_ms() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        async with two_routers(redis) as (one, other):
+            took_s, books = [], other.router.books
+            for number in range(5):
+                key = (id_of(f"r{number}"), 0)
+                begun_s = time.monotonic()
+                prefill = one.submit(number)
+                await until(lambda key=key: books.is_anothers(key))  # type: ignore[misc]
+                took_s.append(time.monotonic() - begun_s)
+                assert books.account(prefill).num_computing == 1
+                one.gateway.say(Started(attempts=(key,)))
+                await until(lambda prefill=prefill: not books.account(prefill).num_computing)  # type: ignore[misc]
+                one.gateway.say(Ended(attempts=(key,)))
+                await until(lambda: not len(books))
+            assert min(took_s) < SEEN_S
+            books.check_integrity()
+
+    play(scene)
+
+
+def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        async with two_routers(redis) as (one, other):
+            prefill = one.submit(7)
+            await until(lambda: len(other.router.books) == 1)
+            request = Request(request_id=id_of("sibling"), token_ids=tuple(range(7, 7 + 8200)))
+            keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
+            index = other.router.knowledge.index
+            held = {name: int(index.match(keys).num_pages[index.slot(id_of(name))]) for name in ("p0", "p1")}
+            assert held[bytes.fromhex(prefill).rstrip(b"\0").decode()] == 500 and sum(held.values()) == 500
+
+    play(scene)
