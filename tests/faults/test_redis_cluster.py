@@ -1,5 +1,7 @@
 """Redis and routers are killed, stopped and set back under load: no request fails, no token differs."""
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
@@ -9,6 +11,7 @@ from _pytest.mark import ParameterSet
 
 from baton.cluster.llm import LLM
 from baton.config import CacheConfig, EngineSettings
+from baton.gateway.router_watch import SILENT_S
 from baton.router.redis_server import find_program
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig, WorkersConfig
@@ -115,6 +118,27 @@ def test_a_router_that_is_killed_fails_no_request_and_holds_up_none(
     load.answer(20)
     load.finish()
     wait_for(lambda: has_all_routers(cluster))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["router-0", "router-1"])
+def test_a_router_that_stands_still_holds_up_no_request_for_long(
+    cluster: ProcessCluster, llm: LLM, name: str
+) -> None:
+    cluster.wait_until_whole()
+    load = Load(cluster, llm, seed=4)
+    load.answer(20)
+    pid, stopped_s = cluster.pid(name), time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        load.until(lambda: len(cluster.frontend._colleagues.routers) == 1, 2 * SILENT_S)
+        load.answer(20)
+        load.until(lambda: time.monotonic() - stopped_s > STANDS_STILL_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    load.until(lambda: has_all_routers(cluster))
+    load.answer(20)
+    load.finish()
 
 
 def has_all_routers(cluster: ProcessCluster) -> bool:
