@@ -4,7 +4,7 @@ python -m baton.bench.router [--trace FILE] [--limit N] [--seed 0] [--json FILE]
 python -m baton.bench.router --replay LOG --policy NAME
 
 With a trace of Mooncake's format: its prompts on 8 prefill workers that keep 8,000 blocks of 512 tokens each,
-by each policy; arrivals as they are, and spread within their 3 s. Without: made workloads, in which the
+by each policy; arrivals as they are, and spread within their 3 s. In any case: made workloads, in which the
 policy `cost` has to find by itself which prompts a decode worker had better compute; against fixed thresholds
 of `least-loaded`, which does not look at what is held where, and of `cost` itself, in tokens to be computed.
 The second form replays what a router has logged (--decision-log), as it went and under another policy.
@@ -189,19 +189,19 @@ def run(arguments: argparse.Namespace) -> None:
         trace = read_trace(arguments.trace, scale=SCALE, limit=arguments.limit)
         rows += trace_rows(trace, "as they come", arguments.seed)
         rows += trace_rows(spread(trace), "spread", arguments.seed)
-    else:
+    if arguments.replay is None:
         rows += workload_rows(arguments.requests, arguments.seed)
     print_table("the router on simulated workers", rows)
     if arguments.json is not None:
         write_json(arguments.json, "the router on simulated workers", rows, {"seed": arguments.seed})
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    run(parser.parse_args())
+    run(parser.parse_args(words))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from msgspec import Meta
 from baton.decision import Decision
 from baton.errors import ConfigError
 from baton.page_keys import KEY_BYTES
+from baton.times import PrefillTimes
 from baton.wire_types import Attempt, Count, Id, Seconds
 
 SHORT_KEY_BYTES: Final = 8
@@ -42,6 +43,7 @@ class HasEnded(_Line, frozen=True):
     request_id: Id
     attempt: Attempt
     first_token_s: Seconds | None = None  # after it was sent out
+    measured: PrefillTimes | None = None  # by who computed the prompt, if that has come by now
 
 
 AnyLine: TypeAlias = SentOut | HasEnded
@@ -55,7 +57,9 @@ class LogFile:
         self._path = path
         self._is_well = True
         try:
-            self._file = path.open("ab")
+            self._file = path.open(
+                "ab", buffering=0
+            )  # what has been said is there, whatever ends the process
         except OSError as error:
             raise ConfigError(f"router.decision_log: {path} cannot be written to: {error}") from error
 

@@ -155,6 +155,7 @@ class Knowledge:
             request_id=request_id,
             attempt=attempt,
             first_token_s=decision.first_token_s if decision is not None else None,
+            measured=decision.measured if decision is not None else None,
         )
 
     def _count(self, choice: Choice) -> None:

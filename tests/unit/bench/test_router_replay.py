@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.bench.router import main
 from baton.bench.router_replay import read_log
 from baton.control import Ended, Started
 from baton.errors import ConfigError
@@ -53,3 +54,12 @@ def test_log_without_requests_is_refused(tmp_path: Path) -> None:
         read_log(tmp_path / "log", step_s=0.1)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_log(tmp_path / "none", step_s=0.1)
+
+
+def test_log_is_replayed_under_other_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged(tmp_path / "log")
+    main(["--replay", str(tmp_path / "log"), "--policy", "prefix", "--json", str(tmp_path / "json")])
+    table = capsys.readouterr().out
+    for row in ("as it was: TTFT mean", "prefix: TTFT mean", "round-robin: hit", "cost: mean latency"):
+        assert row in table
+    assert "prefix: TTFT mean" in (tmp_path / "json").read_text()

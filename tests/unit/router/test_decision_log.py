@@ -1,0 +1,101 @@
+"""What a router appends to its decision log; logs that are damaged, and such that can not be written."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.control import Ended, Measured, Started
+from baton.errors import ConfigError
+from baton.request import Request
+from baton.router.decision_log import HasEnded, LogFile, SentOut, decode_lines, keys_in
+from baton.router.process import serve_router
+from baton.router_config import RouterConfig
+from baton.times import PrefillTimes
+from tests.node_peers import a_request, id_of
+from tests.unit.router.router_cluster import Cluster, cluster
+
+KEY = (id_of("a"), 0)
+
+
+def logged() -> tuple[Cluster, list[bytes]]:
+    c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
+    c.router.knowledge.log_to(lines.append)
+    c.submit(a_request("a", 40))
+    return c, lines
+
+
+def test_attempt_has_a_line_when_it_is_sent_out_and_one_with_the_truth_at_its_end() -> None:
+    c, lines = logged()
+    c.clock.advance(0.5)
+    c["g"].say(Started(attempts=(KEY,)))
+    times = PrefillTimes(id_of("a"), 0, 0.1, 0.3, 40, 40)
+    c["d0"].say(Measured(prefills=(times,)))
+    c.clock.advance(1.0)
+    c["g"].say(Ended(attempts=(KEY,)))
+    sent, ended = decode_lines(lines, "log")
+    assert isinstance(sent, SentOut) and isinstance(ended, HasEnded)
+    assert (sent.decision.request_id, sent.page_size, sent.num_output_tokens) == (id_of("a"), 16, 8)
+    assert sent.decision.chosen in sent.decision.weighed and len(keys_in(sent)) == 2
+    assert (ended.first_token_s, ended.measured, ended.at_s - sent.at_s) == (0.5, times, 1.5)
+
+
+def test_line_tells_nothing_of_a_prompt_but_its_length_and_what_its_pages_are_called() -> None:
+    secret, salt = 123_456_789, b"\xa7" * 16
+    c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
+    c.router.knowledge.log_to(lines.append)
+    c.submit(Request(request_id=id_of("a"), token_ids=(secret,) * 40, tenant="acme", cache_salt=salt))
+    (line,) = map(json.loads, lines)
+    assert set(line) == {"kind", "at_s", "decision", "page_size", "num_output_tokens", "keys"}
+    assert line["decision"]["num_tokens"] == 40
+    for what in (str(secret), "acme", base64.b64encode(salt).decode()[:20], salt.hex()):
+        assert what not in lines[0].decode()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"{}", b"\xff\xfe", b"[1, 2]", b'{"kind": "SentOut"}', b'{"kind": "HasEnded", "at_s": -1}', b""],
+)
+def test_damaged_line_is_named(damage: bytes) -> None:
+    _, lines = logged()
+    with pytest.raises(ConfigError, match="log, line 2"):
+        list(decode_lines([lines[0], damage, lines[0]], "log"))
+    assert len(list(decode_lines([lines[0], damage], "log"))) == 1, "the last may have been cut off"
+
+
+def test_keys_that_are_none_are_refused() -> None:
+    _, lines = logged()
+    (sent,) = decode_lines(lines, "log")
+    assert isinstance(sent, SentOut)
+    with pytest.raises(ConfigError, match=id_of("a")):
+        keys_in(SentOut(at_s=0, decision=sent.decision, page_size=16, num_output_tokens=1, keys="?"))
+
+
+def test_file_is_appended_to(tmp_path: Path) -> None:
+    for line in (b"one\n", b"two\n"):
+        log = LogFile(tmp_path / "log")
+        log.write(line)
+        log.close()
+    assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
+
+
+def test_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    log = LogFile(Path("/dev/full"))
+    for _ in range(3):
+        log.write(b"line\n")
+    log.close()
+    assert [record.message for record in caplog.records] == ["the decision log ends here"]
+
+
+def test_router_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    async def serve(path: Path) -> None:
+        config = RouterConfig(decision_log=str(path), redis="none")
+        stopping = asyncio.Event()
+        await serve_router(config, b"k" * 32, lambda address: stopping.set(), stopping)
+
+    asyncio.run(serve(tmp_path / "log"))
+    assert (tmp_path / "log").exists()
+    with pytest.raises(ConfigError, match="decision_log"):
+        asyncio.run(serve(tmp_path / "no folder" / "log"))
