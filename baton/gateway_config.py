@@ -20,7 +20,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How a gateway deals with its clients, wherever it runs."""
 
     strict: bool = False  # refuse keys of a body that are not known, instead of counting them
-    vllm_metric_names: bool = False  # also the five metrics of llm-d's endpoint picker, by vLLM's names
+    vllm_metric_names: bool = False  # also what dashboards and llm-d read of vLLM, by its names
     max_connections: int = 4096  # the last tenth is kept for /health, /ping and /metrics
     max_body_bytes: int = 4 * 2**20
     send_buffer_bytes: int = 128 * 2**10  # of the kernel, a connection

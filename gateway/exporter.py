@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton.gateway.counts import Counts, HistogramCounts
+from baton.gateway.histograms import histogram_family
 from baton.gateway.metrics import ITL_BOUNDS_S, REQUEST_BOUNDS_S, TTFT_BOUNDS_S, Metrics
 from baton.gateway.router_metrics import router_families
 from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
 from baton.gateway.tenants_counts import gateway_tenant_families, router_tenant_families
-from baton.gateway.worker_metrics import vllm_families, worker_families
+from baton.gateway.vllm_metrics import vllm_gateway_families, vllm_worker_families
+from baton.gateway.worker_metrics import worker_families
 
 GATEWAY: Final = ("gateway",)
 
@@ -93,13 +95,15 @@ class Exporter:
 
     def _families(self, gateways: Sequence[Counts]) -> Iterator[Metric]:
         yield from gateway_families(gateways)
+        if self._vllm_names:
+            yield from vllm_gateway_families(gateways, self._model)
         status = self._service.status
         if status is not None:
             yield from worker_families(status)
             yield from router_families(status)
             yield from router_tenant_families(status.queue)
             if self._vllm_names:
-                yield from vllm_families(status.workers, self._model)
+                yield from vllm_worker_families(status.workers, self._model)
 
 
 class _Families(Collector):
@@ -138,19 +142,6 @@ def gateway_families(gateways: Sequence[Counts]) -> Iterator[Metric]:
         num_open.add_metric((each.gateway,), each.num_open)
     yield num_open
     yield from gateway_tenant_families([(each.gateway, each.tenants) for each in gateways])
-    for timing in TIMINGS:
-        yield _histogram(gateways, timing)
-
-
-def _histogram(gateways: Sequence[Counts], timing: Timing) -> Metric:
-    name, documentation, bounds, read = timing
-    family = HistogramMetricFamily(f"baton_{name}_seconds", documentation, labels=GATEWAY)
-    for each in gateways:
-        found, total, buckets = read(each), 0, []
-        if len(found.counts) != len(bounds) + 1:
-            continue  # of another release, while one replaces the other
-        for bound, count in zip((*map(str, bounds), "+Inf"), found.counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        family.add_metric((each.gateway,), buckets, found.sum)
-    return family
+    for name, documentation, bounds, read_timing in TIMINGS:
+        counted = [((each.gateway,), read_timing(each)) for each in gateways]
+        yield histogram_family(f"baton_{name}_seconds", documentation, bounds, GATEWAY, counted)

@@ -1,6 +1,6 @@
 """What the router last said of workers, as Prometheus reads it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,35 +50,6 @@ def _labelled_worker_families(status: Status) -> Iterator[Metric]:
             events.add_metric((*_names(worker), event), count)
     yield pages
     yield events
-
-
-def vllm_families(workers: Sequence[WorkerStatus], model: str) -> Iterator[Metric]:
-    """The five that llm-d's endpoint picker reads, of all workers together."""
-    num_pages = sum(worker.worker.num_pages for worker in workers)
-    num_free = sum(
-        worker.load.pages.get("free", 0) + worker.load.pages.get("cached", 0) for worker in workers
-    )
-    for name, documentation, value in (
-        ("num_requests_waiting", "Sequences that wait.", sum(each.load.num_waiting for each in workers)),
-        ("num_requests_running", "Sequences that run.", sum(each.load.num_running for each in workers)),
-        ("kv_cache_usage_perc", "Share of KV pages in use.", 1 - num_free / num_pages if num_pages else 0.0),
-    ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", documentation, labels=("model_name",))
-        gauge.add_metric((model,), value)
-        yield gauge
-    cache = GaugeMetricFamily(
-        "vllm:cache_config_info", "Of the cache.", labels=("block_size", "num_gpu_blocks")
-    )
-    page_size = max((worker.worker.page_size for worker in workers), default=0)
-    cache.add_metric((str(page_size), str(num_pages)), 1)
-    yield cache
-    adapters = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "None are served.",
-        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-    )
-    adapters.add_metric(("0", "", ""), 1)
-    yield adapters
 
 
 def _names(worker: WorkerStatus) -> tuple[str, str]:

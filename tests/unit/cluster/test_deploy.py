@@ -18,6 +18,7 @@ from baton.cluster.settings import Settings
 from baton.config_tree import build
 from baton.control import Status
 from baton.gateway.exporter import Exporter
+from baton.gateway.gate import PUBLIC_PATHS
 from baton.gateway.metrics import Metrics
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
@@ -180,9 +181,10 @@ def test_the_kubernetes_service_and_probes_find_the_gateway(kuberay: dict[str, A
     (container,) = [one for one in head["spec"]["containers"] if one["name"] == "baton"]
     assert container["ports"][0]["containerPort"] == build(ServeConfig, {"model": "tiny"}).port
     (port,) = kuberay["Service"]["spec"]["ports"]
-    assert (
-        port["targetPort"] == container["readinessProbe"]["httpGet"]["port"] == container["ports"][0]["name"]
-    )
+    probes = [container[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert {port["targetPort"], *(probe["port"] for probe in probes)} == {container["ports"][0]["name"]}
+    assert [probe["path"] for probe in probes] == ["/health", "/ping", "/ping"]
+    assert set(PUBLIC_PATHS) >= {probe["path"] for probe in probes}  # the kubelet has no key
 
 
 @pytest.fixture(scope="module")

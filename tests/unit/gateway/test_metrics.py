@@ -76,6 +76,20 @@ def test_vllms_names_are_there_when_asked_for() -> None:
     assert any(name == "vllm:lora_requests_info" for name, _ in found)
 
 
+def test_vllms_dashboards_find_latencies_tokens_and_caches() -> None:
+    given = exporter(counted("g0"), service_with_workers(), vllm_names=True)
+    found = samples(given, msgspec.structs.replace(counted("g1").counts({}), prompt_tokens=5))
+    for gateway, num_tokens in (("g0", 0), ("g1", 5)):
+        labels = (("engine", gateway), ("model_name", "tiny"))
+        assert found["vllm:time_to_first_token_seconds_count", labels] == 1
+        assert found["vllm:time_to_first_token_seconds_sum", labels] == 0.15
+        assert found["vllm:inter_token_latency_seconds_count", labels] == 0
+        assert found["vllm:e2e_request_latency_seconds_count", labels] == 0
+        assert found["vllm:prompt_tokens_total", labels] == num_tokens
+        assert found["vllm:generation_tokens_total", labels] == 0
+    assert found["vllm:prefix_cache_hits_total", (("engine", "decode-0"), ("model_name", "tiny"))] == 0
+
+
 def counted(name: str) -> Metrics:
     metrics = Metrics(name)
     metrics.answered("/v1/completions", 200)
