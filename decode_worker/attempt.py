@@ -42,6 +42,7 @@ class Attempt:
     filled: FilledPages | None = None  # leading pages that it owns before the engine has it
     num_wanted_pages: int = 0  # that there was no room for
     num_promised_pages: int = 0  # that the prefill worker has yet to ask for
+    num_expected_pages: int = 0  # that have yet to come
     first: TokenEvent | None = None
     pull: Pull | None = None  # of a prefix, once that has ended
 
@@ -53,6 +54,14 @@ class Attempt:
         """InvalidRequest for what that engine could not run as one attempt."""
         if self.request.sampling.n != 1:
             raise InvalidRequest(f"an attempt is at one choice, got n {self.request.sampling.n}")
+        quota, num_pages = (
+            self.request.standing.quotas.max_kv_pages,
+            engine.pages.pages_for(1 + self.request.num_tokens),
+        )
+        if quota is not None and num_pages > quota:
+            raise InvalidRequest(
+                f"it needs {num_pages} pages of KV, its tenant's quota max_kv_pages is {quota}"
+            )
         engine.check(self.request)
 
     @property

@@ -96,6 +96,7 @@ class RemotePrompts:
         if attempt.num_promised_pages:  # nobody has asked for them, and who asks now is refused
             self._attempts.pop(transfer, None)
         self._admission.end_promise(attempt)
+        self._admission.end_expectation(attempt)
         filled, attempt.filled = attempt.filled, None
         if filled is not None:
             self._engine.release(filled)
@@ -115,6 +116,7 @@ class RemotePrompts:
                 self._engine.release(FilledPages(ended.pages, num_tokens, owner))
             return None
         attempt.transfer = b""
+        self._admission.end_expectation(attempt)
         if not has_come:
             return attempt, ended.reason
         assert attempt.filled is not None, "an attempt with a transfer has claimed a prefix before"

@@ -2,8 +2,8 @@
 
 The life of an attempt is in attempt.py. What comes in between:
 
-- Admission is in order of priority, then arrival: the first that finds no room holds up those behind it, so
-  that a long prompt is not starved by short ones.
+- Admission is in the order of admission.py: the first that finds no room holds up those behind it, so that a
+  long prompt is not starved by short ones.
 - Where all of a prompt but `local_prefill_tokens` is known here, or where its pages did not come although
   its prefill worker lives, it is computed here: the tokens are the same.
 - Pages that do not come before the first token may be a dead worker's, who died of the very prompt: that
@@ -184,8 +184,11 @@ class DecodeWorker(WorkerNode):
         self._admission.wait(attempt)
 
     def _admit(self) -> None:
-        while (attempt := self._admission.first()) is not None and self._begin(attempt):
-            self._admission.leave(attempt)
+        while (attempt := self._admission.first()) is not None:
+            if self._begin(attempt):
+                self._admission.leave(attempt)
+            elif self._admission.first() is attempt:
+                return  # there is no room, for it or anybody
 
     def _begin(self, attempt: Attempt) -> bool:
         """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
@@ -199,6 +202,7 @@ class DecodeWorker(WorkerNode):
             return True
         if not self._admission.may_have_room(attempt):
             return False
+        self._engine.pages.accounts.book(attempt.engine_id, attempt.request.tenant)
         claim = self._engine.claim_prefix(
             attempt.token_ids,
             attempt.request.cache_salt,

@@ -43,7 +43,7 @@ class AccountBooks:
         return sequence.rank[0], self.excess(account), account.work, sequence.rank
 
     def num_pages(self, account: Account) -> int:
-        return self._pool.accounts.num_pages.get(account.name, 0) + self._change[account.name]
+        return self._pool.accounts.held(account.name) + self._change[account.name]
 
     def share(self, account: Account) -> float:
         """Pages that the account is due."""

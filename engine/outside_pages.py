@@ -53,6 +53,7 @@ class OutsidePages:
         """IntegrityError, with nothing released, when they are not all the owner's."""
         self._pool.check_used_by(pages, owner)
         self._pool.release(pages, owner)
+        self._pool.accounts.close(owner)
         self._end_claim(pages, owner)
 
     def lend(self, keys: Ordered[bytes], borrower: Owner) -> Loan | None:
@@ -103,6 +104,7 @@ class OutsidePages:
             raise IntegrityError(f"page {last} is filled in part and shared: {sequence.key} cannot write it")
         pool.accounts.book(sequence.key, sequence.account_name)
         pool.hand_over(filled.pages, filled.owner, sequence.key)
+        pool.accounts.close(filled.owner)
         self._end_claim(filled.pages, filled.owner)
         sequence.page_table = list(filled.pages)
         sequence.num_computed_tokens = filled.num_tokens

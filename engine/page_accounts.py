@@ -3,11 +3,12 @@
 1. `book` says on whose account an owner takes pages from now on; it has none yet.
 2. `took` and `let_go` follow what the owner does with pages. Owners that are not booked count for nobody.
 3. `close` ends a booking once the owner has let go of all its pages, at once or later.
+4. `expect` counts pages that an account is about to get, so that nothing else takes their place in its quota.
 
 Leases and writers are on nobody's account: they are others' business, and end by themselves.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,13 +26,15 @@ class Booking:
 class PageAccounts:
     def __init__(self) -> None:
         self.num_pages: defaultdict[str, int] = defaultdict(int)  # account -> pages; 0 or absent: none
+        self._num_expected: Counter[str] = Counter()
         self._bookings: dict[Owner, Booking] = {}
 
     def book(self, owner: Owner, account: str) -> None:
-        """ValueError when the owner is booked already."""
-        if owner in self._bookings:
-            raise ValueError(f"{owner} is on the account {self._bookings[owner].account!r} already")
-        self._bookings[owner] = Booking(account)
+        """Twice is once. ValueError when the owner is on another account."""
+        booking = self._bookings.setdefault(owner, Booking(account))
+        if booking.account != account:
+            raise ValueError(f"{owner} is on the account {booking.account!r} already, not {account!r}")
+        booking.is_closed = False
 
     def close(self, owner: Owner) -> None:
         """Nothing happens when the owner is not booked."""
@@ -40,6 +43,21 @@ class PageAccounts:
             booking.is_closed = True
             if not booking.num_pages:
                 del self._bookings[owner]
+
+    def expect(self, account: str, num_pages: int) -> None:
+        """So many pages more are about to come; a negative number takes that back."""
+        self._num_expected[account] += num_pages
+        if not self._num_expected[account]:
+            del self._num_expected[account]
+
+    def held(self, account: str) -> int:
+        """Pages that it has, or is about to get."""
+        return self.num_pages.get(account, 0) + self._num_expected[account]
+
+    @property
+    def num_open(self) -> int:
+        """Owners that are booked, and accounts that expect pages: 0 when nobody has or wants any."""
+        return len(self._bookings) + len(self._num_expected)
 
     def took_fresh(self, owner: Owner, num_pages: int) -> None:
         """Pages that nobody else uses."""

@@ -124,7 +124,7 @@ class Sequence:
             stop_ids=frozenset(sampling.stop_token_ids).union(eos_ids),
             priority=request.priority,
             arrival_s=request.arrival_s,
-            due_s=request.arrival_s + _due_after_s(request),
+            due_s=due_s(request),
             account_name=request.tenant,
             standing=request.standing,
             cache_salt=request.cache_salt,
@@ -167,9 +167,10 @@ class Sequence:
         )
 
 
-def _due_after_s(request: Request) -> float:
+def due_s(request: Request) -> float:
+    """When it should have its first token, by the clock of its arrival."""
     sla, standing = request.sla, request.standing
     for limit_ms in (sla.ttft_ms, sla.deadline_ms, standing.max_queue_delay_ms):
         if limit_ms is not None:
-            return limit_ms / 1e3
-    return DEFAULT_DUE_S
+            return request.arrival_s + limit_ms / 1e3
+    return request.arrival_s + DEFAULT_DUE_S

@@ -14,11 +14,19 @@ class SoughtPrefix(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """That may be brought: not the last, and none where the logits of each one are wanted."""
-        return 0 if self.request.sampling.prompt_logprobs is not None else self.request.num_tokens - 1
+        """That may be brought: not the last, no more than the tenant's quota of pages leaves, and none where
+        the logits of each one are wanted."""
+        if self.request.sampling.prompt_logprobs is not None:
+            return 0
+        most, quota = self.request.num_tokens - 1, self.request.standing.quotas.max_kv_pages
+        if quota is None:
+            return most
+        pages = self.engine.pages
+        return max(0, min(most, (quota - pages.accounts.held(self.request.tenant)) * pages.page_size))
 
     def claim(self, multiple_of: int) -> FilledPages:
-        """Hold what is known of it here; see `Engine.claim_prefix`."""
+        """Hold what is known of it here, on the tenant's account; see `Engine.claim_prefix`."""
+        self.engine.pages.accounts.book(self.owner, self.request.tenant)
         token_ids, salt = self.request.all_token_ids, self.request.cache_salt
         return self.engine.claim_prefix(token_ids, salt, self.owner, multiple_of=multiple_of)
 

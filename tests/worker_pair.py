@@ -125,6 +125,7 @@ class Host:
         pages.check_integrity()
         states = (PageState.ACTIVE, PageState.LEASED, PageState.QUARANTINED)
         held = {state.name: pages.count(state) for state in states}
+        held["bookings"] = pages.accounts.num_open
         held |= {"transfers": self.endpoint.num_open, "attempts": len(self.node.attempts)}
         if isinstance(self.node, DecodeWorker):
             held["prompts"] = len(self.node._prompts)

@@ -1,13 +1,15 @@
 """Who begins, in which order, and that a prompt which is computed elsewhere finds its pages."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from baton.control import Dispatch, Prefill
+from baton.control import Dispatch, Failure, Prefill
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.attempt import Attempt
 from baton.engine.engine import Engine
+from baton.tenancy import Quotas, Sla, Standing
 from tests.tiny_models import tiny_engine
 from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
 from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, said
@@ -54,6 +56,95 @@ def test_no_page_is_promised_twice(admission: Admission) -> None:
     admission.end_promise(first)
     admission.end_promise(first)
     assert admission.may_have_room(second) and admission.promise(second, NUM_PAGES)
+
+
+def order_of(admission: Admission, attempts: list[Attempt]) -> list[int]:
+    """In which they begin, as numbers; whoever does is promised five pages."""
+    order = []
+    while (first := admission.first()) is not None:
+        order.append(attempts.index(first))
+        assert admission.promise(first, 5)
+        admission.leave(first)
+    return order
+
+
+def of_tenant(number: int, tenant: str, **standing: Any) -> Attempt:
+    request = a_request(number, tenant=tenant, standing=Standing(**standing))
+    return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
+
+
+def test_a_better_class_is_first_whoever_came_before(admission: Admission) -> None:
+    attempts = [of_tenant(0, "low", rank=1), of_tenant(1, "high"), of_tenant(2, "high")]
+    for attempt in attempts:
+        admission.wait(attempt)
+    assert order_of(admission, attempts) == [1, 2, 0]
+
+
+def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(admission: Admission) -> None:
+    attempts = [of_tenant(number, "noisy") for number in range(3)]
+    attempts += [of_tenant(number, "quiet", weight=2.0) for number in range(3, 5)]
+    for attempt in attempts[1:]:
+        admission.wait(attempt)
+    assert admission.promise(attempts[0], 10)
+    assert order_of(admission, attempts) == [3, 4, 1, 2]
+
+
+def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(admission: Admission) -> None:
+    slack, due = a_request(0, arrival_s=5.0), a_request(1, arrival_s=6.0, sla=Sla(ttft_ms=100.0))
+    first = a_request(2, arrival_s=9.0, priority=-1)
+    attempts = [Attempt.of(Dispatch(request=each, gateway=GATEWAY.id)) for each in (slack, due, first)]
+    for attempt in attempts:
+        admission.wait(attempt)
+    assert order_of(admission, attempts) == [2, 1, 0]
+
+
+def test_a_tenant_over_its_quota_waits_and_holds_up_nobody_else(admission: Admission) -> None:
+    quotas = Quotas(max_kv_pages=12)
+    first, second, other = (of_tenant(n, name, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
+    assert admission.promise(first, 10)
+    admission.wait(second)
+    assert not admission.promise(second, 10)
+    assert admission.first() is None
+    admission.wait(other)
+    assert admission.first() is other
+    admission.leave(other)
+    admission.end_promise(first)
+    assert admission.first() is None  # the pages are yet to come
+    admission.end_expectation(first)
+    admission.end_expectation(first)
+    assert admission.first() is second and admission.promise(second, 10)
+
+
+def test_a_tenant_never_holds_more_than_its_quota_and_every_answer_comes(
+    make_pair: MakePair, alone: Engine
+) -> None:
+    """Each prompt takes 11 pages at first: two of the noisy tenant's go on beside each other, not three."""
+    pair = make_pair(num_pages=(96, 96))
+    limited = Standing(quotas=Quotas(max_kv_pages=26))
+    noisy = [a_request(n, (n, *PROMPT[1:]), tenant="noisy", standing=limited) for n in range(5)]
+    quiet = a_request(9, (9, *PROMPT[1:]), tenant="quiet")
+    for request in (*noisy, quiet):
+        pair.dispatch(request)
+    most = 0
+
+    def is_over() -> bool:
+        nonlocal most
+        for host in (pair.prefill, pair.decode):
+            most = max(most, host.engine.pages.accounts.num_pages.get("noisy", 0))
+        return all(pair.is_answered(request) for request in (*noisy, quiet))
+
+    pair.turns_until(is_over)
+    assert 13 < most <= 26
+    for request in (*noisy, quiet):
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+
+
+def test_a_prompt_that_its_quota_can_never_hold_is_refused_by_name(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.dispatch(a_request(0, tenant="t", standing=Standing(quotas=Quotas(max_kv_pages=10))))
+    pair.turns_until(lambda: bool(pair.failures()))
+    (failed,) = pair.failures()
+    assert failed.failure is Failure.INVALID and "quota max_kv_pages is 10" in failed.reason
 
 
 def num_asked(pair: WorkerPair) -> int:
