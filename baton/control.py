@@ -120,6 +120,7 @@ class Rejected(Message, frozen=True):
     reason: Reason
     retry_after_s: Seconds
     refusal: Refusal = Refusal.NO_ROOM  # what is not NO_ROOM is the request's end: its client is told why
+    may_return: bool = True  # the client, by itself; else only if somebody wants it to
 
 
 class Started(Message, frozen=True):

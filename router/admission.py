@@ -10,8 +10,10 @@ Only who may be shed is refused for an objective, and never an attempt that take
 not a queue that makes it hopeless, one is let in now and then all the same: predictions are learnt from what
 was tried.
 
-Who is refused is told to come back when there should be room: after the work that is there, and after that of
-all who were told so before. So they come back one after the other, and find what they were promised.
+Who is refused is told when there should be room: after the work that is there, and after that of all who were
+told so before, a part of the cluster's time being kept for them. So they come back one after the other, and
+find what they were promised. Of more than fit into PROMISED_S the others are asked not to come by themselves:
+they would only be refused again, and be in the way of others when it is over.
 """
 
 from math import inf
@@ -25,8 +27,11 @@ from baton.router.forecast import Asked, Forecast, Prediction
 from baton.router.quotas import Refused
 from baton.tenancy import Refusal
 
+HEADROOM: Final = 0.9  # of a time that was promised, what is predicted may take
 LEAST_RETRY_S: Final = 0.5
-MOST_RETRY_S: Final = 60.0  # clients wait no longer
+MOST_RETRY_S: Final = 60.0
+PROMISED_S: Final = 15.0
+KEPT: Final = 0.25  # of the cluster's time, for those that come back
 SPREAD: Final = 0.618034  # of the golden ratio: its multiples, less their whole parts, are spread evenly
 PROBE_S: Final = 2.0  # between two that are let in against what is predicted
 DEFAULT_DELAY_S: Final = 60.0  # of a request with no objective at all
@@ -70,21 +75,20 @@ class Returns:
     def __init__(self, clock: Clock, forecast: Forecast) -> None:
         self._clock = clock
         self._forecast = forecast
-        self._promised_s = -inf  # when there is no room any more that was promised to nobody
+        self._promised_s = -inf  # until when there is no room that was promised to nobody
         self._num = 0
 
-    def retry_after_s(self, work: float, excess_s: float) -> float:
+    def invite(self, refusal: Refusal, reason: str, work: float, excess_s: float) -> Refused:
         """excess_s: that the request would come too late by now."""
         now_s = self._clock.now_s()
         room_s = max(self._promised_s, now_s + max(LEAST_RETRY_S, excess_s))
         rate = self._forecast.rate.work_per_s
-        self._promised_s = room_s + (work / rate if rate else 0.0)
-        wait_s = room_s - now_s
-        if wait_s <= MOST_RETRY_S:
-            return wait_s
-        self._promised_s = min(self._promised_s, now_s + 2 * MOST_RETRY_S)
+        if room_s - now_s <= PROMISED_S:
+            self._promised_s = room_s + (work / (KEPT * rate) if rate else 0.0)
+            return Refused(refusal, reason, room_s - now_s)
         self._num += 1
-        return MOST_RETRY_S * (0.5 + 0.5 * (self._num * SPREAD % 1.0))
+        spread_s = (MOST_RETRY_S - PROMISED_S) * (self._num * SPREAD % 1.0)
+        return Refused(refusal, reason, PROMISED_S + spread_s, may_return=False)
 
 
 class Admission:
@@ -110,22 +114,20 @@ class Admission:
         return self._refuse(late, work, found)
 
     def shed(self, work: Work, prediction: Prediction) -> Refused:
-        wait_s = self.returns.retry_after_s(work.total, prediction.queue_s)
-        return Refused(Refusal.SHED, "the cluster is overloaded", wait_s)
+        return self.returns.invite(Refusal.SHED, "the cluster is overloaded", work.total, prediction.queue_s)
 
     def expired(self, work: Work, *, is_over: bool) -> Refused:
         """Of one that has waited in vain; is_over: its deadline has passed, else its first token's time."""
         name = "deadline_ms" if is_over else "ttft_ms"
-        wait_s = self.returns.retry_after_s(work.total, 0.0)
         refusal = Refusal.DEADLINE if is_over else Refusal.SLO
-        return Refused(refusal, f"its {name} has passed while it waited", wait_s)
+        return self.returns.invite(refusal, f"its {name} has passed while it waited", work.total, 0.0)
 
     def _refuse(self, late: "_Late", work: Work, found: Prediction) -> Refused:
         told = f"a first token in {found.ttft_s:.3g} s, then one every {1e3 * found.tpot_s:.3g} ms"
         reason = f"{late.objective} can't be kept: predicted is {told}"
         if late.is_never:  # by workers with nothing else to do neither
-            return Refused(late.refusal, reason, None)
-        return Refused(late.refusal, reason, self.returns.retry_after_s(work.total, late.excess_s))
+            return Refused(late.refusal, reason, MOST_RETRY_S, may_return=False)
+        return self.returns.invite(late.refusal, reason, work.total, late.excess_s)
 
     def _may_probe(self) -> bool:
         now_s = self._clock.now_s()
@@ -150,8 +152,8 @@ def _lateness(objective: Objective, waited_s: float, found: Prediction) -> _Late
         (Refusal.SLO, "ttft_ms", objective.ttft_s),
     )
     for refusal, name, most_s in firsts:
-        if ttft_s > most_s:
-            return _Late(refusal, name, ttft_s - most_s, found.alone_s > most_s)
+        if ttft_s > HEADROOM * most_s:
+            return _Late(refusal, name, ttft_s - HEADROOM * most_s, found.alone_s > HEADROOM * most_s)
     if found.tpot_s > objective.tpot_s:
         return _Late(Refusal.SLO, "tpot_ms", 0.0, found.alone_tpot_s > objective.tpot_s)
     return None

@@ -28,6 +28,7 @@ from baton.router.tenant_queues import Waiting
 from baton.tenancy import Refusal
 
 RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 86_400.0
 
 
 class Gateway:
@@ -179,7 +180,8 @@ class Dispatcher:
             request_id=key[0],
             attempt=key[1],
             reason=refused.reason[:512],
-            retry_after_s=refused.retry_after_s or 0.0,
+            retry_after_s=min(refused.retry_after_s, MAX_RETRY_AFTER_S),
+            may_return=refused.may_return,
             refusal=refused.refusal,
         )
         self._gateways[gateway_id].peer.send(rejected)

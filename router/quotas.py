@@ -21,11 +21,10 @@ FULL_RETRY_S: Final = 1.0  # where nobody can tell when one of the tenant's requ
 
 
 class Refused(NamedTuple):
-    """retry_after_s: None: the same request will never be taken."""
-
     refusal: Refusal
     reason: str
-    retry_after_s: float | None
+    retry_after_s: float
+    may_return: bool = True  # by itself, then; else only if somebody wants it
 
 
 class Bucket:
