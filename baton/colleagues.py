@@ -42,6 +42,17 @@ class Colleagues:
         """The one to ask for something. It stays the same while the same routers are there and know all."""
         return self._peers.get(self._chosen)
 
+    def router_for(self, tenant: str) -> Peer | None:
+        """The one that everybody asks for what a tenant wants: so one alone counts it, against its quotas.
+
+        As long as all see the same routers, that is.
+        """
+        if len(self._lists) < 2:
+            return self.router
+        knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
+        chosen = max(knowing or self._lists, key=lambda id_: _rank(tenant, id_))
+        return self._peers[chosen]
+
     @property
     def routers(self) -> list[Peer]:
         return [self._peers[id_] for id_ in self._lists]
@@ -136,7 +147,10 @@ class Colleagues:
     def _choose(self) -> None:
         """One that knows all workers, if there is one; which of them is each process's own chance."""
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
-        self._chosen = max(knowing or self._lists, key=self._rank, default="")
+        own = self.hello.id
+        self._chosen = max(knowing or self._lists, key=lambda id_: _rank(own, id_), default="")
 
-    def _rank(self, router_id: str) -> bytes:
-        return blake2b(f"{self.hello.id} {router_id}".encode(), digest_size=8).digest()
+
+def _rank(whose: str, router_id: str) -> bytes:
+    """Of a router among others: the highest is chosen."""
+    return blake2b(f"{whose} {router_id}".encode(), digest_size=8).digest()

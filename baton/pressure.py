@@ -11,6 +11,7 @@ The ladder, from the bottom. Each rung keeps what the rungs below it do:
     SHED           requests of the lowest class that wait are refused, where the tenant allows it
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Annotated, Final
 
@@ -57,3 +58,40 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_queued: Count = 0
     oldest_wait_s: Seconds = 0.0
     tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
+
+
+def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
+    """Of several routers, which each see their own requests: as if one had seen them all."""
+    every = list(queues)
+    tenants: dict[str, TenantStatus] = {}
+    for status in (status for queue in every for status in queue.tenants):
+        other = tenants.get(status.tenant)
+        tenants[status.tenant] = status if other is None else _sum(other, status)
+    return QueueStatus(
+        rung=max((queue.rung for queue in every), default=Rung.CALM),
+        num_queued=sum(queue.num_queued for queue in every),
+        oldest_wait_s=max((queue.oldest_wait_s for queue in every), default=0.0),
+        tenants=tuple(tenants.values())[:MAX_TENANTS],
+    )
+
+
+def _sum(one: TenantStatus, other: TenantStatus) -> TenantStatus:
+    counts = {
+        name: getattr(one, name) + getattr(other, name) for name in (*_COUNTS, "work_tokens", "waited_s")
+    }
+    return TenantStatus(
+        tenant=one.tenant,
+        weight=one.weight,
+        oldest_wait_s=max(one.oldest_wait_s, other.oldest_wait_s),
+        refused={
+            refusal: one.refused.get(refusal, 0) + other.refused.get(refusal, 0)
+            for refusal in {*one.refused, *other.refused}
+        },
+        **counts,
+    )
+
+
+_COUNTS: Final = (
+    *("num_queued", "num_active", "num_dispatched"),
+    *("num_met", "num_missed", "num_degraded"),
+)

@@ -15,10 +15,13 @@ from baton.control import Cancel, Ended, Rejected, Routed, Started, Submit
 from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why_not_again
 from baton.gateway.stream_log import State, Stream
-from baton.tenancy import Refusal
+from baton.node import Peer
+from baton.request import Request
+from baton.tenancy import Quotas, Refusal
 from baton.wire_types import MAX_EVENTS
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
+NO_QUOTAS: Final = Quotas()
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 
 Key: TypeAlias = tuple[str, int]  # request id, attempt
@@ -251,7 +254,7 @@ class OpenStreams:
         if error is not None:
             self.fail(stream, error)
             return
-        router = self._colleagues.router
+        router = self._router_for(stream.request)
         if router is None:
             return
         request = stream.next_request()
@@ -265,6 +268,11 @@ class OpenStreams:
             raise InvalidRequest(f"the request can't be sent on: {error}") from error
         stream.state, stream.heard_s, stream.router = State.SUBMITTED, now_s, router.hello.id
         del self._waiting[stream.request_id]
+
+    def _router_for(self, request: Request) -> Peer | None:
+        if request.standing.quotas == NO_QUOTAS:
+            return self._colleagues.router
+        return self._colleagues.router_for(request.tenant)
 
     def _stop_attempt(self, stream: Stream) -> None:
         """At its workers and in the router's books. Where they are not known yet, Routed will tell."""

@@ -12,6 +12,7 @@ from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import Status, StatusQuery
 from baton.node import Peer
+from baton.pressure import joined
 
 SILENT_S: Final = 3.0
 
@@ -25,13 +26,14 @@ class RouterWatch:
 
     @property
     def status(self) -> Status | None:
-        """Of the workers as the router sees them that is asked for pairs, and of all routers, when all have told."""
+        """Of workers as that router sees them which is asked for pairs, and of all routers, once all told."""
         router, present = self._colleagues.router, self._colleagues.routers
         if router is None or any(each.hello.id not in self._statuses for each in present):
             return None
         return msgspec.structs.replace(
             self._statuses[router.hello.id],
             num_attempts=sum(each.num_attempts for each in self._statuses.values()),
+            queue=joined(each.queue for each in self._statuses.values()),
             routers=tuple(router for each in self._statuses.values() for router in each.routers),
         )
 
