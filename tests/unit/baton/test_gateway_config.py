@@ -8,7 +8,7 @@ ROUTER = Address("127.0.0.1", 1)
 
 
 def config(**settings: object) -> GatewayConfig:
-    return GatewayConfig(**{"model": "m", "router": ROUTER, **settings})  # type: ignore[arg-type]
+    return GatewayConfig(**{"model": "m", "routers": (ROUTER,), **settings})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
