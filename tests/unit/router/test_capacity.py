@@ -1,0 +1,109 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.router.books import Books, Entry
+from baton.router.capacity import MIN_COMPUTING, OVERCOMMIT, Capacity
+from baton.router.membership import Membership
+from tests.node_peers import TestPeer, a_worker, id_of
+from tests.unit.router.router_cluster import cluster
+
+
+class Fleet:
+    def __init__(self, *names: str) -> None:
+        self.clock = ManualClock()
+        self.members = Membership(self.clock)
+        self.books = Books(self.clock)
+        self.capacity = Capacity(self.members, self.books)
+        node = cluster().router
+        for name in names:
+            worker = a_worker(name, max_num_seqs=4, num_pages=10, page_size=16)
+            self.members.join(worker, TestPeer.worker(node, worker))
+
+    def dispatch(self, name: str, tenant: str = "a", *, work: int = 100, at: str = "p0") -> None:
+        key = (id_of(name), 0)
+        self.capacity.dispatched(key, tenant, 1.0, work)
+        self.books.enter(key, Entry("g", id_of("d0"), id_of(at), work, 10, compute_s=work * 1e-2))
+
+    def start(self, name: str) -> None:
+        self.books.started((id_of(name), 0))
+        self.capacity.started((id_of(name), 0))
+
+    def can_decode(self, num_tokens: int) -> bool:
+        member = self.members.get(id_of("d0"))
+        assert member is not None
+        return self.capacity.can_decode(member, num_tokens)
+
+
+def test_decode_worker_takes_a_quarter_more_than_it_runs() -> None:
+    fleet = Fleet("p0", "d0")
+    for number in range(int(4 * OVERCOMMIT)):
+        assert fleet.can_decode(10)
+        fleet.dispatch(str(number))
+    assert not fleet.can_decode(10)
+
+
+def test_decode_worker_takes_what_its_pages_hold() -> None:
+    fleet = Fleet("p0", "d0")
+    fleet.dispatch("first")
+    assert fleet.can_decode(int(160 * OVERCOMMIT) - 10)
+    assert not fleet.can_decode(int(160 * OVERCOMMIT) - 9)
+
+
+def test_idle_worker_takes_anything() -> None:
+    assert Fleet("p0", "d0").can_decode(10**9)
+
+
+def test_prompts_wait_when_workers_have_two_each() -> None:
+    fleet = Fleet("p0", "p1", "d0")
+    for number in range(2 * MIN_COMPUTING):
+        assert fleet.capacity.can_compute("a", 1.0, 1.0)
+        fleet.dispatch(str(number), at=f"p{number % 2}")
+    assert not fleet.capacity.can_compute("a", 1.0, 1.0)
+    fleet.start("0")
+    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+    fleet.capacity.check_integrity()
+
+
+def test_many_short_prompts_are_no_reason_to_wait() -> None:
+    fleet = Fleet("p0", "d0")
+    for number in range(9):
+        fleet.dispatch(str(number), work=1)
+    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+
+
+def test_tenant_under_its_share_need_not_wait_for_a_place() -> None:
+    fleet = Fleet("p0", "d0")
+    fleet.dispatch("0", "noisy")
+    fleet.dispatch("1", "noisy")
+    assert not fleet.capacity.can_compute("noisy", 1.0, 2.0)
+    assert fleet.capacity.can_compute("quiet", 1.0, 2.0)
+    fleet.dispatch("2", "quiet", work=60)
+    assert fleet.capacity.can_compute("quiet", 1.0, 2.0)
+    fleet.dispatch("3", "quiet", work=60)
+    assert not fleet.capacity.can_compute("quiet", 1.0, 2.0)
+    fleet.capacity.check_integrity()
+
+
+def test_what_is_let_out_besides_makes_no_shares_larger() -> None:
+    """However many tenants there are, no more is let out besides than is let out, and one prompt each."""
+    fleet = Fleet("p0", "d0")
+    fleet.dispatch("0", "t0")
+    fleet.dispatch("1", "t0")
+    num_let_out = 0
+    for number in range(2000):
+        tenant = f"t{number % 50}"
+        if fleet.capacity.can_compute(tenant, 1.0, 50.0):
+            num_let_out += 1
+            fleet.dispatch(f"n{number}", tenant, work=10)
+    assert num_let_out * 10 <= 200 + 50 * 10
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 500), st.booleans()), max_size=40))
+def test_sums_stay_exact(steps: list[tuple[int, int, bool]]) -> None:
+    fleet = Fleet("p0", "d0")
+    for number, (tenant, work, is_done) in enumerate(steps):
+        fleet.dispatch(str(number), str(tenant), work=work)
+        if is_done:
+            fleet.start(str(number // 2))
+        fleet.capacity.check_integrity()
