@@ -1,4 +1,4 @@
-"""Workers and routers of a cluster: roles, requests, and the state of KV pages; whether Redis is there."""
+"""Workers, tenants and routers of a cluster: requests, how overloaded it is, KV pages; whether Redis is there."""
 
 import argparse
 import asyncio
@@ -9,6 +9,7 @@ import msgspec
 from baton.cluster import standard_output
 from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
+from baton.cluster.queue_lines import queue_lines
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
@@ -54,7 +55,7 @@ def table(status: Status, pids: Mapping[Listener, int]) -> str:
     ]
     gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
     last = f"{gateways}, {status.num_attempts} requests under way"
-    return "\n".join([*lines, *map(_router_line, status.routers), last])
+    return "\n".join([*lines, *queue_lines(status.queue), *map(_router_line, status.routers), last])
 
 
 def _router_line(router: RouterStatus) -> str:

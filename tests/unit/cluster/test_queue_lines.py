@@ -1,0 +1,51 @@
+from baton.cluster.queue_lines import MAX_LINES, queue_lines
+from baton.cluster.status_command import table
+from baton.control import Status
+from baton.pressure import QueueStatus, Rung, TenantStatus
+from baton.tenancy import Refusal
+
+ACME = TenantStatus(
+    tenant="acme",
+    weight=2.0,
+    num_queued=3,
+    num_active=4,
+    oldest_wait_s=1.25,
+    work_tokens=300,
+    num_met=99,
+    num_missed=1,
+    num_degraded=5,
+    refused={Refusal.SHED: 7, Refusal.TOKENS_PER_S: 2},
+)
+
+
+def test_a_calm_cluster_without_tenants_has_nothing_to_tell() -> None:
+    nameless = TenantStatus(tenant="", work_tokens=9)
+    assert queue_lines(QueueStatus(tenants=(nameless,))) == []
+
+
+def test_the_rung_and_what_waits_are_told() -> None:
+    queue = QueueStatus(rung=Rung.SMALL_CHUNKS, num_queued=12, oldest_wait_s=3.44)
+    assert queue_lines(queue) == ["overload: small chunks, 12 wait, the oldest 3.4 s"]
+
+
+def test_each_tenant_has_a_line_with_its_share_of_all_work() -> None:
+    nameless, quiet = TenantStatus(tenant="", work_tokens=100), TenantStatus(tenant="quiet")
+    first, *lines = queue_lines(QueueStatus(tenants=(ACME, nameless, quiet)))
+    assert first == "overload: calm, nobody waits"
+    assert [line.split()[0] for line in lines] == ["tenant", "acme", "quiet"]
+    assert lines[1].split() == (
+        ["acme", "2", "75%", "3", "1.2", "s", "4", "99.0%", "5", "shed", "7", "tokens_per_s", "2"]
+    )
+    assert lines[2].split() == ["quiet", "1", "0%", "0", "-", "0", "-", "0", "0"]
+
+
+def test_of_many_tenants_the_first_are_shown() -> None:
+    many = tuple(TenantStatus(tenant=f"t{number}") for number in range(MAX_LINES + 3))
+    lines = queue_lines(QueueStatus(tenants=many))
+    assert len(lines) == MAX_LINES + 3 and lines[-1] == "and 3 more tenants, see --json"
+
+
+def test_baton_status_shows_them() -> None:
+    queue = QueueStatus(rung=Rung.SHED, tenants=(ACME,))
+    lines = table(Status(queue=queue), {}).splitlines()
+    assert "overload: shed, nobody waits" in lines and lines[-1] == "0 gateways, 0 requests under way"
