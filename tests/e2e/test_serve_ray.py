@@ -8,6 +8,8 @@ import psutil
 import pytest
 
 from baton.bench.tiny.tasks import recall_cases
+from baton.cluster.cluster_record import find_record
+from baton.router.redis_server import find_program
 from tests.served import Served, are_gone, command_line, descendants, served, stop, until
 
 pytest.importorskip("ray")
@@ -17,7 +19,7 @@ OPTIONS = ("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Served]:
-    with served(*OPTIONS, "--prefill", "2", "--router-policy", "prefix") as found:
+    with served(*OPTIONS, "--prefill", "2", "--router-policy", "prefix", "--routers", "2") as found:
         yield found
 
 
@@ -36,6 +38,15 @@ def test_an_actor_that_is_killed_is_started_again(cluster: Served) -> None:
     until(cluster.answers)
     assert cluster.complete("copy(sun moon star)=") == "sun moon star"
     assert any("decode-0 ended: " in line and "started again" in line for line in cluster.said)
+
+
+def test_a_router_that_is_killed_is_started_again_beside_another(cluster: Served) -> None:
+    before = {router.id for router in cluster.routers()}
+    os.kill(cluster.listening_on(find_record(cluster.port).routers[0].port), signal.SIGKILL)
+    assert cluster.complete("copy(sun moon star)=") == "sun moon star"
+    until(lambda: len({router.id for router in cluster.routers()} | before) == 3, 60.0)
+    state = "up" if find_program() else "none"
+    until(lambda: [router.redis for router in cluster.routers()] == [state] * 2)
 
 
 def test_nothing_listens_without_a_token_or_a_key(cluster: Served) -> None:

@@ -45,6 +45,8 @@ def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest
         (["worker", "decode", "--router", "h:1"], 'MODEL: expected a directory, or "tiny", got none'),
         (["worker", "decode", "tiny", "--router", "h"], "expected HOST:PORT such as 10.0.0.1:7000, got 'h'"),
         (["status", "--router", "h:99999"], "expected HOST:PORT"),
+        (["status", "--router", "a:1,b"], "expected HOST:PORT such as 10.0.0.1:7000, got 'b'"),
+        (["status", "--router", ",".join(["a:1"] * 9)], "expected 8 routers at most, got 9"),
         (["worker", "both", "tiny"], "invalid choice: 'both'"),
         (["serv"], "invalid choice: 'serv'"),
     ],

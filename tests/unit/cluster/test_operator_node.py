@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from baton.hub import Hub
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Address
-from tests.node_peers import TestPeer, a_worker
+from tests.node_peers import TestPeer, a_worker, id_of
 
 KEY = b"k" * 32
 
@@ -111,5 +112,47 @@ def test_a_router_that_comes_back_is_asked_again() -> None:
             TestPeer.worker(router, a_worker("d0"))
             assert len((await operator.status()).workers) == 1
             await second.close()
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def a_router(name: str) -> AsyncIterator[tuple[Router, Address]]:
+    hub = Hub(KEY)
+    router = Router(RouterConfig(), SystemClock(), id_of(name))
+    address = await hub.listen()
+    hub.serve(router)
+    try:
+        yield router, address
+    finally:
+        await hub.close()
+
+
+def test_all_routers_are_asked_and_told() -> None:
+    async def run() -> None:
+        async with a_router("a") as (one, first), a_router("b") as (other, second):
+            workers = [TestPeer.worker(one, a_worker(name)) for name in ("d0", "d1")]
+            workers.append(TestPeer.worker(other, a_worker("d0")))
+            async with connected([first, second], KEY) as operator:
+                status = await operator.status()
+                assert {router.id for router in status.routers} == {id_of("a"), id_of("b")}
+                assert {entry.worker.name for entry in status.workers} == {"d0", "d1"}
+                assert await operator.explain(id_of("r")) == ()
+                await operator.drain("d0")
+        drained = [any(isinstance(message, Drain) for message in worker.received) for worker in workers]
+        assert drained == [True, False, True]
+
+    asyncio.run(run())
+
+
+def test_a_router_that_is_gone_keeps_no_other_from_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_node, "MOMENT_S", 0.05)
+
+    async def run() -> None:
+        async with a_router("a") as (_, first):
+            async with a_router("b") as (_, second), connected([first, second], KEY) as operator:
+                assert len((await operator.status()).routers) == 2
+            async with connected([first, second], KEY) as operator:
+                assert [router.id for router in (await operator.status()).routers] == [id_of("a")]
 
     asyncio.run(run())

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.cluster.process_spec import ProcessSpec
-from baton.cluster.serve_plan import Site, specs
+from baton.cluster.serve_plan import Site, router_ports, specs
 from baton.config import EngineSettings
 from baton.config_tree import build
 from baton.gateway_config import GatewayConfig
@@ -33,6 +33,25 @@ def test_everybody_is_told_of_the_router_and_nobody_of_a_key() -> None:
         else:
             assert isinstance(spec.config, WorkerConfig | GatewayConfig)
             assert spec.config.routers == (ROUTER,)
+
+
+def test_routers_have_ports_of_their_own_and_one_redis() -> None:
+    addresses = (ROUTER, Address("127.0.0.1", 7001))
+    config = build(ServeConfig, {"model": "tiny", "routers": 2, "router": {"seed": 5}})
+    planned = specs(config, Site(routers=addresses, host="", port=8000, num_gpus=0, redis="unix:///r"))
+    routers = [spec for spec in planned if isinstance(spec.config, RouterConfig)]
+    assert [spec.name for spec in routers] == ["router-0", "router-1"]
+    told = [spec.config for spec in routers if isinstance(spec.config, RouterConfig)]
+    assert [Address(each.host, each.port) for each in told] == list(addresses)
+    assert {each.redis for each in told} == {"unix:///r"}
+    assert len({each.seed for each in told}) == 2
+    assert all(each.routers == addresses for each in workers(planned))
+
+
+@pytest.mark.parametrize(("port", "expected"), [(0, [0, 0, 0]), (7000, [7000, 7001, 7002])])
+def test_a_port_that_is_given_is_the_first_routers(port: int, expected: list[int]) -> None:
+    config = build(ServeConfig, {"model": "tiny", "routers": 3, "router": {"port": port}})
+    assert router_ports(config) == expected
 
 
 def test_gateways_share_the_port() -> None:
