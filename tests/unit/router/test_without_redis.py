@@ -1,0 +1,27 @@
+import subprocess
+import sys
+
+
+def test_a_router_needs_no_redis_library_where_it_shares_nothing() -> None:
+    program = "import sys; sys.modules['redis'] = None; import baton.router.process, baton.cluster.serve"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_that_the_library_is_missing_is_said() -> None:
+    program = """
+import sys; sys.modules['redis'] = None
+import asyncio
+from baton.errors import ConfigError
+from baton.router.process import serve_router
+from baton.router_config import RouterConfig
+
+config = RouterConfig(policy="cost", redis="redis://127.0.0.1:1")
+try:
+    asyncio.run(serve_router(config, b"k" * 32, print, asyncio.Event()))
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 1 and "Python library is not installed" in result.stderr
