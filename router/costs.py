@@ -12,6 +12,8 @@ by its next reader: that is how hot prefixes spread.
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+Kin: TypeAlias = tuple[str, str]  # fingerprint, kv_dtype: only of the same are pages of use to a worker
+
 TIE: Final = 0.02  # costs this close, as a share, are alike: predictions are no better
 
 
@@ -56,6 +58,7 @@ class Computer(NamedTuple):
     wait_s: float  # until it could begin
     num_held_tokens: int  # of the prompt, that it has
     compute_s: Callable[[int, int], float]  # new tokens, all tokens
+    kin: Kin = ("", "")
 
 
 class Source(NamedTuple):
@@ -64,6 +67,7 @@ class Source(NamedTuple):
     worker: str
     num_tokens: int
     pull_s: Callable[[str, str, int], float]  # source, worker, tokens
+    kin: Kin = ("", "")
 
 
 class Decoder(NamedTuple):
@@ -102,6 +106,8 @@ def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
     for each in sources:
         num_tokens = min(each.num_tokens, last)
         if num_tokens <= computer.num_held_tokens or each.worker == computer.worker:
+            continue
+        if each.kin != computer.kin:
             continue
         pulled_s = each.pull_s(each.worker, computer.worker, num_tokens - computer.num_held_tokens)
         shown_s = max(0.0, pulled_s - computer.wait_s)

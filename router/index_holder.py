@@ -52,6 +52,7 @@ class Holder:
         self.limit = num_own_pages  # of what is kept of it here
         self.next_number: int | None = None  # of the change that comes next; None: what it holds is unknown
         self.is_asked = False  # for all that it holds
+        self.num_given_up = 0  # pages, for want of room
         self._seed = seed
         self._table = self._new_table(_LEAST_KEYS)
 
@@ -161,6 +162,7 @@ class Holder:
         oldest = cells[np.argpartition(self._table.stamps[cells], num_left - 1)[:num_left]]
         keys, on_host = self._table.keys[oldest], self._on_host(oldest)
         self._table.remove(oldest)
+        self.num_given_up += num_left
         return [_left(0, keys[~on_host]), _left(1, keys[on_host])]
 
     def _new_table(self, num_keys: int) -> KeyTable:

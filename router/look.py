@@ -12,7 +12,7 @@ from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Match
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prompt_keys import Family, PromptKeys, family_of
+from baton.router.prompt_keys import Family, PromptKeys, family_of, kin_of
 from baton.router.sides import Side
 from baton.worker import WorkerRole
 
@@ -67,7 +67,8 @@ class Look:
             wait_s *= account.prompts.part_before(self._party, self.load.num_tokens)
         if member.worker.role is WorkerRole.PREFILL:
             wait_s += account.num_unknown * speeds.mean_compute_s
-        return Computer(member.id, wait_s, self.num_held_tokens(member), speeds.compute_s)
+        held = self.num_held_tokens(member)
+        return Computer(member.id, wait_s, held, speeds.compute_s, kin_of(member.worker))
 
     def decoder(self, member: Member) -> Decoder:
         worker, account = member.worker, self._known.books.account(member.id)
@@ -85,9 +86,9 @@ class Look:
 
     def sources(self, members: Iterable[Member]) -> Sequence[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""
-        held = [(self._num_at(member), member.id) for member in members]
+        held = [(self._num_at(member), member.id, kin_of(member.worker)) for member in members]
         most = sorted((each for each in held if each[0]), reverse=True)[:MAX_SOURCES]
-        return [Source(worker, num_tokens, self._known.model.pull_s) for num_tokens, worker in most]
+        return [Source(worker, num, self._known.model.pull_s, kin) for num, worker, kin in most]
 
     def _num_at(self, member: Member) -> int:
         if member.id not in self._located:

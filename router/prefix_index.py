@@ -40,7 +40,8 @@ PURGED_AT_ONCE: Final = 8192  # entries of those who left, in one tick
 
 
 class PrefixIndex:
-    """`counters`: gaps, stale (told before), unknown (by who has not joined), malformed, ...
+    """`counters`: gaps, stale (told before), unknown (by who has not joined), malformed, given_up (past a
+    worker's share), no_room.
 
     `version` changes whenever a worker's slot may have.
     """
@@ -224,8 +225,9 @@ class PrefixIndex:
             stored = ~removed
             keys, pages, generations = keys[stored], pages[stored], generations[stored]
         if keys.size:
-            values = values_of(pages, generations, tier)
+            values, num_given_up = values_of(pages, generations, tier), holder.num_given_up
             self._change(holder.slot, holder.store(keys, values, tier, self._stamp))
+            self.counters["given_up"] += holder.num_given_up - num_given_up
 
     def _change(self, slot: int, changes: list[Change]) -> None:
         for change in changes:

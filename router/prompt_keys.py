@@ -14,6 +14,11 @@ def family_of(worker: Worker) -> Family:
     return (worker.fingerprint, worker.kv_dtype, worker.page_size)
 
 
+def kin_of(worker: Worker) -> tuple[str, str]:
+    """Equal ones can use each other's pages, of whatever size."""
+    return (worker.fingerprint, worker.kv_dtype)
+
+
 class PromptKeys:
     """Remembers how each family names pages; of prompts nothing."""
 

@@ -61,6 +61,12 @@ def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
     assert (slow.source, slow.num_held_tokens) == ("", 0)
 
 
+def test_nothing_is_pulled_from_who_has_other_weights() -> None:
+    source, computer = a_source("q", 800)._replace(kin=("old", "float32")), a_computer()
+    assert fill(computer._replace(kin=("new", "float32")), IDLE, [source]).source == ""
+    assert fill(computer._replace(kin=("old", "float32")), IDLE, [source]).source == "q"
+
+
 def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
     assert fill(a_computer("q"), IDLE, [a_source("q", 800)]).source == ""
     assert fill(a_computer(num_held=800), IDLE, [a_source("q", 800)]).source == ""

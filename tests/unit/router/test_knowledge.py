@@ -99,6 +99,18 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     assert (source.num_tokens, source.pages[:3], source.generations[0]) == (6400, (0, 1, 2), 7)
 
 
+def test_worker_of_other_weights_serves_no_pages_to_this_one() -> None:
+    c = cost_cluster("p0", "d0")
+    for name in ("p1", "d1"):
+        c.add(name, num_pages=16_384, max_model_len=65_536, max_num_seqs=128, fingerprint="other")
+    keys = PromptKeys().keys(family_of(a_worker("p1", fingerprint="other")), long_request("x"))
+    c["p1"].say(PageEvents(first=0, keys=keys, pages=tuple(range(500)), generations=(7,) * 500))
+    c.router.knowledge.model.learn_size(1000, 1)  # so little that whoever can would pull them
+    c.submit(long_request("a"))
+    sources = {(each.prefill or each.decode): each.source for each in explained(c, id_of("a")).weighed}
+    assert sources == {id_of("p0"): "", id_of("d0"): "", id_of("p1"): "", id_of("d1"): id_of("p1")}
+
+
 def test_idle_decode_worker_computes_a_short_prompt_and_a_busy_one_does_not() -> None:
     c = cost_cluster("p0", "d0")
     assert route(c, a_request("a", 100))[0].prefill == ""

@@ -1,4 +1,5 @@
 import numpy as np
+import psutil
 import pytest
 
 from baton.clock import ManualClock
@@ -159,7 +160,23 @@ def test_a_flood_costs_its_own_worker_only() -> None:
         index.apply(W0.id, stored(RNG.bytes(1000 * KEY_BYTES), number * 1000))
     assert held(index, W1.id) == 20
     assert index.num_held(W0.id) <= W0.num_pages + NUM_SPARE_PAGES
+    assert index.counters["given_up"] == 100_000 - index.num_held(W0.id)
     index.check_integrity()
+
+
+@pytest.mark.slow
+def test_ten_million_pages_of_one_worker_cost_no_memory_and_nobody_elses_hints() -> None:
+    index, message = an_index(W0, W1), 10_000
+    index.apply(W1.id, stored(CHAIN))
+    for number in range(100):
+        index.apply(W0.id, stored(RNG.bytes(message * KEY_BYTES), number * message))
+    before = psutil.Process().memory_info().rss
+    for number in range(100, 1000):
+        index.apply(W0.id, stored(RNG.bytes(message * KEY_BYTES), number * message))
+    assert psutil.Process().memory_info().rss - before < 16 << 20
+    assert index.num_held(W0.id) <= W0.num_pages + NUM_SPARE_PAGES
+    assert index.counters["given_up"] == 10_000_000 - index.num_held(W0.id)
+    assert held(index, W1.id) == 20
 
 
 def test_past_its_share_a_worker_keeps_what_prompts_were_sent_to_lately() -> None:
