@@ -32,9 +32,13 @@ class Overloaded(BatonError):
 class Refused(Overloaded):
     """Something other than room stands against it: the tenant's quota, its objectives, the overload."""
 
-    def __init__(self, message: str, *, refusal: Refusal, retry_after_s: float) -> None:
+    def __init__(
+        self, message: str, *, refusal: Refusal, retry_after_s: float, may_return: bool = True
+    ) -> None:
+        """may_return: whether the client should try again by itself."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.refusal = refusal
+        self.may_return = may_return
 
 
 class WorkerLost(BatonError):

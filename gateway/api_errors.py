@@ -36,8 +36,11 @@ class ApiError(BatonError):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        should_retry: bool = True,
     ) -> None:
+        """should_retry: by itself, after `retry_after_s`."""
         super().__init__(message)
+        self.should_retry = should_retry
         self.status = status
         self.code = code
         self.param = param
@@ -59,7 +62,7 @@ class ApiError(BatonError):
             return [
                 (b"retry-after", str(math.ceil(wait_s)).encode()),
                 (b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()),
-                (b"x-should-retry", b"true"),
+                (b"x-should-retry", b"true" if self.should_retry else b"false"),
             ]
         # What failed in a worker twice would fail a third time, however politely it is asked.
         return [(b"x-should-retry", b"false")] if self.status >= 400 else []
@@ -106,11 +109,13 @@ def _refused(error: Refused) -> ApiError:
         )
     if refusal is Refusal.SLO:
         message = "the request would miss its latency objective now"
-        return ApiError(429, message, code="slo_infeasible", retry_after_s=retry_after_s)
+        return ApiError(
+            429, message, code="slo_infeasible", retry_after_s=retry_after_s, should_retry=error.may_return
+        )
     if refusal is Refusal.DEADLINE:
         return ApiError(504, "the request's deadline passed before its first token", code="deadline_passed")
     message = "the service is overloaded, and the request's class gives way to others"
-    return ApiError(503, message, code="shed", retry_after_s=retry_after_s)
+    return ApiError(503, message, code="shed", retry_after_s=retry_after_s, should_retry=error.may_return)
 
 
 def _encodable(text: str) -> str:

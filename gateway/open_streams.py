@@ -33,7 +33,7 @@ class Untold(NamedTuple):
     """To a router."""
 
     started: list[Key]
-    ended: list[Key]
+    ended: list[tuple[Key, int]]  # with the tokens that each has answered
 
 
 class OpenStreams:
@@ -81,7 +81,7 @@ class OpenStreams:
 
     def finished(self, stream: Stream) -> None:
         self.counters["finished"] += 1
-        self._to_tell(stream).ended.append(stream.key)
+        self._to_tell(stream).ended.append((stream.key, stream.num_answered))
         self._forget(stream)
 
     def fail(self, stream: Stream, error: BatonError) -> None:
@@ -186,7 +186,12 @@ class OpenStreams:
             return
         self.fail(
             stream,
-            Refused(rejected.reason, refusal=rejected.refusal, retry_after_s=rejected.retry_after_s),
+            Refused(
+                rejected.reason,
+                refusal=rejected.refusal,
+                retry_after_s=rejected.retry_after_s,
+                may_return=rejected.may_return,
+            ),
         )
 
     def submit_waiting(self) -> None:
@@ -206,7 +211,10 @@ class OpenStreams:
                     self.again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s:
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
-            elif now_s - stream.homeless_s > self._limits.max_wait_s:
+            elif now_s - stream.homeless_s > self._limits.max_wait_s and (
+                # In a router's queue it may be for longer: that is no want of workers.
+                stream.state is State.WAITING or now_s - stream.heard_s > self._limits.max_silence_s
+            ):
                 self._end(stream, now_s)
 
     def flush(self) -> None:
@@ -220,7 +228,9 @@ class OpenStreams:
                 for first in range(0, len(started), MAX_EVENTS):
                     told.send(Started(attempts=tuple(started[first : first + MAX_EVENTS])))
                 for first in range(0, len(ended), MAX_EVENTS):
-                    told.send(Ended(attempts=tuple(ended[first : first + MAX_EVENTS])))
+                    part = ended[first : first + MAX_EVENTS]
+                    num_tokens = tuple(num_answered for _, num_answered in part)
+                    told.send(Ended(attempts=tuple(key for key, _ in part), num_tokens=num_tokens))
 
     def is_connected(self, worker: str) -> bool:
         return self._colleagues.peer(worker) is not None
@@ -281,7 +291,7 @@ class OpenStreams:
         request_id, attempt = stream.key
         if stream.decode:
             self._colleagues.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
-        self._to_tell(stream).ended.append(stream.key)
+        self._to_tell(stream).ended.append((stream.key, stream.num_answered))
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]

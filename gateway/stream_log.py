@@ -43,6 +43,7 @@ class Stream:
         "decode",
         "doubted_s",
         "early",
+        "first_index",
         "has_started",
         "heard_s",
         "homeless_s",
@@ -69,7 +70,7 @@ class Stream:
         self.state = State.WAITING
         self.attempt = request.attempt
         self.log = list(request.generated_token_ids)
-        self.next_index = len(self.log)
+        self.next_index = self.first_index = len(self.log)  # the latter: of the present attempt
         self.has_started = self.is_reported = False  # the present attempt; the latter: to the router
         self.early: dict[int, TokenEvent] = {}
         self.decode = self.prefill = ""  # of the present attempt, once it is ROUTED
@@ -90,6 +91,11 @@ class Stream:
     @property
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.attempt
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens, by the present attempt."""
+        return self.next_index - self.first_index
 
     def next_request(self) -> Request | None:
         """Of the present attempt. None: it has become too large, or all that was asked for is there."""
@@ -128,6 +134,7 @@ class Stream:
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
         self.state = State.ROUTED
         self.decode, self.prefill = decode, prefill
+        self.homeless_s += max(0.0, now_s - self.heard_s)  # in the router's queue
         self.heard_s = now_s
 
     def next_attempt(self, now_s: float, *, at_once: bool) -> None:
@@ -141,6 +148,7 @@ class Stream:
             self.num_retries = min(self.num_retries + 1, 10)
         self.state = State.WAITING
         self.attempt += 1
+        self.first_index = self.next_index
         self.beside = self.decode = self.prefill = ""
         self.has_started = self.is_reported = False
         self.doubted_s = math.inf

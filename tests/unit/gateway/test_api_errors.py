@@ -70,3 +70,10 @@ def test_no_client_is_asked_to_wait_longer_than_it_would() -> None:
 
 def test_half_a_character_in_a_message_is_no_error_of_its_own() -> None:
     assert b"ud800" in as_api_error(InvalidRequest("got '\ud800'")).body()
+
+
+@pytest.mark.parametrize("refusal", [Refusal.SLO, Refusal.SHED])
+def test_client_that_would_be_in_the_way_is_asked_not_to_come_by_itself(refusal: Refusal) -> None:
+    answer = as_api_error(Refused("no", refusal=refusal, retry_after_s=30.0, may_return=False))
+    headers = dict(answer.headers())
+    assert headers[b"x-should-retry"] == b"false" and headers[b"retry-after"] == b"30"
