@@ -1,4 +1,4 @@
-"""Workers, tenants and routers of a cluster: requests, how overloaded it is, KV pages; whether Redis is there."""
+"""Workers, tenants and routers of a cluster: requests, KV pages, overload; whether Redis is there."""
 
 import argparse
 import asyncio
