@@ -1,7 +1,8 @@
 """A part that leaves this rank: its pieces go out over the transports to the destination rank.
 
-The digests of a piece are taken once it is written, from the pages it was read from, which its reader holds
-until then.
+The digests of a piece are taken from the pages it was read from, which its reader holds until then: once it
+is written, or while it is, if it is of what this CPU has computed long ago. A busy owner hears of things once
+a step, and whoever pulls from it would wait one step more.
 """
 
 from concurrent.futures import Future
@@ -63,7 +64,10 @@ class DepartingPart:
             is_bulk=grant.is_bulk,
         )
         piece = Piece(transfer, order.first, order.stop)
-        self._transports.push(piece, partial(self._written, piece))
+        hashing, digests = self._tools.hashing, None
+        if grant.is_bulk and hashing.may_inline:
+            digests = hashing.submit(piece.num_bytes, self._digest, piece)
+        self._transports.push(piece, partial(self._written, piece, digests))
 
     def stop(self) -> None:
         """Emits PartStopped: on return nothing is read or written for the part."""
@@ -74,7 +78,7 @@ class DepartingPart:
         name = self._transports.name or ""
         self._tools.emit(PartReached(transfer=self._transfer, part=self._part, transport=name))
 
-    def _written(self, piece: Piece, progress: Progress) -> None:
+    def _written(self, piece: Piece, digests: "Future[bytes] | None", progress: Progress) -> None:
         is_done = progress.status is TransferStatus.DONE
         self._tools.emit(
             PartWritten(
@@ -89,9 +93,13 @@ class DepartingPart:
                 spans=progress.spans,
             )
         )
-        if is_done:
-            digests = self._tools.hashing.submit(piece.num_bytes, self._digest, piece)
-            digests.add_done_callback(lambda taken: self._tools.post(partial(self._hashed, piece, taken)))
+        if not is_done:
+            return
+        taken = digests or self._tools.hashing.submit(piece.num_bytes, self._digest, piece)
+        if taken.done():
+            self._hashed(piece, taken)
+        else:
+            taken.add_done_callback(lambda taken: self._tools.post(partial(self._hashed, piece, taken)))
 
     def _hashed(self, piece: Piece, taken: "Future[bytes]") -> None:
         error = taken.exception()

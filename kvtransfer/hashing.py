@@ -13,6 +13,7 @@ INLINE_BYTES: Final = 2**21  # 0.1 ms: what it takes to wake a thread and hear o
 class Hashing:
     def __init__(self, num_threads: int, *, may_inline: bool = True) -> None:
         """may_inline: pages are this CPU's own, so that the caller waits for nothing but the hash."""
+        self.may_inline = may_inline
         self._inline_bytes = INLINE_BYTES if may_inline else -1
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-digest")
 

@@ -117,11 +117,13 @@ def open_part(destination: Plane, source: Plane, part: int) -> None:
     assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
 
 
-def reach(source: Plane, destination: Plane, part: int) -> None:
+def reach(source: Plane, destination: Plane, part: int, *, is_bulk: bool = False) -> None:
     order = ReachPeer(transfer=TRANSFER, part=part, link=1, destination=destination.peer(), layers=ALL_LAYERS)
     source.plane.perform(order)
     assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
-    grant = GrantPart(transfer=TRANSFER, part=part, epoch=1, pages=PAGES, generations=GENERATIONS)
+    grant = GrantPart(
+        transfer=TRANSFER, part=part, epoch=1, pages=PAGES, generations=GENERATIONS, is_bulk=is_bulk
+    )
     source.plane.perform(grant)
 
 
@@ -225,3 +227,36 @@ def test_what_cannot_be_hashed_is_said(
     hashed = source.hear(PartHashed)
     assert isinstance(hashed, PartHashed)
     assert hashed.digests == b"" and "no room for the digests" in hashed.reason
+
+
+def digests_of(source: Plane) -> bytes:
+    hashed = source.hear(PartHashed)
+    assert isinstance(hashed, PartHashed) and not hashed.reason
+    return hashed.digests
+
+
+def test_a_few_digests_are_there_with_the_word_that_all_is_written(
+    destination: Plane, sources: list[Plane]
+) -> None:
+    open_part(destination, sources[0], 0)
+    reach(sources[0], destination, 0)
+    push(sources[0], 0)
+    assert [type(event) for event in sources[0].events] == [PartHashed]
+
+
+@pytest.mark.parametrize("is_inline", [True, False])
+def test_what_is_pulled_has_the_digests_of_what_is_handed_over(
+    destination: Plane, sources: list[Plane], is_inline: bool
+) -> None:
+    source = sources[0]
+    source.pool.copy_(torch.rand(source.pool.shape))
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert push(source, 0).is_done
+    expected = digests_of(source)
+    source.plane.perform(ForgetPart(transfer=TRANSFER, part=0))
+    if not is_inline:
+        source.plane._hashing._inline_bytes = 0
+    reach(source, destination, 0, is_bulk=True)
+    assert push(source, 0).is_done
+    assert digests_of(source) == expected and any(expected)
