@@ -15,10 +15,11 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from baton.errors import BatonError
-from baton.gateway import openapi
+from baton.gateway import dashboard, openapi
 from baton.gateway.admin import Explain, add_admin_routes
 from baton.gateway.api_errors import ApiError, as_api_error
 from baton.gateway.canary import Canary
+from baton.gateway.dashboard import Dashboard
 from baton.gateway.exporter import Exporter
 from baton.gateway.gate import Gate, log_failure
 from baton.gateway.inference import Inference
@@ -42,6 +43,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     canary: Canary
     metrics: Metrics
     exporter: Exporter
+    dashboard: Dashboard
     tenants: Tenants
     explain: Explain | None = None  # the router's decisions to whoever asks; None: to nobody
 
@@ -103,7 +105,13 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         """Calls that are being answered behind the port."""
-        return {"server_load": await parts.exporter.num_open()}
+        return {"server_load": sum(counts.num_open for counts in await parts.exporter.counts())}
+
+    @app.get("/ui", include_in_schema=False)
+    async def ui() -> Response:
+        """The cluster on one page."""
+        page = parts.dashboard.page(await parts.exporter.counts(), parts.model.service.status)
+        return Response(page, media_type="text/html", headers=dashboard.HEADERS)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -79,10 +79,10 @@ class Exporter:
         """Everything, as it is now."""
         return self.text(await self._others())
 
-    async def num_open(self) -> int:
-        """Calls that are being answered."""
+    async def counts(self) -> list[Counts]:
+        """Of every gateway, this one first."""
         others = await self._others()
-        return self.metrics.num_open + sum(other.num_open for other in others)
+        return [self.metrics.counts(self._service.counters), *others]
 
     def text(self, others: Iterable[Counts] = ()) -> bytes:
         own = self.metrics.counts(self._service.counters)

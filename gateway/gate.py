@@ -19,7 +19,7 @@ from baton.gateway.sites import check_site, is_from_here
 from baton.gateway.tenants import Tenant, Tenants
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
-OPERATORS_PATHS: Final = frozenset({"/metrics", "/load"})  # they tell of everybody's requests,
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they tell of everybody's requests,
 OPERATORS_FOLDER: Final = "/admin/"  # and so does what is in here
 LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
 BEARER: Final = "bearer "

@@ -17,7 +17,7 @@ ITL_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.1, 0
 REQUEST_BOUNDS_S: Final = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 600.0)
 ROUTES: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
-    | {"/health", "/ping", "/metrics", "/version", "/v1/stream"}
+    | {"/health", "/ping", "/metrics", "/version", "/v1/stream", "/ui"}
 )
 
 

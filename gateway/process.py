@@ -17,6 +17,7 @@ from baton.gateway.app import Parts, make_app
 from baton.gateway.call_reader import CallReader
 from baton.gateway.canary import Canary
 from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.dashboard import Dashboard
 from baton.gateway.exporter import Exporter
 from baton.gateway.frontend import Frontend
 from baton.gateway.http_protocol import Limits
@@ -165,6 +166,7 @@ def _parts(
         canary=Canary(model.service, clock),
         metrics=metrics,
         exporter=exporter,
+        dashboard=Dashboard(model.name, clock),
         tenants=tenants,
         explain=model.service.explain if isinstance(model.service, Frontend) else None,
     )

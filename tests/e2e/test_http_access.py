@@ -90,6 +90,13 @@ def test_a_host_header_opens_nothing(tenants: str) -> None:
         assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == 200
 
 
+def test_the_page_for_operators_runs_nothing() -> None:
+    with ServedGateway(ScriptedService) as served:
+        page = httpx2.get(f"{served.url}/ui")
+        assert page.headers["content-type"] == "text/html; charset=utf-8" and "tiny" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
 def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str) -> None:
     away = [
         {"x-forwarded-for": "10.0.0.9"},  # a proxy on this machine speaks for others
@@ -103,7 +110,7 @@ def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str
             bearer = {"authorization": f"Bearer {key}"} if key else {}
             return httpx2.get(served.url + path, headers=headers | bearer).status_code
 
-        for path in ("/metrics", "/load", "/metric%73"):
+        for path in ("/metrics", "/load", "/ui", "/metric%73"):
             assert status(path, {}) == 200
             for headers in away:
                 assert status(path, headers) == 401
