@@ -48,6 +48,7 @@ test: setup redis
 bench: setup
 	$(BIN)/python -m baton.bench.scheduler
 	$(BIN)/python -m baton.bench.prefix_index
+	$(BIN)/python -m baton.bench.router_faults
 	$(BIN)/python -m baton.bench.batching
 	$(BIN)/python -m baton.bench.kv
 	$(BIN)/python -m baton.bench.gpu
