@@ -6,8 +6,9 @@ from typing import Protocol
 
 from baton.beats import Beats
 from baton.colleagues import Colleagues
-from baton.control import AnyMessage, Drain, Members, PagesWanted
+from baton.control import AnyMessage, Drain, Members, PagesWanted, Pressure
 from baton.node import Peer
+from baton.pressure import Rung
 from baton.reports import WorkerReports
 from baton.worker import Load, Worker
 
@@ -29,6 +30,7 @@ class WorkerNode(ABC):
         self._page_links = links
         self._beats = beats
         self._telling = reports
+        self._rungs: dict[str, Rung] = {}  # of routers, by id
 
     @property
     @abstractmethod
@@ -49,6 +51,8 @@ class WorkerNode(ABC):
 
     def left(self, peer: Peer) -> None:
         if self._colleagues.left(peer):
+            if self._rungs.pop(peer.hello.id, None) is not None:
+                self._pressed(self.rung)
             self._lost(peer)
             self._colleagues.report(self._reachable())
 
@@ -65,10 +69,21 @@ class WorkerNode(ABC):
                 self.tick()
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
+            case Pressure() if self._colleagues.is_router(peer):
+                self._rungs[peer.hello.id] = message.rung
+                self._pressed(self.rung)
             case PagesWanted() if self._colleagues.is_router(peer):
                 self._telling.want(peer)
             case _:
                 self._heard(peer, message)
+
+    @property
+    def rung(self) -> Rung:
+        """The highest that any router is on."""
+        return max(self._rungs.values(), default=Rung.CALM)
+
+    def _pressed(self, rung: Rung) -> None:  # noqa: B027  (a role may have nothing to do)
+        """The cluster is on this rung now."""
 
     @abstractmethod
     def _reachable(self) -> list[str]:

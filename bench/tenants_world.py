@@ -322,7 +322,7 @@ class TenantWorld:
             if isinstance(worker, FairPrefillSim):
                 worker.age()
         self.router.tick()
-        self.rungs.append((self.now_s(), int(self.router.reception.ladder.rung)))
+        self.rungs.append((self.now_s(), int(self.router.reception.overload.rung)))
         self.at(self.now_s() + TICK_S, self._tick)
 
 

@@ -6,8 +6,8 @@ it is worth while to ask again.
 2. Its turn has come, and it is predicted again. What has become hopeless meanwhile is refused then.
 3. Its deadline passes while it waits: it is not begun any more.
 
-Only who may be shed is refused for an objective, and never an attempt that takes another's place. Where it is
-not a queue that makes it hopeless, one is let in now and then all the same: predictions are learnt from what
+Only who may be shed is refused for an objective, and never an attempt that takes another's place. Where idle
+workers could not keep it either, one is let in now and then all the same: predictions are learnt from what
 was tried.
 
 Who is refused is told when there should be room: after the work that is there, and after that of all who were
@@ -109,7 +109,7 @@ class Admission:
         if request.attempt or not objective.is_promised or not request.standing.degradation.may_shed:
             return None
         late = _lateness(objective, waited_s, found)
-        if late is None or (not found.queue_s and self._may_probe()):
+        if late is None or (late.is_never and self._may_probe()):
             return None
         return self._refuse(late, work, found)
 

@@ -17,10 +17,12 @@ import msgspec
 from baton.control import AttemptFailed, Failure, Rejected, Submit
 from baton.errors import ProtocolError
 from baton.node import Peer
+from baton.pressure import Rung
 from baton.router.books import Key, num_kv_tokens
 from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
 from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
+from baton.router.overload import PRESSED_LOCAL_TOKENS
 from baton.router.pairing import Pair, Pairing, Unpaired
 from baton.router.quotas import Refused
 from baton.router.reception import Reception
@@ -104,6 +106,8 @@ class Dispatcher:
     def tick(self) -> None:
         for record, refused in self._reception.tick():
             self._reject(record.gateway, (record.request.request_id, record.request.attempt), refused)
+        is_pressed = self._reception.overload.rung >= Rung.LOCAL_PREFILL
+        self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
         self.find_room()
 
     def let_out(self) -> None:

@@ -47,6 +47,7 @@ class Pairing:
         self, config: RouterSettings, members: Membership, books: Books, chooser: Chooser | None = None
     ) -> None:
         """chooser: of the policies that look at the prompt."""
+        self._local_prefill_tokens = config.local_prefill_tokens
         self._config = config
         self._chooser = chooser
         self._policy = POLICIES.get(config.policy, least_loaded)
@@ -82,7 +83,7 @@ class Pairing:
         if self._chooser is not None and self._config.policy == "cost":
             return self._choose_both(submit, decoders, reached, is_whole)
         num_tokens = submit.request.num_tokens
-        if num_tokens <= self._config.local_prefill_tokens:
+        if num_tokens <= self._local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
@@ -93,6 +94,10 @@ class Pairing:
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
         return Pair(decode, prefill, self._config.policy)
+
+    def press(self, local_prefill_tokens: int) -> None:
+        """Prompts up to so many tokens are computed where they are decoded, if not longer ones anyway."""
+        self._local_prefill_tokens = max(self._config.local_prefill_tokens, local_prefill_tokens)
 
     def forget(self) -> None:
         """What a gateway reaches has changed."""

@@ -7,7 +7,7 @@
 4. `started`, `computed`, `ended`: what it has really taken is made good. Whatever became of it, it ends once.
    What ends while it waits is taken out of the queue.
 
-`tick` finds what has waited too long, and says how overloaded the cluster is (ladder.py).
+`tick` finds what has waited too long, and looks how overloaded the cluster is.
 """
 
 from collections import defaultdict
@@ -27,15 +27,14 @@ from baton.router.cost_model import CostModel
 from baton.router.degrading import degraded
 from baton.router.expected_work import Charge, Work, WorkLedger
 from baton.router.forecast import Forecast
-from baton.router.ladder import Ladder, Reading
 from baton.router.membership import Membership
+from baton.router.overload import Overload
 from baton.router.quotas import Refused, TenantQuotas
-from baton.router.strain import Promises, read_strain
 from baton.router.tallies import Tallies
 from baton.router.tenant_queues import TenantQueues, Waiting
 from baton.times import PrefillTimes
 
-MAX_SHED: Final = 1024  # at one tick
+MAX_SHED: Final = 1024  # at a tick
 
 
 class Record(NamedTuple):
@@ -55,7 +54,7 @@ class Reception:
         self.capacity = Capacity(members, books)
         self.forecast = Forecast(clock, members, books, model)
         self.admission = Admission(clock, self.forecast)
-        self.ladder = Ladder(clock.now_s())
+        self.overload = Overload(members, self.forecast, clock.now_s())
         self.tallies = Tallies()
         self.books = books
         self._clock = clock
@@ -63,8 +62,6 @@ class Reception:
         self._ledger = WorkLedger(self._correct)
         self._records: dict[Key, Record] = {}
         self._ends: list[tuple[float, Key]] = []  # a heap: when waiting is in vain
-        self._promises = Promises()  # to the records
-        self._num_hopeless = 0  # since the last tick
         self._work_out = 0.0  # let out and not told to the forecast
 
     def __len__(self) -> int:
@@ -91,7 +88,7 @@ class Reception:
         self.quotas.enter(request.tenant, request.standing.quotas, work.total)
         self.tallies.of(request.tenant).weight = request.standing.weight
         self._records[waiting.key] = Record(gateway, request, work, now_s)
-        self._promises.add(request)
+        self.overload.promises.add(request)
         self._hold_or_release(request.tenant)
         self.queues.add(waiting)
         may_shed = request.standing.degradation.may_shed
@@ -114,8 +111,8 @@ class Reception:
     def first(self) -> Waiting | None:
         """Whose turn it is. None: nobody waits, or no worker would compute the prompt."""
         waiting = self.queues.first()
-        if waiting is None:
-            return None
+        if waiting is None or self.overload.is_local(waiting.submit.request):
+            return waiting
         weights = self.queues.weights_of(waiting.rank)
         can = self.capacity.can_compute(waiting.tenant, waiting.standing.weight, weights)
         return waiting if can else None
@@ -129,8 +126,7 @@ class Reception:
         prediction = self.admission.predict(record.request, record.work, 0.0, 1.0)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
         if refused is not None:
-            self._num_hopeless += 1
-            self.refuse(waiting.key, refused)
+            self._give_up(waiting.key, refused)
         return refused
 
     def let_out(self, waiting: Waiting) -> Request:
@@ -141,22 +137,18 @@ class Reception:
         self._work_out += waiting.work
         self.quotas.activate(waiting.tenant)
         self._hold_or_release(waiting.tenant)
-        self._ledger.charge(
-            waiting.key, Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens)
-        )
-        self.capacity.dispatched(
-            waiting.key, waiting.tenant, waiting.standing.weight, max(1.0, record.work.prompt)
-        )
+        charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens)
+        self._ledger.charge(waiting.key, charge)
+        prompt, weight = max(1.0, record.work.prompt), waiting.standing.weight
+        self.capacity.dispatched(waiting.key, waiting.tenant, weight, prompt)
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.work += waiting.work
         tally.num_dispatched += 1
         tally.waited_s += max(0.0, now_s - waiting.since_s)
-        if self.ladder.rung >= Rung.CLIP:
-            narrower = degraded(request)
-            tally.num_degraded += narrower is not request
-            return narrower
-        return request
+        narrower = degraded(request) if self.overload.rung >= Rung.CLIP else request
+        tally.num_degraded += narrower is not request
+        return narrower
 
     def refuse(self, key: Key, refused: Refused) -> None:
         """It is not to wait any more."""
@@ -170,7 +162,7 @@ class Reception:
         self.forecast.rate.observe(self._clock.now_s(), self._work_out, is_busy=len(self.queues) > 0)
         self._work_out = 0.0
 
-    # What becomes of them. Unknown keys are no offence: they may be another router's.
+    # What becomes of them; unknown keys may be another router's.
 
     def started(self, key: Key) -> None:
         self.capacity.started(key)
@@ -195,7 +187,8 @@ class Reception:
             self._end(key, num_answered)
 
     def gateway_left(self, gateway: str) -> None:
-        for key in [key for key, record in self._records.items() if record.gateway == gateway]:
+        of_gateway = [key for key, record in self._records.items() if record.gateway == gateway]
+        for key in of_gateway:
             self._end(key, None)
 
     def tick(self) -> Iterator[tuple[Record, Refused]]:
@@ -203,9 +196,8 @@ class Reception:
         yield from self._find_expired()
         self.queues.age()
         self.quotas.forget_idle()
-        self.ladder.update(self._read(), self._clock.now_s())
-        if self.ladder.rung is Rung.SHED:
-            yield from self._shed()
+        self.overload.look(self.queues, self._clock.now_s())
+        yield from self._shed()
 
     def status(self) -> QueueStatus:
         now_s = self._clock.now_s()
@@ -213,7 +205,7 @@ class Reception:
         for waiting in self.queues:
             waits_s[waiting.tenant].append(max(0.0, now_s - waiting.since_s))
         return QueueStatus(
-            rung=self.ladder.rung,
+            rung=self.overload.rung,
             num_queued=len(self.queues),
             oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
             tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
@@ -227,11 +219,11 @@ class Reception:
         assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
         assert all(key in self.queues for key in self._records.keys() - active)
         assert len(self.queues) == len(self._records) - len(active)
-        tenants = {record.request.tenant for record in self._records.values()}
-        of_tenants = [(key in active, record.request.tenant) for key, record in self._records.items()]
-        for tenant in tenants:
-            assert self.quotas.num_requests(tenant) == sum(name == tenant for _, name in of_tenants), tenant
-            assert self.quotas.num_active(tenant) == of_tenants.count((True, tenant)), tenant
+        of_tenants = [(record.request.tenant, record.is_active) for record in self._records.values()]
+        for tenant in {tenant for tenant, _ in of_tenants}:
+            num_active, num_waiting = of_tenants.count((tenant, True)), of_tenants.count((tenant, False))
+            assert self.quotas.num_active(tenant) == num_active, tenant
+            assert self.quotas.num_requests(tenant) == num_active + num_waiting, tenant
 
     def _refusal(self, waiting: Waiting, work: Work) -> Refused | None:
         """Of a request that nobody has worked on."""
@@ -240,7 +232,7 @@ class Reception:
         if refused is not None:
             return refused
         is_promised = objective_of(request).is_promised
-        is_shed = self.ladder.rung is Rung.SHED and self._may_shed(waiting)
+        is_shed = self.overload.is_to_be_shed(waiting)
         if not is_promised and not is_shed:
             return None
         before = self.queues.work_before(waiting)
@@ -249,13 +241,13 @@ class Reception:
         if is_shed:
             return self.admission.shed(work, prediction)
         refused = self.admission.refusal(request, work, 0.0, prediction)
-        self._num_hopeless += refused is not None and before > 0
+        if refused is not None and before > 0:
+            self.overload.count_hopeless()
         return refused
 
-    def _may_shed(self, waiting: Waiting) -> bool:
-        """For those of higher classes."""
-        may_shed = waiting.standing.degradation.may_shed and not waiting.submit.request.attempt
-        return may_shed and self._promises.is_lowest(waiting.rank)
+    def _give_up(self, key: Key, refused: Refused) -> None:
+        self.overload.count_hopeless()
+        self.refuse(key, refused)
 
     def _count(self, tenant: str, refused: Refused) -> None:
         self.tallies.of(tenant).refused[refused.refusal] += 1
@@ -263,7 +255,7 @@ class Reception:
     def _end(self, key: Key, num_answered: int | None) -> None:
         record = self._records.pop(key)
         request, tenant = record.request, record.request.tenant
-        self._promises.remove(request)
+        self.overload.promises.remove(request)
         if record.is_active:
             self._ledger.ended(key, num_answered)
             self.capacity.started(key)
@@ -284,14 +276,6 @@ class Reception:
         self.quotas.correct(charge.tenant, work)
         self.tallies.of(charge.tenant).work += work
 
-    def _read(self) -> Reading:
-        """What could not be kept is as late as can be."""
-        reading = read_strain(self.queues, self._promises, self._members, self.forecast, self._clock.now_s())
-        if self._num_hopeless:
-            self._num_hopeless = 0
-            reading = reading._replace(has_objectives=True, lateness=max(1.0, reading.lateness))
-        return reading
-
     def _find_expired(self) -> Iterator[tuple[Record, Refused]]:
         now_s = self._clock.now_s()
         while self._ends and self._ends[0][0] <= now_s:
@@ -301,15 +285,14 @@ class Reception:
             record = self._records[key]
             is_over = now_s - record.came_s >= objective_of(record.request).deadline_s
             refused = self.admission.expired(record.work, is_over=is_over)
-            self._num_hopeless += 1
-            self.refuse(key, refused)
+            self._give_up(key, refused)
             yield record, refused
 
     def _shed(self) -> Iterator[tuple[Record, Refused]]:
         rank = self.queues.last_rank()
         if rank is None:
             return
-        lowest = [waiting for waiting in self.queues.of_rank(rank) if self._may_shed(waiting)]
+        lowest = [waiting for waiting in self.queues.of_rank(rank) if self.overload.is_to_be_shed(waiting)]
         for waiting in lowest[-MAX_SHED:]:
             record = self._records[waiting.key]
             refused = self.admission.shed(

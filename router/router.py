@@ -22,6 +22,7 @@ from baton.control import (
     Measured,
     Members,
     PageEvents,
+    Pressure,
     Reachable,
     Started,
     Status,
@@ -30,6 +31,7 @@ from baton.control import (
 )
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
+from baton.pressure import Rung
 from baton.router.books import Books
 from baton.router.dispatcher import Dispatcher, Gateway
 from baton.router.knowledge import Knowledge
@@ -64,6 +66,7 @@ class Router:
         self._dispatcher = Dispatcher(
             self._pairing, self.knowledge, self.reception, self._gateways, config.max_attempts
         )
+        self._told = Rung.CALM
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
@@ -120,6 +123,7 @@ class Router:
             self.books.forget(gone)
         self.knowledge.tick()
         self._dispatcher.tick()
+        self._press()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
@@ -173,6 +177,8 @@ class Router:
             self._gone(former, f"{worker.id} has taken its place")
             former.peer.close()
         self.knowledge.joined(worker, peer)
+        if self._told > Rung.CALM:
+            peer.send(Pressure(rung=self._told))
         # The newcomer gets the list even where it is not news to the others.
         self._announced = None
         self._announce()
@@ -203,6 +209,15 @@ class Router:
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         self._dispatcher.lost(member, reason)
+
+    def _press(self) -> None:
+        """Tell workers the rung, of those on which they have something to do."""
+        rung = self.reception.overload.rung
+        told = rung if rung >= Rung.SMALL_CHUNKS else Rung.CALM
+        if told != self._told:
+            self._told = told
+            for member in self.members.all():
+                member.peer.send(Pressure(rung=told))
 
     def _drain(self, drain: Drain) -> None:
         """Who asked reads in the status whether it was found."""
