@@ -38,12 +38,14 @@ from baton.decode_worker.early_cancels import EarlyCancels
 from baton.decode_worker.lost_gateways import LostGateways
 from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.decode_worker.reports import Reports
+from baton.engine.relief import relief_on
 from baton.engine.replica import Replica
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.pulled_prefixes import PulledPrefixes
 from baton.node import Peer
+from baton.pressure import Rung
 from baton.token_event import TokenEvent
 from baton.worker import Load
 from baton.worker_node import WorkerNode
@@ -122,6 +124,9 @@ class DecodeWorker(WorkerNode):
     def tick(self) -> None:
         self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
         super().tick()
+
+    def _pressed(self, rung: Rung) -> None:
+        self._engine.relieve(relief_on(rung))
 
     def _reachable(self) -> list[str]:
         return self._colleagues.connected()

@@ -22,6 +22,7 @@ from itertools import chain, islice
 
 from baton.engine.plan_draft import PlanDraft
 from baton.engine.queue_window import Opening, QueueWindow
+from baton.engine.relief import CHUNK_SHARE
 from baton.engine.sequence import Sequence, SequenceStatus
 from baton.engine.sequence_queues import SequenceQueues, rank_of
 from baton.engine.turns import in_turn
@@ -35,8 +36,11 @@ class ContinuousPolicy:
 
     def fill(self, draft: PlanDraft, now_s: float) -> float | None:
         """Schedule the step; return the seconds until the queue window opens if something waits for it."""
-        draft.schedule_decodes()
-        queues = draft.queues
+        queues, num_tokens = draft.queues, draft.budget
+        if draft.relief.makes_room:
+            draft.easing.make_room()
+        if draft.schedule_decodes() and draft.relief.small_chunks:
+            draft.budget = min(draft.budget, max(1, num_tokens // CHUNK_SHARE))
         if not (queues.prefilling or queues.waiting) or not draft.budget:
             return None
         opening = self._window.look(queues.waiting, draft.seats, now_s)
@@ -102,6 +106,8 @@ class Seating:
         """Whether the sequence runs in this step, admitting it if it waits."""
         if sequence.status is SequenceStatus.RUNNING:
             return not self.draft.is_preempted(sequence)
+        if self.draft.relief.makes_room and not self.draft.easing.allows(sequence):
+            return False
         accounts = self.draft.queues.accounts
         if accounts.have_quotas and not self.draft.quotas.allow(sequence):
             return False

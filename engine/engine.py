@@ -33,15 +33,17 @@ from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
-from baton.engine.plan import Advance, Batch
+from baton.engine.plan import Batch
 from baton.engine.preemption_meter import PreemptionMeter
 from baton.engine.prefix_cache import PrefixCache
+from baton.engine.relief import Relief
 from baton.engine.request_checks import check_request
-from baton.engine.sampler import Sampled, Sampler
+from baton.engine.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import FilledPages, Progress, Sequence
 from baton.engine.stats import EngineStats, StepFigures, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
+from baton.engine.step_outputs import last_output_of, output_of
 from baton.errors import WorkerLost
 from baton.kernels.layer_groups import LayerGroups
 from baton.page_keys import PageKeys
@@ -132,7 +134,11 @@ class Engine:
         ended = self.scheduler.abort(request_id, choice)
         for sequence in ended:
             self._sampler.forget(sequence)
-        return [_last_output(sequence) for sequence in ended]
+        return [last_output_of(sequence) for sequence in ended]
+
+    def relieve(self, relief: Relief) -> None:
+        """What the steps from now on do because the machine is overloaded."""
+        self.scheduler.relief = relief
 
     # KV that comes from elsewhere or goes there.
 
@@ -244,8 +250,8 @@ class Engine:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
         advances = self.scheduler.commit(batch, sampled.token_ids)
-        outputs = [_output(advance, sampled) for advance in advances]
-        return outputs + [_last_output(sequence, BAD_LOGITS) for sequence in sampled.failed]
+        outputs = [output_of(advance, sampled) for advance in advances]
+        return outputs + [last_output_of(sequence, BAD_LOGITS) for sequence in sampled.failed]
 
     def close(self) -> None:
         """Let the other ranks go and wait until they have; what loading froze can be collected again."""
@@ -271,30 +277,3 @@ class Engine:
         if watch is None or not num_groups:
             return self.runner.execute(arrays)
         return self.runner.execute(arrays, LayerGroups(num_groups, watch.layers_written))
-
-
-def _last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
-    """Of a sequence that has ended without another token."""
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=sequence.num_generated_tokens,
-        token_id=None,
-        finish_reason=sequence.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        error=error,
-    )
-
-
-def _output(advance: Advance, sampled: Sampled) -> StepOutput:
-    sequence = advance.sequence
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=advance.index,
-        token_id=advance.token_id,
-        logprobs=sampled.logprobs.get(sequence.key),
-        prompt_logprobs=sampled.prompt_logprobs.get(sequence.key),
-        finish_reason=advance.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )

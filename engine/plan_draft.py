@@ -12,6 +12,7 @@ from baton.engine.draft_quotas import DraftQuotas
 from baton.engine.plan import Plan, PreemptMode
 from baton.engine.preemption import PreemptionRates, cheaper_mode
 from baton.engine.prefix_cache import PrefixCache
+from baton.engine.relief import DraftRelief, Relief
 from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_queues import SequenceQueues, rank_of
 from baton.engine.victims import Victims
@@ -29,12 +30,13 @@ class PlanDraft:
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
         self.rates: PreemptionRates | None = None
+        self.relief = Relief()
         self.num_padded_tokens = 0
         self._tells_apart = queues.accounts.are_several or queues.accounts.have_quotas
         self._may_admit = True
         self._cache = cache
         self._pool = cache.pool
-        self._available = cache.pool.num_available
+        self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
         self._decodes: dict[SequenceKey, int] = {}
         self._chunks: dict[SequenceKey, int] = {}
@@ -60,6 +62,10 @@ class PlanDraft:
         return DraftQuotas(self, self._books, self._victims, self._pool.pages_for(HEADROOM_TOKENS))
 
     @cached_property
+    def easing(self) -> DraftRelief:
+        return DraftRelief(self, self._pool, self._victims)
+
+    @cached_property
     def _books(self) -> AccountBooks:
         return AccountBooks(self.queues.accounts, self._pool)
 
@@ -76,7 +82,7 @@ class PlanDraft:
         """
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
-        has_pages = len(at_page_end) <= self._available
+        has_pages = len(at_page_end) <= self.available
         has_pages = has_pages and (not self._tells_apart or self.quotas.leave_all(at_page_end))
         if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
@@ -110,7 +116,7 @@ class PlanDraft:
         num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self._available
+        num_pages = self.available
         if self._tells_apart:
             num_pages = self.quotas.most(sequence.account, num_pages)
         num_pages += self._num_held(sequence)
@@ -132,16 +138,16 @@ class PlanDraft:
         num_held = len(shared) + len(sequence.page_table)
         num_new = max(0, self._pool.pages_for(max(sequence.num_tokens, num_tokens)) - num_held)
         num_wanted = len(claimed) + num_new
-        if num_wanted + self._committed + self._headroom() > self._available:
+        if num_wanted + self._committed + self._headroom() > self.available:
             self._lacking = sequence, num_wanted
             if not self._num_seated():
-                for victim in self._victims.of_waiting(sequence, num_wanted - self._available):
+                for victim in self._victims.of_waiting(sequence, num_wanted - self.available):
                     self._take_back(victim)
             return False
         self._claimed.update(claimed)
         if self._tells_apart:
             self._books.claim(sequence.account, shared)
-        self._available -= len(claimed)
+        self.available -= len(claimed)
         self._committed += num_new
         self._admitted[sequence.key] = (start, num_held)
         self.seats -= 1
@@ -152,7 +158,7 @@ class PlanDraft:
         if self._lacking is None or self._lacking[0] is not sequence or not self._num_seated():
             return
         num_pages = self._lacking[1]
-        num_lacking = num_pages + self._committed + self._headroom() - self._available
+        num_lacking = num_pages + self._committed + self._headroom() - self.available
         for victim in self._victims.of_newcomer(sequence, num_pages, num_lacking):
             self._take_back(victim)
             self._way_for = sequence.key
@@ -173,7 +179,7 @@ class PlanDraft:
         key = sequence.key
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
-        self._available += num_taken
+        self.available += num_taken
         self._books.take(sequence.account, -num_taken)
         self._books.let_go(sequence)
         if key in self.queues.prefilling:
@@ -238,12 +244,12 @@ class PlanDraft:
         need = self._num_new_pages(sequence, num_tokens)
         if self._tells_apart and not self.quotas.leave(sequence, need):
             return False
-        if need <= self._available:
+        if need <= self.available:
             return True
         may_wait = bool(self._decodes or self._chunks)
         for victim in self._victims.of_running(sequence, may_wait=may_wait):
             self._take_back(victim)
-            if need <= self._available:
+            if need <= self.available:
                 return True
         return False
 
@@ -256,7 +262,7 @@ class PlanDraft:
             self._released[page] += 1
             if self._pool.is_freed_by(page, self._released[page]):
                 self._freed.add(page)
-                self._available += 1
+                self.available += 1
 
     def _num_missing_pages(self, sequence: Sequence) -> int:
         return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
@@ -288,7 +294,7 @@ class PlanDraft:
         num_pages = self._num_new_pages(sequence, num_tokens)
         if num_pages:
             self._page_needs[sequence.key] = self._page_needs.get(sequence.key, 0) + num_pages
-            self._available -= num_pages
+            self.available -= num_pages
             if self._tells_apart:
                 self._books.take(sequence.account, num_pages)
         return num_pages

@@ -7,6 +7,7 @@ from baton.engine.layer_watch import LayerWatch
 from baton.engine.leases import Owner
 from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
+from baton.engine.relief import Relief
 from baton.engine.sequence import FilledPages, Progress
 from baton.engine.stats import EngineStats, StepFigures
 from baton.request import Request, StepOutput
@@ -29,6 +30,8 @@ class Replica(Protocol):
     ) -> tuple[Progress, ...]: ...
 
     def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]: ...
+
+    def relieve(self, relief: Relief) -> None: ...
 
     def has_work(self) -> bool: ...
 

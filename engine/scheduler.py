@@ -19,19 +19,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import count
 from operator import attrgetter
-from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import SchedulerConfig
-from baton.engine.batch_policies import DynamicPolicy, StaticPolicy
-from baton.engine.continuous import ContinuousPolicy
 from baton.engine.leases import Owner
 from baton.engine.outside_pages import OutsidePages
 from baton.engine.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
 from baton.engine.plan_draft import PlanDraft
+from baton.engine.policies import policy_of
 from baton.engine.preemption import PreemptionRates
 from baton.engine.prefix_cache import PrefixCache
-from baton.engine.queue_window import QueueWindow
+from baton.engine.relief import Relief
 from baton.engine.request_checks import most_tokens
 from baton.engine.sequence import FilledPages, Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_pages import SequencePages
@@ -43,13 +41,10 @@ _RUNNING = SequenceStatus.RUNNING
 _num_computed_tokens = attrgetter("num_computed_tokens")
 
 
-class BatchPolicy(Protocol):
-    def fill(self, draft: PlanDraft, now_s: float) -> float | None: ...
-
-
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
         self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
+        self.relief = Relief()
         self._config = config
         self.cache = cache
         self.pool = cache.pool  # the ledger; transfers hold pages in it too
@@ -58,7 +53,7 @@ class Scheduler:
         self._queues = SequenceQueues()
         self.outside = OutsidePages(cache, self._queues)
         self._pages = SequencePages(cache)
-        self._policy = _policy(config)
+        self._policy = policy_of(config)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._serials = count()
         self._version = 0
@@ -162,7 +157,7 @@ class Scheduler:
         """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
         config, queues = self._config, self._queues
         draft = PlanDraft(queues, self.cache, config.max_num_seqs, config.max_num_batched_tokens)
-        draft.rates = self.rates
+        draft.rates, draft.relief = self.rates, self.relief
         for key, mode in self._to_preempt.items():
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.status is _RUNNING:
@@ -289,12 +284,3 @@ class Scheduler:
         self._to_preempt.pop(sequence.key, None)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
-
-
-def _policy(config: SchedulerConfig) -> BatchPolicy:
-    window = QueueWindow(config.max_queue_delay_ms / 1e3, config.preferred_batch_sizes)
-    if config.policy == "static":
-        return StaticPolicy()
-    if config.policy == "dynamic":
-        return DynamicPolicy(window)
-    return ContinuousPolicy(window)

@@ -61,6 +61,16 @@ class Victims:
                 num_lost[other.account.name] += len(other.page_table)
         return self._enough(yielding, num_lacking)
 
+    def of_lowest_class(self, num_lacking: int) -> list[Sequence]:
+        """For better classes that run: of the lowest that runs, the longest first; all if that is too few."""
+        running = [s for s in self._queues.running() if s.key not in self._preempted]
+        classes = {sequence.rank[0] for sequence in running}
+        if len(classes) < 2:
+            return []
+        lowest = [sequence for sequence in running if sequence.rank[0] == max(classes)]
+        lowest.sort(key=lambda sequence: len(sequence.page_table), reverse=True)
+        return self._enough(lowest, num_lacking) or lowest
+
     def on_account(self, account: Account) -> list[Sequence]:
         return sorted((s for s in self._holders() if s.account is account), key=rank_of, reverse=True)
 

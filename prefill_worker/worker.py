@@ -26,6 +26,7 @@ from baton.control import (
     Prefilled,
     fits,
 )
+from baton.engine.relief import relief_on
 from baton.engine.replica import Replica
 from baton.engine.sought_prefix import SoughtPrefix
 from baton.errors import InvalidRequest, ProtocolError
@@ -38,6 +39,7 @@ from baton.node import Peer
 from baton.prefill_worker.departure import Departure, Stage, refusal
 from baton.prefill_worker.last_chunks import LastChunks
 from baton.prefill_worker.reports import Reports
+from baton.pressure import Rung
 from baton.request import FinishReason, StepOutput
 from baton.token_event import TokenEvent
 from baton.worker import Load
@@ -108,6 +110,9 @@ class PrefillWorker(WorkerNode):
         self._reports.tell(self._engine)
 
     # Colleagues.
+
+    def _pressed(self, rung: Rung) -> None:
+        self._engine.relieve(relief_on(rung))
 
     def _reachable(self) -> list[str]:
         return self._links.reachable()

@@ -11,6 +11,7 @@ from baton.engine.leases import Owner
 from baton.engine.pages import PagePool, PageState
 from baton.engine.plan import Advance, Batch, Plan
 from baton.engine.prefix_cache import PrefixCache
+from baton.engine.relief import CHUNK_SHARE
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
 from baton.page_keys import PageKeys
@@ -150,7 +151,10 @@ class Harness:
         first = min(prefills, key=lambda key: self._turn_of(self.live[key]), default=None)
         if first is not None and first in running and self.live[first].max_kv_pages is None:
             num_decodes = len(decoding & set(plan.scheduled))
-            left = self.settings.scheduler.max_num_batched_tokens - num_decodes
+            budget = self.settings.scheduler.max_num_batched_tokens
+            left = budget - num_decodes
+            if num_decodes and self.scheduler.relief.small_chunks:
+                left = min(left, max(1, budget // CHUNK_SHARE))
             share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
             assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
 

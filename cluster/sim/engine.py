@@ -16,6 +16,7 @@ from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
 from baton.engine.plan import Advance, Batch, ScheduledChunk
 from baton.engine.prefix_cache import PrefixCache
+from baton.engine.relief import Relief
 from baton.engine.request_checks import check_request
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import FilledPages, Progress, Sequence
@@ -86,6 +87,9 @@ class SimEngine:
 
     def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
         return [_last_output(sequence) for sequence in self.scheduler.abort(request_id, choice)]
+
+    def relieve(self, relief: Relief) -> None:
+        self.scheduler.relief = relief
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.config import SchedulerConfig
 from baton.engine.plan import PreemptMode
 from baton.engine.preemption import PreemptionRates
+from baton.engine.relief import Relief
 from baton.engine.sequence import SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
@@ -31,7 +32,7 @@ class Workload:
                 scheduler=SchedulerConfig(
                     max_num_seqs=rng.randint(1, 8),
                     max_num_batched_tokens=rng.choice([1, 3, 8, 17, 64]),
-                    policy=rng.choice(["continuous"] * 6 + ["static", "dynamic"]),
+                    policy="continuous" if rng.random() < 0.8 else rng.choice(["static", "dynamic"]),
                     max_queue_delay_ms=rng.choice([0.0, 0.0, 20.0]),
                 ),
             )
@@ -82,6 +83,8 @@ class Workload:
 
     def _disturb(self) -> None:
         rng, harness = self.rng, self.harness
+        if rng.random() < self.disturbance / 4:
+            harness.scheduler.relief = Relief(rng.random() < 0.5, rng.random() < 0.5)
         running = [key for key, s in harness.live.items() if s.status is SequenceStatus.RUNNING]
         if running and rng.random() < self.disturbance:
             harness.scheduler.preempt(rng.choice(running), rng.choice(list(PreemptMode)))
