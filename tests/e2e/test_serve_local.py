@@ -1,10 +1,12 @@
 """`baton serve tiny --runtime local`, as a user runs it."""
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +48,17 @@ def test_status_shows_both_workers(cluster: Served) -> None:
     table = cluster.baton("status", "--port", str(cluster.port))
     assert "prefill-0  prefill" in table and "decode-0   decode" in table
     assert "1 gateway, 0 requests under way" in table
+
+
+def test_what_a_request_was_routed_by_is_told_by_http_and_by_the_command_line(cluster: Served) -> None:
+    status, answer = cluster.post("/v1/completions", {"prompt": COPY[0] * 8, "max_tokens": 2})
+    assert status == 200
+    with urllib.request.urlopen(f"{cluster.url}/admin/decisions/{answer['id']}", timeout=10) as reply:
+        (decision,) = json.load(reply)["data"]
+    assert decision["reason"] == "prefix" and decision["chosen"] in decision["weighed"]
+    assert decision["first_token_s"] > 0 and decision["chosen"]["terms"]["compute_s"] > 0
+    told = cluster.baton("explain", answer["id"], "--port", str(cluster.port))
+    assert "prefill-0" in told and "decode-0" in told
 
 
 def test_chat_answers(cluster: Served) -> None:
