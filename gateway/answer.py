@@ -21,7 +21,8 @@ from baton.gateway.choice_text import ChoiceText
 from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer, detokenizer_of
-from baton.gateway.tool_calls import ToolCall, ToolCalls
+from baton.gateway.tool_forms import ToolCall
+from baton.gateway.tool_reading import reader_of
 from baton.page_keys import with_public
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
@@ -207,7 +208,8 @@ class Choice:
         self._answer = answer
         self.num_tool_calls = 0
         self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
-        self._tools = ToolCalls(is_parallel=answer.call.has_parallel_calls) if answer.call.has_tools else None
+        form, is_parallel = answer.call.tool_form, answer.call.has_parallel_calls
+        self._tools = reader_of(form, is_parallel=is_parallel) if form is not None else None
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -14,7 +14,7 @@ import orjson
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.logprobs_format import Columns, LogprobsFormat, joined
 from baton.gateway.tokenizer import Tokenizer
-from baton.gateway.tool_calls import ToolCall
+from baton.gateway.tool_forms import ToolCall
 from baton.request import FinishReason
 
 Json = dict[str, Any]

@@ -1,6 +1,6 @@
 """One call of the API in the one form that is served: prompts of token ids, and how to answer them."""
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -8,6 +8,7 @@ from baton.errors import InvalidRequest
 from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
 from baton.gateway.tenants import Tenant
+from baton.gateway.tool_forms import ToolForm
 from baton.gateway.tools import usable_tools
 from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenancy import Sla, Standing
@@ -41,7 +42,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int  # a prompt
     stops: tuple[str, ...] = ()
     is_chat: bool = False
-    has_tools: bool = False
+    tool_form: ToolForm | None = None  # in which tools may be called; None: there are none
     has_parallel_calls: bool = True  # of tools, in one answer
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk of the stream
@@ -66,6 +67,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float = 0.0  # by the gateway's clock
     sla: Sla = Sla()
     standing: Standing = Standing()
+    tool_form: ToolForm | None = None  # of the model
 
 
 def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
@@ -82,7 +84,7 @@ def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
         sampling,
         terms,
         is_chat=True,
-        has_tools=usable_tools(body.tools, body.tool_choice) is not None,
+        tool_form=terms.tool_form if usable_tools(body.tools, body.tool_choice) else None,
         has_parallel_calls=body.parallel_tool_calls is not False,
     )
 
@@ -139,7 +141,7 @@ def _call(
     prompts: tuple[Prompt, ...],
     sampling: SamplingParams,
     terms: Terms,
-    **particulars: bool,
+    **particulars: Any,
 ) -> Call:
     options = body.stream_options
     has_usage = bool(options and options.include_usage)
@@ -154,7 +156,7 @@ def _call(
         has_running_usage=has_usage and bool(options and options.continuous_usage_stats),
         returns_token_ids=bool(body.return_token_ids),
         # The tags of a tool call are special tokens in some vocabularies.
-        skips_special_tokens=body.skip_special_tokens is not False and not particulars.get("has_tools"),
+        skips_special_tokens=body.skip_special_tokens is not False and not particulars.get("tool_form"),
         priority=body.priority or 0,
         sla=terms.sla,
         standing=terms.standing,

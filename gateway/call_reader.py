@@ -116,4 +116,5 @@ class CallReader:
             arrival_s=self._clock.now_s(),
             sla=sla_of(scope, tenant),
             standing=standing_of(scope, tenant),
+            tool_form=self._model.text.tool_form,
         )

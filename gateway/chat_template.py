@@ -15,13 +15,14 @@ from typing import Final
 import minijinja
 
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_config
-from baton.gateway.tool_calls import OPENING
+from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_config, read_tool_template
+from baton.gateway.tool_forms import form_of
 
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
 MAX_OUTPUT_CHARS: Final = 8 * 2**20
 MAX_INDENT: Final = 64  # spaces, of JSON
 NAME: Final = "chat template"
+TOOLS_NAME: Final = "chat template for tools"
 # The template itself is wrong, whatever the messages are.
 TEMPLATE_FAULTS: Final = frozenset(
     {"SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "UnknownMethod", "TemplateNotFound"}
@@ -38,12 +39,15 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         *,
+        tool_source: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises ModelError when `source` is no template. `now` dates the prompt where a template asks."""
-        # Whether it tells the model of tools and has it call them as tool_calls.py reads it. Where there are
-        # tags of functions as well, arguments are written in other tags, not in JSON.
-        self.writes_tool_calls = OPENING in source and "tools" in source and "<function=" not in source
+        """Raises ModelError when `source` is no template. `now` dates the prompt where a template asks.
+
+        tool_source: a template of its own for chats with tools.
+        """
+        self.tool_form = form_of(source if tool_source is None else tool_source)
+        self._has_own_for_tools = tool_source is not None
         self._special_tokens = dict(special_tokens)
         self._environment = minijinja.Environment(
             debug=False,  # debug output would carry one request's messages into an error text
@@ -56,6 +60,8 @@ class ChatTemplate:
         self._environment.add_filter("tojson", _to_json)
         try:
             self._environment.add_template(NAME, _without_generation_tags(source))
+            if tool_source is not None:
+                self._environment.add_template(TOOLS_NAME, _without_generation_tags(tool_source))
         except minijinja.TemplateError as error:
             raise ModelError(f"the chat template is damaged: {error}") from None
 
@@ -64,7 +70,9 @@ class ChatTemplate:
         """None when the model has no template: it completes text and cannot chat."""
         config = read_tokenizer_config(directory)
         source = read_chat_template(directory, config)
-        return None if source is None else cls(source, config.special_tokens())
+        if source is None:
+            return None
+        return cls(source, config.special_tokens(), tool_source=read_tool_template(directory, config))
 
     def render(
         self,
@@ -76,7 +84,7 @@ class ChatTemplate:
         """The prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages."""
         try:
             prompt = self._environment.render_template(
-                NAME,
+                TOOLS_NAME if tools and self._has_own_for_tools else NAME,
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,

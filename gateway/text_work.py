@@ -13,6 +13,7 @@ from baton.gateway.api_errors import unsupported
 from baton.gateway.chat_template import ChatTemplate, Message
 from baton.gateway.messages import read_messages
 from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tool_forms import ToolForm
 from baton.gateway.tools import Tool
 
 NUM_THREADS: Final = 2
@@ -46,6 +47,11 @@ class TextWork:
             raise InvalidRequest("the model has no tokenizer: prompts are token ids")
         return self._tokenizer
 
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """In which the model calls tools; None: it does not, or not in a form that is read here."""
+        return None if self._chat_template is None else self._chat_template.tool_form
+
     async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequest for what cannot be within `max_tokens`, before it is tokenised."""
         tokenizer = self.tokenizer
@@ -61,7 +67,7 @@ class TextWork:
         tokenizer, template = self.tokenizer, self._chat_template
         if template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
-        if chat.tools and not template.writes_tool_calls:
+        if chat.tools and template.tool_form is None:
             raise unsupported("calling tools, by the chat template of this model,", param="tools")
         read = read_messages(chat.messages)
         num_chars = sum(len(str(message.get("content"))) + 16 for message in read)

@@ -66,6 +66,13 @@ def read_chat_template(directory: Path, config: TokenizerConfig) -> str | None:
     return named.get("default")
 
 
+def read_tool_template(directory: Path, config: TokenizerConfig) -> str | None:
+    """That for chats with tools, where the model has one of its own for them."""
+    if (directory / TEMPLATE_FILE).exists() or not isinstance(config.chat_template, list):
+        return None
+    return {entry.name: entry.template for entry in config.chat_template}.get("tool_use")
+
+
 def read_text(path: Path) -> str | None:
     """The file's text, or None when it is absent."""
     try:

@@ -176,7 +176,7 @@ def test_logprobs_are_never_held_for_a_sentence() -> None:
 
 def test_a_call_of_a_tool_is_never_held_for_a_sentence() -> None:
     async def scenario() -> None:
-        streaming = Streaming(is_chat=True, has_tools=True)
+        streaming = Streaming(is_chat=True, tool_form="hermes")
         streaming.stream.begin(streaming.client)
         await streaming.emit("I look")
         streaming.client.lags = True

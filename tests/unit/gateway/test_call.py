@@ -9,7 +9,7 @@ from baton.gateway.api_types import ChatBody, CompletionBody, decode_body
 from baton.gateway.call import Call, Prompt, Terms, chat_call, completion_call, num_answer_entries
 from baton.gateway.tenants import Tenant
 
-TERMS = Terms(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11)
+TERMS = Terms(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11, tool_form="llama")
 TOOL = {"type": "function", "function": {"name": "weather"}}
 PROMPT = Prompt("a", (5, 6))
 
@@ -114,14 +114,14 @@ def test_what_is_not_supported_is_said_plainly(fields: dict[str, Any]) -> None:
     ],
 )
 def test_what_asks_for_nothing_special_passes(fields: dict[str, Any]) -> None:
-    assert chat(**fields).is_chat and not chat(**fields).has_tools
+    assert chat(**fields).is_chat and chat(**fields).tool_form is None
 
 
 def test_tools_may_be_called() -> None:
     of_no_matter: tuple[dict[str, Any], ...] = ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None})
     for fields in of_no_matter:
         call = chat(tools=[TOOL], **fields)
-        assert call.has_tools and call.has_parallel_calls and not call.skips_special_tokens
+        assert call.tool_form == "llama" and call.has_parallel_calls and not call.skips_special_tokens
     assert not chat(tools=[TOOL], parallel_tool_calls=False).has_parallel_calls
 
 

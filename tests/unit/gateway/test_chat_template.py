@@ -86,6 +86,20 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "plain"
 
 
+def test_a_template_of_its_own_for_tools_is_taken_for_them(tmp_path: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": "<tool_call> {{ tools | length }}"},
+        {"name": "default", "template": "plain"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template is not None and template.tool_form == "hermes"
+    assert template.render(MESSAGES, tools=TOOLS) == f"<tool_call> {len(TOOLS)}"
+    assert template.render(MESSAGES) == "plain"
+    (tmp_path / "chat_template.jinja").write_text("a file")
+    assert rendered(tmp_path) == "a file"
+
+
 def rendered(directory: Path) -> str:
     template = ChatTemplate.from_directory(directory)
     assert template is not None

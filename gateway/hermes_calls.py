@@ -1,4 +1,4 @@
-"""Calls of tools in what a model writes, in the form of Hermes and Qwen:
+"""Calls of tools in what a model of Hermes' and Qwen's form writes:
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Paris"}}
@@ -12,45 +12,31 @@
 How the text is cut into parts changes nothing.
 """
 
-import secrets
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-OPENING: Final = "<tool_call>"
+from baton.gateway.tool_forms import OPENING, FoundCalls, ToolCall
+
 CLOSING: Final = "</tool_call>"
 MAX_TRIES: Final = 16  # closing tags that are looked at for one call: each reads all of it
 UNENDED: Final = "Input data was truncated"  # as msgspec says of JSON that goes on
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    index: int  # in its choice
-    id: str
-    name: str
-    arguments: str  # JSON
+class HermesCalls:
+    """See ToolCallReader."""
 
-
-class _Written(msgspec.Struct, frozen=True):
-    name: str
-    arguments: dict[str, object] = {}
-
-
-class ToolCalls:
-    """Of one choice: `push` its text, then `finish`. Both return text to be shown, and add to `found`."""
-
-    def __init__(
-        self, *, is_parallel: bool = True, new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
-    ) -> None:
-        """Unless `is_parallel`, calls after the first come to nothing."""
-        self.found: list[ToolCall] = []
-        self._is_parallel = is_parallel
-        self._new_id = new_id
+    def __init__(self, calls: FoundCalls) -> None:
+        self._calls = calls
         self._held = ""
         self._is_inside = False  # `_held` is what follows the opening tag
         self._opening = ""  # that tag, with the white space before it
         self._num_tried = 0  # characters of `_held` up to the last closing tag that was none
         self._num_tries = 0
+
+    @property
+    def found(self) -> list[ToolCall]:
+        return self._calls.calls
 
     def push(self, text: str) -> str:
         self._held += text
@@ -67,7 +53,7 @@ class ToolCalls:
         if not self._is_inside:
             return held
         self._is_inside = False
-        return "" if self._is_call(held) else self._opening + held
+        return "" if self._calls.add([held]) else self._opening + held
 
     def _outside(self) -> str | None:
         """What may be shown; None: no more of it for now."""
@@ -89,23 +75,12 @@ class ToolCalls:
             return None
         written, after = self._held[:end], end + len(CLOSING)
         self._num_tries += 1
-        is_call = self._is_call(written)
+        is_call = self._calls.add([written])
         if not is_call and self._num_tries < MAX_TRIES and _goes_on(written):
             self._num_tried = after
             return ""
         self._held, self._is_inside = self._held[after:], False
         return "" if is_call else f"{self._opening}{written}{CLOSING}"
-
-    def _is_call(self, written: str) -> bool:
-        """It is one of `found` then."""
-        try:
-            call = msgspec.json.decode(written, type=_Written)
-            arguments = msgspec.json.encode(call.arguments).decode()
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            return False
-        if self._is_parallel or not self.found:
-            self.found.append(ToolCall(len(self.found), self._new_id(), call.name, arguments))
-        return True
 
 
 def _goes_on(written: str) -> bool:
