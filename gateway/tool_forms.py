@@ -1,7 +1,7 @@
 """Calls of tools, and the forms in which models write them, which their chat templates tell.
 
-hermes    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>     Hermes, Qwen 2.5 and 3
-llama     {"name": "weather", "parameters": {"city": "Paris"}}                           Llama 3
+- hermes: <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>, as Hermes and Qwen
+- llama: {"name": "weather", "parameters": {"city": "Paris"}}, as Llama 3
 """
 
 import secrets
