@@ -9,6 +9,7 @@ from baton.errors import ConfigError
 
 PolicyName: TypeAlias = Literal["round-robin", "least-loaded", "prefix", "cost"]
 MAX_ATTEMPTS: Final = 2**20
+REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", "sentinel://")
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,9 +21,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # no more than a step does anyway.
     local_prefill_tokens: int = 16
     max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
-    # Keeps what workers hold and tells routers of each other, for the policies that look at prompts. "none", a
-    # URL (redis://, unix://, sentinel://), or "auto": one that `baton serve` starts, on a socket file, where
-    # there is a program for it.
+    # Keeps what workers hold and tells routers of each other, for the policies that look at prompts:
+    # "none", a URL, or "auto": one that `baton serve` starts, where there is a program for it.
     redis: str = "auto"
     # A file: a line is appended for each attempt that is sent out, and for each that ends.
     decision_log: str | None = None
@@ -37,6 +37,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_between("router.local_prefill_tokens", self.local_prefill_tokens, 0, 2**31)
         check_between("router.max_attempts", self.max_attempts, 1, MAX_ATTEMPTS)
         check_between("router.seed", self.seed, 0, 2**63 - 1)
+        if self.redis not in ("auto", "none") and not self.redis.startswith(REDIS_SCHEMES):
+            kinds = ", ".join(REDIS_SCHEMES)
+            raise ConfigError(f"router.redis: expected auto, none or a URL ({kinds}), got {self.redis!r}")
         names = get_args(PolicyName)
         if self.policy not in names:
             raise ConfigError(f"router.policy: expected one of {', '.join(names)}, got {self.policy!r}")

@@ -173,7 +173,7 @@ def test_a_redis_that_is_wanted_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("url", "verdict", "said"),
     [
-        ("http://h", "error", "redis: "),
+        ("redis://h:port", "error", "redis: "),
         ("unix:///nowhere/redis.sock", "warning", "Redis does not answer"),
     ],
 )

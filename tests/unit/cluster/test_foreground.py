@@ -40,6 +40,7 @@ def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest
         (["router"], "--cluster-key-file: expected the file with the cluster's key, got none"),
         (["router", "--port", "-1"], "router.port: expected 0 to 65535, got -1"),
         (["router", "--router-policy", "best"], "--router-policy: expected one of"),
+        (["router", "--redis", "localhost:6379"], "router.redis: expected auto, none or a URL (redis://"),
         (["gateway", "tiny"], "--router HOST:PORT: expected where the router listens, got none"),
         (["worker", "decode", "tiny"], "--router HOST:PORT: expected where the router listens, got none"),
         (["worker", "decode", "--router", "h:1"], 'MODEL: expected a directory, or "tiny", got none'),
