@@ -1,0 +1,48 @@
+"""Tenants of a gateway under test: their file, their keys, what they ask."""
+
+import contextlib
+import hashlib
+import io
+from pathlib import Path
+
+import httpx2
+
+from baton.cluster.cli import main
+
+THREE_CLASSES = "classes: [fast, normal, batch]\n"
+
+
+def digest(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_tenants(folder: Path) -> Path:
+    """acme, of the middle class, with quotas and objectives; zeta with none. Their keys: k-acme, k-zeta."""
+    path = folder / "tenants.yaml"
+    path.write_text(
+        THREE_CLASSES + "tenants:\n"
+        f"  acme:\n    keys: ['{digest('k-acme')}']\n    weight: 3\n    priority_class: normal\n"
+        "    sla: {ttft_ms: 500, deadline_ms: 9000}\n"
+        "    quotas: {max_concurrent_requests: 2, max_kv_pages: 40}\n"
+        f"  zeta:\n    keys: ['{digest('k-zeta')}']\n"
+    )
+    return path
+
+
+def ask(url: str, key: str, **headers: str) -> httpx2.Response:
+    """A completion, over a connection of its own."""
+    headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx2.post(
+        f"{url}/v1/completions",
+        json={"prompt": "copy(sun moon star)=", "max_tokens": 4, "ignore_eos": True, "temperature": 0},
+        headers={"authorization": f"Bearer {key}", **headers},
+        timeout=60,
+    )
+
+
+def keys(*arguments: str) -> str:
+    """What `baton keys` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        assert main(["keys", *arguments]) == 0
+    return out.getvalue().strip()
