@@ -176,12 +176,14 @@ class CostModel:
 
     def pull_s(self, source: str, worker: str, num_tokens: int) -> float:
         pair = self._pairs.get((source, worker), self._between_all)
-        return pair.pull.predict(1.0, num_tokens * self.bytes_a_token)
+        fixed_s, byte_s = pair.pull.coefficients
+        return fixed_s + byte_s * num_tokens * self.bytes_a_token
 
     def handoff_s(self, prefill: str, decode: str, num_tokens: int) -> float:
         """After the first token, until decoding can go on."""
         pair = self._pairs.get((prefill, decode), self._between_all)
-        return pair.handoff.predict(1.0, num_tokens * self.bytes_a_token)
+        fixed_s, byte_s = pair.handoff.coefficients
+        return fixed_s + byte_s * num_tokens * self.bytes_a_token
 
     def learn(self, worker_id: str, measured: Measured) -> None:
         speeds = self.of(worker_id)

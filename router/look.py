@@ -74,14 +74,14 @@ class Look:
         worker, account = member.worker, self._known.books.account(member.id)
         num_running = account.num_attempts + account.num_unknown
         num_tokens = account.num_tokens + account.num_unknown_tokens
-        fit = self._known.model.of(member.id).step
-        step_s = fit.predict(1.0, num_running, num_tokens, 0.0)
+        fixed_s, sequence_s, context_s, _ = self._known.model.of(member.id).step.coefficients
+        step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
         num_slots = max(1, worker.num_pages * worker.page_size)
         share = max(
             (num_tokens + self._num_kv_tokens) / num_slots, (num_running + 1) / max(1, worker.max_num_seqs)
         )
         room_s = max(0.0, share - 1.0) * EXPECTED_OUTPUT_TOKENS * step_s
-        token_harm_s = fit.coefficients[1] + fit.coefficients[2] * self.load.num_tokens
+        token_harm_s = sequence_s + context_s * self.load.num_tokens
         return Decoder(self.computer(member), num_running, step_s, room_s, token_harm_s)
 
     def sources(self, members: Iterable[Member]) -> Sequence[Source]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.bench.router import run_trace, spread
+from baton.bench.router import run_trace, spread, up_to
 from baton.bench.router_machine import Machine, PageStore
 from baton.bench.router_workloads import WORKLOADS, documents
 from baton.bench.router_world import Fleet, tokens_of
@@ -65,6 +65,13 @@ def test_cost_finds_shared_documents_and_round_robin_does_not() -> None:
     )
     assert cost.hit > 1.5 * turns.hit
     assert cost.ttft_mean_s < 0.7 * turns.ttft_mean_s
+
+
+def test_threshold_alone_says_what_is_computed_locally() -> None:
+    trace = documents(40, seed=2)
+    for threshold, num_local in ((0, 0), (2**30, 40)):
+        result = run_trace(trace, "cost", fleet=SMALL, scale=1.0, select=up_to(threshold))
+        assert result.counters["computed_locally"] == num_local
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
