@@ -9,8 +9,6 @@ import httpx2
 
 from baton.cluster.cli import main
 
-THREE_CLASSES = "classes: [fast, normal, batch]\n"
-
 
 def digest(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
@@ -20,7 +18,7 @@ def write_tenants(folder: Path) -> Path:
     """acme, of the middle class, with quotas and objectives; zeta with none. Their keys: k-acme, k-zeta."""
     path = folder / "tenants.yaml"
     path.write_text(
-        THREE_CLASSES + "tenants:\n"
+        "classes: [fast, normal, batch]\ntenants:\n"
         f"  acme:\n    keys: ['{digest('k-acme')}']\n    weight: 3\n    priority_class: normal\n"
         "    sla: {ttft_ms: 500, deadline_ms: 9000}\n"
         "    quotas: {max_concurrent_requests: 2, max_kv_pages: 40}\n"
