@@ -82,7 +82,10 @@ class Colleagues:
             self._choose()
 
     def left(self, peer: Peer) -> bool:
-        """Whether that was the connection in use: nothing reaches its process now."""
+        """Whether that was the connection in use: nothing reaches its process now.
+
+        After a router's, `recount` tells of the workers that it alone listed.
+        """
         if self._peers.get(peer.hello.id) is not peer:
             return False
         del self._peers[peer.hello.id]
@@ -94,9 +97,13 @@ class Colleagues:
 
     def changed(self, router: Peer, message: Members) -> list[str]:
         """Take a router's word; returns the ids of workers that are gone."""
-        before = self.members
         self._lists[router.hello.id] = message
         self._choose()
+        return self.recount()
+
+    def recount(self) -> list[str]:
+        """The ids of workers that no router lists which is connected: they are gone."""
+        before = self.members
         self.members = {worker.id: worker for each in self._lists.values() for worker in each.workers}
         if not any(each.is_complete for each in self._lists.values()):
             self.members = before | self.members

@@ -54,6 +54,7 @@ class WorkerNode(ABC):
             if self._rungs.pop(peer.hello.id, None) is not None:
                 self._pressed(self.rung)
             self._lost(peer)
+            self._lost_workers(self._colleagues.recount())
             self._colleagues.report(self._reachable())
 
     def tick(self) -> None:
@@ -95,7 +96,7 @@ class WorkerNode(ABC):
 
     @abstractmethod
     def _lost_workers(self, ids: list[str]) -> None:
-        """The router lists these no longer."""
+        """No router lists these any more. There may be none of them."""
 
     @abstractmethod
     def _heard(self, peer: Peer, message: AnyMessage) -> None:

@@ -97,6 +97,7 @@ class StubWorker:
 
     def left(self, peer: Peer) -> None:
         self._colleagues.left(peer)
+        self._colleagues.recount()
         self._report()
 
     def tick(self) -> None:

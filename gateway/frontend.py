@@ -148,6 +148,7 @@ class Frontend:
             self._watch.left(peer)
             self._streams.lose_router(peer.hello.id)
             self._explanations.lose(peer)
+            self._leave(self._colleagues.recount())
         else:
             self._report()  # before anything is submitted again
             self._streams.lose_worker(peer.hello.id)
@@ -281,13 +282,17 @@ class Frontend:
 
     def _take_members(self, router: Peer, members: Members) -> None:
         self._streams.drain(members.draining)
-        for worker in self._colleagues.changed(router, members):
+        self._leave(self._colleagues.changed(router, members))
+        self._colleagues.keep_up()
+        self._report()
+
+    def _leave(self, workers: Sequence[str]) -> None:
+        """They are gone, however their connections look."""
+        for worker in workers:
             peer = self._colleagues.peer(worker)
             if peer is not None:
                 self.left(peer)
                 peer.close()
-        self._colleagues.keep_up()
-        self._report()
 
     def _report(self) -> None:
         self._colleagues.report(self._colleagues.connected())

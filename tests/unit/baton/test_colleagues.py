@@ -40,9 +40,7 @@ def hello_of(worker: Worker) -> Hello:
 class Desk:
     """One worker's colleagues, with what it dialled and what it said."""
 
-    def __init__(
-        self, *wanted: WorkerRole, addresses: Sequence[Address] = (), number: int = 99
-    ) -> None:
+    def __init__(self, *wanted: WorkerRole, addresses: Sequence[Address] = (), number: int = 99) -> None:
         self.post = Post()
         self.dialled: list[Address] = []
         self.hello = hello_of(a_worker(number, WorkerRole.DECODE))
@@ -143,12 +141,31 @@ class TestSeveralRouters:
         assert set(desk.colleagues.members) == {first.id, second.id}
         assert desk.colleagues.changed(other, Members(workers=(second,))) == [first.id]
 
-    def test_what_a_router_said_before_it_left_counts_until_another_says_more(self) -> None:
+    def test_a_worker_that_only_a_lost_router_listed_is_gone(self) -> None:
+        """As when a host loses its power that had the one and the other."""
+        desk, one, other = self.two()
+        first, second = a_worker(5), a_worker(6)
+        for router in (one, other):
+            desk.colleagues.changed(router, Members(workers=(first, second)))
+        assert desk.colleagues.changed(other, Members(workers=(second,))) == []
+        assert desk.colleagues.left(one)
+        assert desk.colleagues.recount() == [first.id]
+        assert set(desk.colleagues.members) == {second.id}
+
+    def test_what_a_router_said_before_it_left_counts_until_another_knows_all(self) -> None:
         desk, one, other = self.two()
         desk.colleagues.changed(one, Members(workers=(a_worker(5),)))
         desk.colleagues.left(one)
+        assert desk.colleagues.recount() == []
         assert desk.colleagues.changed(other, Members(workers=(), is_complete=False)) == []
         assert desk.colleagues.changed(other, Members(workers=())) == [a_worker(5).id]
+
+    def test_nobody_is_gone_with_the_last_router(self) -> None:
+        desk, one, other = self.two()
+        desk.colleagues.changed(one, Members(workers=(a_worker(5),)))
+        for router in (other, one):
+            desk.colleagues.left(router)
+            assert desk.colleagues.recount() == []
 
     def test_a_list_that_is_complete_vouches_for_one_that_is_not(self) -> None:
         desk, one, other = self.two()

@@ -34,6 +34,7 @@ def a_worker(number: int) -> Worker:
 
 OURS, OTHER = a_worker(1), a_worker(2)
 ROUTER = Hello(process=Kind.ROUTER, id="e" * 32)
+OTHER_ROUTER = Hello(process=Kind.ROUTER, id="c" * 32)
 GATEWAY = Hello(process=Kind.GATEWAY, id="d" * 32)
 LISTED = Members(workers=(OURS, OTHER))
 
@@ -104,6 +105,14 @@ def test_only_the_connection_in_use_is_lost(worker: SomeWorker) -> None:
     assert not worker.wrote
     worker.left(second)
     assert worker.wrote == [GATEWAY.id]
+
+
+def test_workers_that_only_a_lost_router_listed_are_lost_with_it(worker: SomeWorker) -> None:
+    one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
+    worker.received(one, LISTED)
+    worker.received(other, Members(workers=(OURS,)))
+    worker.left(one)
+    assert worker.wrote == [ROUTER.id, OTHER.id]
 
 
 def test_it_says_at_once_that_it_drains(worker: SomeWorker) -> None:

@@ -84,7 +84,8 @@ class ScriptedWorker:
 
     def left(self, peer: Peer) -> None:
         if self._colleagues.left(peer):
-            self._lost(peer.hello.id)
+            for gone in (peer.hello.id, *self._colleagues.recount()):
+                self._lost(gone)
             self._report()
 
     def tick(self) -> None:

@@ -112,6 +112,17 @@ def test_a_worker_that_one_router_has_lost_is_kept() -> None:
     assert kept == [True, False] and sink.error is None
 
 
+def test_a_worker_that_was_lost_before_its_router_is_given_up_with_it() -> None:
+    """A host with both loses its power: the other router says nothing more after the router's end."""
+    g = with_two("d0", "d1")
+    begun(g)
+    g["other"].say(Members(workers=(a_worker("d1"),)))
+    assert g["d0"].is_open
+    g["router"].leave()
+    assert not g["d0"].is_open and g["d1"].is_open
+    assert g["other"].only(Submit).request.attempt == 1
+
+
 def test_status_is_of_all_routers_once_all_have_told() -> None:
     g = with_two("d0")
     g.tick(1.0)
