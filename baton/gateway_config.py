@@ -20,6 +20,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How a gateway deals with its clients, wherever it runs."""
 
     strict: bool = False  # refuse keys of a body that are not known, instead of counting them
+    chat_template: str | None = None  # a file of the gateway's machine; None: the model's own
     vllm_metric_names: bool = False  # also what dashboards and llm-d read of vLLM, by its names
     max_connections: int = 4096  # the last tenth is kept for /health, /ping and /metrics
     max_body_bytes: int = 4 * 2**20

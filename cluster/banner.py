@@ -47,7 +47,7 @@ def _example(config: ServeConfig, serving: Serving) -> list[str]:
 
 def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
     """A route, and a body that the model can answer there."""
-    match speech_of(resolve_model(config.model)):
+    match speech_of(resolve_model(config.model), config.gateway.chat_template):
         case "chat":
             return "chat/completions", {"messages": [{"role": "user", "content": "What is a baton?"}]}
         case "text":

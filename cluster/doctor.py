@@ -85,7 +85,7 @@ def compiler(config: ServeConfig) -> Iterator[Finding]:
 def model(config: ServeConfig) -> Iterator[Finding]:
     try:
         directory = check_model(config)
-        speech = speech_of(directory)
+        speech = speech_of(directory, config.gateway.chat_template)
     except BatonError as error:
         yield _error(
             str(error), "give the directory of a whole model of this machine, and settings that fit it"

@@ -11,6 +11,7 @@ OPTIONS: Final = (
     Option("--served-model-name", "served_model_name", str, "NAME", "the model's name in the API"),
     Option("--host", "host", str, "ADDRESS", "to listen on for clients (127.0.0.1)"),
     Option("--port", "port", int, "N", "to listen on for clients; 0: any that is free (8000)"),
+    Option("--chat-template", "chat_template", str, "FILE", "in place of the model's own"),
     Option("--tenants", "tenants_file", str, "FILE", "tenants and their keys"),
 )
 

@@ -46,8 +46,10 @@ def check_tenants(config: ServeConfig) -> None:
         Tenants.from_file(Path(config.tenants), NO_KEY)
 
 
-def speech_of(directory: Path) -> Speech:
-    """What the model can be asked in. ModelError for a damaged file."""
+def speech_of(directory: Path, chat_template: str | None = None) -> Speech:
+    """What the model can be asked in. ModelError for a damaged file, ConfigError for a `chat_template` that
+    cannot be read.
+    """
     if not (directory / "tokenizer.json").exists():
         return "token ids"
-    return "text" if ChatTemplate.from_directory(directory) is None else "chat"
+    return "text" if ChatTemplate.from_directory(directory, chat_template) is None else "chat"

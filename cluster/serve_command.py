@@ -48,7 +48,7 @@ def _check(config: ServeConfig) -> None:
     check_tenants(config)
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
-        if speech_of(directory) == "token ids":
+        if speech_of(directory, config.gateway.chat_template) == "token ids":
             _say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 

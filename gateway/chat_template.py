@@ -14,8 +14,13 @@ from typing import Final
 
 import minijinja
 
-from baton.errors import InvalidRequest, ModelError
-from baton.gateway.tokenizer_config import read_chat_template, read_tokenizer_config, read_tool_template
+from baton.errors import ConfigError, InvalidRequest, ModelError
+from baton.gateway.tokenizer_config import (
+    read_chat_template,
+    read_text,
+    read_tokenizer_config,
+    read_tool_template,
+)
 from baton.gateway.tool_forms import form_of
 
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
@@ -66,9 +71,14 @@ class ChatTemplate:
             raise ModelError(f"the chat template is damaged: {error}") from None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "ChatTemplate | None":
-        """None when the model has no template: it completes text and cannot chat."""
+    def from_directory(cls, directory: Path, file: str | None = None) -> "ChatTemplate | None":
+        """None when the model has no template: it completes text and cannot chat.
+
+        file: a template in place of the model's own. Raises ConfigError when it cannot be read.
+        """
         config = read_tokenizer_config(directory)
+        if file is not None:
+            return cls(_given(Path(file)), config.special_tokens())
         source = read_chat_template(directory, config)
         if source is None:
             return None
@@ -99,6 +109,16 @@ class ChatTemplate:
                 f"the prompt should be at most {MAX_OUTPUT_CHARS} characters, got {len(prompt)}"
             )
         return prompt
+
+
+def _given(file: Path) -> str:
+    try:
+        source = read_text(file)
+    except ModelError as error:
+        raise ConfigError(f"gateway.chat_template: {error}") from None
+    if source is None:
+        raise ConfigError(f"gateway.chat_template: {file}: there is no such file")
+    return source
 
 
 def _translate(error: minijinja.TemplateError) -> InvalidRequest | ModelError:

@@ -58,7 +58,8 @@ class Gateway:
         self.is_draining = False
         self._shares_port = config.shares_port
         directory = Path(config.model)
-        self._text = TextWork(Tokenizer.find(directory), ChatTemplate.from_directory(directory))
+        template = ChatTemplate.from_directory(directory, config.chat_template)
+        self._text = TextWork(Tokenizer.find(directory), template)
         self.metrics = metrics = Metrics(name)
         self._siblings = Siblings(key, lambda: metrics.counts(service.counters))
         model = ServedModel(

@@ -13,6 +13,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -41,7 +42,9 @@ class Siblings:
         self._own = own
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: set[asyncio.Future[None]] = set()
+        # Not the loop's own, whose threads may all be asking while others ask this one.
+        self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="sibling")
 
     def listen(self, address: Address) -> None:
         """address: the one that all of them share."""
@@ -73,6 +76,7 @@ class Siblings:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
+        self._threads.shutdown(wait=False)
 
     def _names(self) -> list[str]:
         """As the kernel lists them: the last column, with @ for the first byte."""
@@ -110,9 +114,9 @@ class Siblings:
             sock.close()
             return
         told = msgspec.msgpack.encode(self._own())
-        task = asyncio.create_task(asyncio.to_thread(self._tell, sock, told))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+        telling = asyncio.get_running_loop().run_in_executor(self._threads, self._tell, sock, told)
+        self._answering.add(telling)
+        telling.add_done_callback(self._answering.discard)
 
     def _tell(self, sock: socket.socket, told: bytes) -> None:
         connection = Connection(sock, self._key, Role.ACCEPTING)

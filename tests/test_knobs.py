@@ -39,6 +39,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "shares_port": False,
     "tenants_file": None,
     "strict": False,
+    "chat_template": None,
     "vllm_metric_names": False,
     "max_connections": 4096,
     "max_body_bytes": 4 * 2**20,

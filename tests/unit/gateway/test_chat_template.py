@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from baton.errors import InvalidRequest, ModelError
+from baton.errors import ConfigError, InvalidRequest, ModelError
 from baton.gateway.chat_template import ChatTemplate
 from tests.unit.gateway import tiny_tokenizers
 
@@ -104,6 +104,16 @@ def rendered(directory: Path) -> str:
     template = ChatTemplate.from_directory(directory)
     assert template is not None
     return template.render(MESSAGES)
+
+
+def test_another_template_may_be_given(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "its own", "eos_token": "</s>"}')
+    (tmp_path / "given.jinja").write_text("given{{ eos_token }}")
+    template = ChatTemplate.from_directory(tmp_path, str(tmp_path / "given.jinja"))
+    assert template is not None and template.render(MESSAGES) == "given</s>"
+    for wrong in ("none.jinja", "."):
+        with pytest.raises(ConfigError, match="^gateway.chat_template: "):
+            ChatTemplate.from_directory(tmp_path, str(tmp_path / wrong))
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
