@@ -11,9 +11,10 @@ workers could not keep it either, one is let in now and then all the same: predi
 was tried.
 
 Who is refused is told when there should be room: after the work that is there, and after that of all who were
-told so before, a part of the cluster's time being kept for them. So they come back one after the other, and
-find what they were promised. Of more than fit into PROMISED_S the others are asked not to come by themselves:
-they would only be refused again, and be in the way of others when it is over.
+told so before, a part of the cluster's time being kept for them; and not before it may be over: what has gone
+on for so long will go on for as long again. So they come back one after the other, and find what they were
+promised. Of more than fit into PROMISED_S the others are asked not to come by themselves: they would only be
+refused again, and be in the way of others when it is over.
 """
 
 from math import inf
@@ -31,6 +32,7 @@ HEADROOM: Final = 0.9  # of a time that was promised, what is predicted may take
 LEAST_RETRY_S: Final = 0.5
 MOST_RETRY_S: Final = 60.0
 PROMISED_S: Final = 15.0
+OVER_S: Final = 5.0  # without a refusal, and what went on is over
 KEPT: Final = 0.25  # of the cluster's time, for those that come back
 SPREAD: Final = 0.618034  # of the golden ratio: its multiples, less their whole parts, are spread evenly
 PROBE_S: Final = 2.0  # between two that are let in against what is predicted
@@ -76,12 +78,17 @@ class Returns:
         self._clock = clock
         self._forecast = forecast
         self._promised_s = -inf  # until when there is no room that was promised to nobody
+        self._began_s = self._refused_s = -inf  # what goes on; the latest refusal of it
         self._num = 0
 
     def invite(self, refusal: Refusal, reason: str, work: float, excess_s: float) -> Refused:
         """excess_s: that the request would come too late by now."""
         now_s = self._clock.now_s()
-        room_s = max(self._promised_s, now_s + max(LEAST_RETRY_S, excess_s))
+        if now_s - self._refused_s > OVER_S:
+            self._began_s = now_s
+        self._refused_s = now_s
+        lasting_s = 2 * (now_s - self._began_s)
+        room_s = max(self._promised_s, now_s + max(LEAST_RETRY_S, excess_s, lasting_s))
         rate = self._forecast.rate.work_per_s
         if room_s - now_s <= PROMISED_S:
             self._promised_s = room_s + (work / (KEPT * rate) if rate else 0.0)

@@ -15,7 +15,7 @@ the credit that one of them began with: so nobody starves. Every operation takes
 """
 
 from collections import deque
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
@@ -117,10 +117,14 @@ class FairShare:
             self._queue(tenant, account)
 
     def _queue(self, tenant: str, account: _Account) -> None:
-        self._num_turns += 1
+        former, self._num_turns = account.turn, self._num_turns + 1
         account.turn = self._num_turns
-        heappush(self._turns, (account.clock, account.turn, tenant))
-        if len(self._turns) > 2 * self._num_waiting + 64:
+        entry = (account.clock, account.turn, tenant)
+        if former and self._turns[0][1] == former:
+            heapreplace(self._turns, entry)
+            return
+        heappush(self._turns, entry)
+        if len(self._turns) > 4 * self._num_waiting + 256:
             self._collect()
 
     def _collect(self) -> None:

@@ -12,6 +12,7 @@ The life of one that waits:
 Nothing here knows time or capacity. Every operation takes O(log requests), over the long run.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -57,19 +58,19 @@ class _Lane:
     __slots__ = ("num", "waiting", "weight", "work")
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Order, Waiting]] = []
+        self.waiting: list[tuple[int, float, int, Waiting]] = []  # order, and whose
         self.num = 0
         self.work = 0.0
         self.weight = 1.0
 
     def first(self) -> Waiting:
         """There must be one."""
-        while not self.waiting[0][1].is_queued:
+        while not self.waiting[0][3].is_queued:
             heappop(self.waiting)
-        return self.waiting[0][1]
+        return self.waiting[0][3]
 
     def add(self, waiting: Waiting) -> None:
-        heappush(self.waiting, (waiting.order, waiting))
+        heappush(self.waiting, (*waiting.order, waiting))
         self.num += 1
         self.work += waiting.work
         self.weight = waiting.standing.weight
@@ -78,17 +79,17 @@ class _Lane:
         self.num -= 1
         self.work = self.work - waiting.work if self.num else 0.0
         if len(self.waiting) > 2 * self.num + 64:
-            self.waiting = [entry for entry in self.waiting if entry[1].is_queued]
+            self.waiting = [entry for entry in self.waiting if entry[3].is_queued]
             heapify(self.waiting)
 
     def work_before(self, order: Order) -> float:
         """Exact for a few, of a sample for many."""
         step = max(1, len(self.waiting) // SAMPLE)
-        sample = [entry for entry in islice(self.waiting, 0, None, step) if entry[1].is_queued]
-        before = sum(waiting.work for entry, waiting in sample if entry < order)
+        sample = [entry[3] for entry in islice(self.waiting, 0, None, step) if entry[3].is_queued]
+        before = sum(waiting.work for waiting in sample if waiting.order < order)
         if step == 1:
             return before
-        known = sum(waiting.work for _, waiting in sample)
+        known = sum(waiting.work for waiting in sample)
         return self.work * before / known if known else 0.0
 
 
@@ -100,6 +101,7 @@ class TenantQueues:
         self._held: set[str] = set()  # tenants
         self._queued: dict[Key, Waiting] = {}  # in the order of coming
         self._num_added = 0
+        self._busy: list[int] = []  # ranks in which anybody waits, the highest class first
         self._work = [0.0] * MAX_CLASSES
         self._num = [0] * MAX_CLASSES
 
@@ -127,6 +129,8 @@ class TenantQueues:
             lane = self._lanes[place] = _Lane()
             self._ranks.setdefault(waiting.tenant, []).append(waiting.rank)
         lane.add(waiting)
+        if not self._num[waiting.rank]:
+            insort(self._busy, waiting.rank)
         self._num[waiting.rank] += 1
         self._work[waiting.rank] += waiting.work
         if waiting.tenant not in self._held:
@@ -134,10 +138,9 @@ class TenantQueues:
 
     def first(self) -> Waiting | None:
         """Whose turn it is. None: nobody waits who is not held."""
-        for rank, share in enumerate(self._shares):
-            if len(share):
-                tenant = share.first()
-                assert tenant is not None, rank
+        for rank in self._busy:
+            tenant = self._shares[rank].first()
+            if tenant is not None:
                 return self._lanes[rank, tenant].first()
         return None
 
@@ -196,7 +199,7 @@ class TenantQueues:
 
     def last_rank(self) -> int | None:
         """The lowest class that waits."""
-        return next((rank for rank in reversed(range(MAX_CLASSES)) if self._num[rank]), None)
+        return self._busy[-1] if self._busy else None
 
     def work_before(self, waiting: Waiting) -> float:
         """That would be let out before it, if it came now and nothing else came after it.
@@ -221,7 +224,7 @@ class TenantQueues:
         """AssertionError when the counts are not those of what waits."""
         assert sum(lane.num for lane in self._lanes.values()) == len(self._queued) == sum(self._num)
         for (rank, tenant), lane in self._lanes.items():
-            queued = [waiting for _, waiting in lane.waiting if waiting.is_queued]
+            queued = [entry[3] for entry in lane.waiting if entry[3].is_queued]
             assert lane.num == len(queued) > 0, (rank, tenant)
             assert abs(lane.work - sum(waiting.work for waiting in queued)) <= 1e-6 * (1 + lane.work)
             assert rank in self._ranks[tenant]
@@ -235,6 +238,8 @@ class TenantQueues:
         self._num[waiting.rank] -= 1
         rest = self._work[waiting.rank] - waiting.work
         self._work[waiting.rank] = rest if self._num[waiting.rank] else 0.0
+        if not self._num[waiting.rank]:
+            self._busy.remove(waiting.rank)
         place = (waiting.rank, waiting.tenant)
         lane = self._lanes[place]
         lane.drop(waiting)
