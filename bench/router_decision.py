@@ -84,7 +84,7 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
         begun_ns = thread_time_ns()
         choice = chooser.choose(request, field)
         times_us.append((thread_time_ns() - begun_ns) / 1e3)
-        chooser.expect(choice)
+        chooser.expect(choice, request.num_tokens)
         clock.advance(0.01)
         loaded.index.tick()
     return times_us

@@ -4,7 +4,7 @@ Each worker is asked what the prompt would cost there: all of them, or, where th
 hold most of it and some others by chance. Then the best of either role are combined.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
@@ -32,6 +32,7 @@ from baton.router.sides import Side
 MAX_COMPARED: Final = 16  # of a role; where there are more:
 MAX_HOLDERS: Final = 4  # those of each way to name pages that hold most
 NUM_DRAWN: Final = 4  # and some by chance
+MAX_DRAWS: Final = 32  # for these, where some workers are left out
 MAX_COMBINED: Final = 3  # of a role
 MEMORY_S: Final = 30.0  # of how busy the cluster has been
 BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
@@ -58,6 +59,8 @@ class Field(NamedTuple):
     decoders: Side
     fillers: Side
     are_pair: ArePair
+    left_out: Collection[str] = ()  # decode workers that may not take it; never all
+    avoided: Collection[str] = ()  # workers that are not to fill its pages
 
 
 class Chooser:
@@ -74,10 +77,11 @@ class Chooser:
         self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field) -> Choice:
-        """Whoever follows it says so at once, by `expect`."""
+        """It is no more than an answer until `expect` says that it is followed."""
         now_s = self._clock.now_s()
         look = Look(self._known, request, self._load(request, field, now_s), now_s)
-        decoders, fillers = (self._compared(look, side) for side in (field.decoders, field.fillers))
+        decoders = self._compared(look, field.decoders, field.left_out)
+        fillers = self._compared(look, field.fillers, field.avoided)
         members = {member.id: member for member in (*decoders, *fillers)}
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
@@ -86,16 +90,19 @@ class Chooser:
             source = look.locate(members[chosen.source]) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else it is only expected to hold so much: look knows that now
-        self._work_s.add(chosen.terms.compute_s, now_s)
-        self._prompts.add(1.0, now_s)
-        self._given(chosen.computer).add(request.num_tokens, now_s)
         keys = {each: look.keys(members[each]) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
         return Choice(chosen, candidates, source, keys, not is_known)
 
-    def expect(self, choice: Choice) -> None:
-        """The prompt was sent there: its siblings find its pages, and what is there already stays young."""
-        ttl_s = choice.candidate.terms.ttft_s + EXPECTED_FOR_S
+    def expect(self, choice: Choice, num_tokens: int) -> None:
+        """A prompt of so many tokens was sent there: its siblings find its pages, and what is there already
+        stays young.
+        """
+        chosen, now_s = choice.candidate, self._clock.now_s()
+        self._work_s.add(chosen.terms.compute_s, now_s)
+        self._prompts.add(1.0, now_s)
+        self._given(chosen.computer).add(num_tokens, now_s)
+        ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
             self._known.index.expect(worker_id, keys, ttl_s)
 
@@ -115,14 +122,22 @@ class Chooser:
         num_tokens = request.num_tokens
         return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy))
 
-    def _compared(self, look: Look, side: Side) -> list[Member]:
+    def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Member]:
         """In an order that begins with another one each time: what comes first wins where all is alike."""
         members, random = side.members, self._random.random
         if len(members) <= MAX_COMPARED:
             first = int(random() * len(members))
-            return [*members[first:], *members[:first]]
-        drawn = [members[int(random() * len(members))] for _ in range(NUM_DRAWN)]
-        return list({member.id: member for member in (*look.holders(side, MAX_HOLDERS), *drawn)}.values())
+            return [each for each in (*members[first:], *members[:first]) if each.id not in left_out]
+        holders = look.holders(side, MAX_HOLDERS + len(left_out))
+        found = [each for each in holders if each.id not in left_out][:MAX_HOLDERS]
+        for _ in range(MAX_DRAWS if left_out else NUM_DRAWN):
+            drawn = members[int(random() * len(members))]
+            if drawn.id not in left_out:
+                found.append(drawn)
+            if len(found) >= MAX_HOLDERS + NUM_DRAWN:
+                break
+        found = found or [each for each in members if each.id not in left_out][:MAX_COMPARED]
+        return list({member.id: member for member in found}.values())
 
     def _candidates(
         self, look: Look, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair

@@ -134,7 +134,7 @@ class Knowledge:
         others: tuple[Weighed, ...] = ()
         if choice is not None:
             assert self.chooser is not None, "who else has chosen?"
-            self.chooser.expect(choice)
+            self.chooser.expect(choice, request.num_tokens)
             chosen, others = weighed(choice.candidate), tuple(map(weighed, choice.candidates))
             self._count(choice)
         decision = Decision(

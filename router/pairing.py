@@ -47,7 +47,7 @@ class Pairing:
         self, config: RouterSettings, members: Membership, books: Books, chooser: Chooser | None = None
     ) -> None:
         """chooser: of the policies that look at the prompt."""
-        self._local_prefill_tokens = config.local_prefill_tokens
+        self._pressed_tokens = 0
         self._config = config
         self._chooser = chooser
         self._policy = POLICIES.get(config.policy, least_loaded)
@@ -79,25 +79,26 @@ class Pairing:
             decoders = [member for member in decoders if member.id not in full]
             if not decoders:
                 return Unpaired.FULL
-        is_whole = not submit.avoid and not full
-        if self._chooser is not None and self._config.policy == "cost":
-            return self._choose_both(submit, decoders, reached, is_whole)
         num_tokens = submit.request.num_tokens
-        if num_tokens <= self._local_prefill_tokens:
+        if num_tokens <= self._pressed_tokens:
+            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
+        if self._chooser is not None and self._config.policy == "cost":
+            return self._choose_both(submit, decoders, reached)
+        if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
         if self._chooser is not None:
-            return self._choose_both(submit, paired, reached, is_whole)
+            return self._choose_both(submit, paired, reached)
         decode = self._choose(paired, WorkerRole.DECODE, submit.request)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
         return Pair(decode, prefill, self._config.policy)
 
     def press(self, local_prefill_tokens: int) -> None:
-        """Prompts up to so many tokens are computed where they are decoded, if not longer ones anyway."""
-        self._local_prefill_tokens = max(self._config.local_prefill_tokens, local_prefill_tokens)
+        """Prompts up to so many tokens are computed where they are decoded, whatever the policy says."""
+        self._pressed_tokens = local_prefill_tokens
 
     def forget(self) -> None:
         """What a gateway reaches has changed."""
@@ -106,25 +107,27 @@ class Pairing:
         self._partners.clear()
         self._fields.clear()
 
-    def _choose_both(
-        self, submit: Submit, decoders: list[Member], reached: frozenset[str], is_whole: bool
-    ) -> Pair:
-        """is_whole: whether nobody was left out, of all that the gateway reaches."""
+    def _choose_both(self, submit: Submit, decoders: list[Member], reached: frozenset[str]) -> Pair:
+        """decoders: those that may take it, of all that the gateway reaches."""
         assert self._chooser is not None, self._config.policy
-        if not is_whole:
-            field = self._field(decoders, submit.avoid, reached)
-        else:
-            if reached not in self._fields:
-                self._fields[reached] = self._field(decoders, (), reached)
-            field = self._fields[reached]
+        if reached not in self._fields:
+            self._fields[reached] = self._field(reached)
+        field = self._fields[reached]
+        if len(decoders) < len(field.decoders):
+            taking = {member.id for member in decoders}
+            left_out = {member.id for member in field.decoders.members if member.id not in taking}
+            field = field._replace(left_out=left_out)
+        if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
+            field = field._replace(avoided=submit.avoid)
         choice = self._chooser.choose(submit.request, field)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"
         prefill = self._members.get(choice.candidate.prefill)
         return Pair(decode, prefill, self._config.policy, choice)
 
-    def _field(self, decoders: list[Member], avoid: Sequence[str], reached: frozenset[str]) -> Field:
-        partners = {each.id: _without(self._partners_of(each, reached), avoid) for each in decoders}
+    def _field(self, reached: frozenset[str]) -> Field:
+        decoders = self._decoders_for(reached)
+        partners = {each.id: self._partners_of(each, reached) for each in decoders}
         fillers = {member.id: member for each in partners.values() for member in each}
         ids = {decode: {member.id for member in each} for decode, each in partners.items()}
         return Field(

@@ -218,3 +218,20 @@ def test_blind_decisions_are_counted() -> None:
     holds(c, "d0", long_request("x"), 4)
     route(c, long_request("b"))
     assert c.router.counters["blind_decisions"] == 1
+
+
+@pytest.mark.parametrize("num_left", [1, 3, 20])
+def test_who_is_left_out_of_a_large_fleet_is_never_chosen(num_left: int) -> None:
+    decoders = [f"d{number}" for number in range(24)]
+    c = cost_cluster(*decoders, *(f"p{number}" for number in range(20)))
+    avoided = [id_of(name) for name in decoders[num_left:]]
+    avoided += [id_of(f"p{number}") for number in range(num_left, 20)]
+    for name in decoders[num_left:]:  # which hold most of it
+        holds(c, name, long_request("x"), 400)
+    chosen = set()
+    for number in range(12):
+        routed = c.submit(long_request(f"r{number}", 1000), avoid=tuple(avoided))
+        assert isinstance(routed, Routed)
+        chosen |= {routed.decode, routed.prefill}
+        c["g"].say(Ended(attempts=((id_of(f"r{number}"), 0),)))
+    assert chosen.isdisjoint(avoided)
