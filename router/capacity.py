@@ -62,6 +62,11 @@ class Capacity:
         num_slots = worker.num_pages * worker.page_size * OVERCOMMIT
         return account.num_tokens + account.num_unknown_tokens + num_tokens <= num_slots
 
+    def full(self, num_tokens: int) -> frozenset[str]:
+        """The decode workers that can't take it."""
+        decoders = self._members.of_role(WorkerRole.DECODE)
+        return frozenset(each.id for each in decoders if not self.can_decode(each, num_tokens))
+
     def can_compute(self, tenant: str, weight: float, weights: float) -> bool:
         """Whether a prompt of this tenant may go to a worker; weights: of all tenants that wait."""
         return self._has_place() or self._is_under_share(tenant, weight, weights)

@@ -10,7 +10,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Dispatcher:
         self._gateways = gateways
         self._max_attempts = max_attempts
         self._counters: Counter[str] = knowledge.counters
-        self._full: dict[str, int] = {}  # decode workers -> tokens that they had no room for
+        self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
     def submit(self, gateway: Gateway, submit: Submit) -> None:
         """ProtocolError when no gateway that is well would say it."""
@@ -86,9 +86,7 @@ class Dispatcher:
     def ended(self, attempts: Sequence[Key], num_tokens: Sequence[int] = ()) -> None:
         """num_tokens: that each has answered, where that is known."""
         for number, key in enumerate(attempts):
-            entry = self._books.ended(key)
-            if entry is not None:
-                self._full.pop(entry.decode, None)
+            self._books.ended(key)
             self._reception.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._knowledge.ended(attempts)
         self.let_out()
@@ -100,7 +98,6 @@ class Dispatcher:
 
     def find_room(self) -> None:
         """Workers may have room that they had not."""
-        self._full.clear()
         self.let_out()
 
     def tick(self) -> None:
@@ -119,7 +116,6 @@ class Dispatcher:
 
     def lost(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
-        self._full.pop(member.id, None)
         for (request_id, attempt), entry in self._books.waiting_at(member.id):
             gateway = self._gateways.get(entry.gateway)
             if gateway is None:
@@ -156,16 +152,19 @@ class Dispatcher:
         return True
 
     def _pair(self, gateway: Gateway, submit: Submit) -> Pair | Unpaired:
-        num_tokens = num_kv_tokens(submit.request)
-        while True:
-            full = [worker for worker, most in self._full.items() if num_tokens >= most]
-            pair = self._pairing.pair(submit, gateway.reached, full)
-            if isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
-                return pair
-            if self._reception.capacity.can_decode(pair.decode, num_tokens):
-                return pair
-            most = self._full.get(pair.decode.id, num_tokens)
-            self._full[pair.decode.id] = min(most, num_tokens)
+        """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
+        capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
+        full: Collection[str] = ()
+        if self._is_crowded:
+            full = capacity.full(num_tokens)
+            self._is_crowded = bool(full)
+        pair = self._pairing.pair(submit, gateway.reached, full)
+        if full or isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
+            return pair
+        if capacity.can_decode(pair.decode, num_tokens):
+            return pair
+        self._is_crowded = True
+        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens))
 
     def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair) -> None:
         request = submit.request
