@@ -160,15 +160,15 @@ class CostModel:
         self._has_size = False  # been told one
         self._all = Speeds(Fit(PREFILL_PRIOR), Fit(STEP_PRIOR))
         self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
-        self._workers: dict[str, Speeds] = {}
+        self._workers: dict[str, Speeds] = {}  # that have measured something, until they are forgotten
+        self._newcomer: Speeds | None = None  # made of _all when somebody asks
         self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least lately measured first
 
     def of(self, worker_id: str) -> Speeds:
-        speeds = self._workers.get(worker_id)
+        """To read, not to teach. Who has said nothing yet is as newcomers begin; nothing is kept of it."""
+        speeds = self._workers.get(worker_id) or self._newcomer
         if speeds is None:
-            speeds = Speeds(self._all.prefill.heir(), self._all.step.heir())
-            speeds.mean_compute_s = self._all.mean_compute_s
-            self._workers[worker_id] = speeds
+            speeds = self._newcomer = self._heir()
         return speeds
 
     def forget(self, worker_id: str) -> None:
@@ -186,7 +186,7 @@ class CostModel:
         return fixed_s + byte_s * num_tokens * self.bytes_a_token
 
     def learn(self, worker_id: str, measured: Measured) -> None:
-        speeds = self.of(worker_id)
+        speeds, self._newcomer = self._own(worker_id), None
         for prefill in measured.prefills:
             if prefill.num_new_tokens:
                 speeds.learn_prefill(prefill)
@@ -215,6 +215,16 @@ class CostModel:
             least = num_bytes / num_tokens
             self.bytes_a_token = least if not self._has_size else max(least, self.bytes_a_token * _FADE)
             self._has_size = True
+
+    def _own(self, worker_id: str) -> Speeds:
+        if worker_id not in self._workers:
+            self._workers[worker_id] = self._heir()
+        return self._workers[worker_id]
+
+    def _heir(self) -> Speeds:
+        speeds = Speeds(self._all.prefill.heir(), self._all.step.heir())
+        speeds.mean_compute_s = self._all.mean_compute_s
+        return speeds
 
     def _pair(self, one: str, other: str) -> Transfer:
         key = (one, other)

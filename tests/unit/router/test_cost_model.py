@@ -98,6 +98,21 @@ def test_what_is_forgotten_begins_anew() -> None:
     assert own and model.of("p").prefill.num_measured == 0
 
 
+def test_looking_at_a_worker_keeps_nothing_of_it() -> None:
+    """Attempts of other routers name workers that are never said to have left here."""
+    model = taught(CostModel(), "p", 1e-3)
+    looked_at = {id(model.of(f"gone-{number}")) for number in range(100)}
+    assert len(looked_at) == 1 and set(model._workers) == {"p"}
+
+
+def test_what_is_learnt_of_one_newcomer_is_its_own() -> None:
+    model, first = CostModel(), CostModel().of("p").compute_s(1000, 1000)
+    assert model.of("p").compute_s(1000, 1000) == first
+    taught(model, "p", 1e-3)
+    assert model.of("q").prefill.num_measured == 0
+    assert model.of("p") is not model.of("q")
+
+
 def test_prompts_of_one_length_teach_what_they_can() -> None:
     fit = Fit(PREFILL_PRIOR)
     for _ in range(2000):
