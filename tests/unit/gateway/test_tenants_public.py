@@ -1,7 +1,10 @@
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from baton.cluster.model_directory import resolve_model
+from baton.errors import Overloaded
 from baton.gateway.chat_template import ChatTemplate
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_public import PublicPrefixes
@@ -61,3 +64,34 @@ def test_who_has_no_public_texts_shares_nothing() -> None:
 
 def test_a_model_without_a_tokenizer_shares_nothing() -> None:
     assert num_public([1, 2, 3], HOUSE, text=TextWork(None, None)) == 0
+
+
+class BusyOnce(TextWork):
+    """Its threads have no room for the first prompt."""
+
+    is_busy = True
+
+    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        if self.is_busy:
+            self.is_busy = False
+            raise Overloaded("no room", retry_after_s=1.0)
+        return await super().encode(text, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
+
+
+def test_a_text_that_could_not_be_read_once_is_shared_later() -> None:
+    async def twice() -> list[int]:
+        public, tenant, prompt = PublicPrefixes(BusyOnce(TOKENIZER, None)), a_tenant(HOUSE), ids(HOUSE)
+        return [await public.num_tokens(tenant, prompt) for _ in range(2)]
+
+    assert asyncio.run(twice()) == [0, len(ids(HOUSE))]
+
+
+def test_forms_that_a_model_lacks_are_looked_for_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def twice() -> None:
+        public = PublicPrefixes(TextWork(TOKENIZER, None))
+        for _ in range(2):
+            assert await public.num_tokens(a_tenant(HOUSE), ids(HOUSE))
+
+    with caplog.at_level("INFO"):
+        asyncio.run(twice())
+    assert len(caplog.records) == 1 and HOUSE not in str(vars(caplog.records[0]))
