@@ -26,6 +26,7 @@ from baton.gateway.served_model import ServedModel
 from baton.gateway.tenants_door import Door, Visit
 from baton.gateway.turn import Turn, in_turns
 
+HEADLESS_S: Final = 45.0  # that a stream may be without a head: proxies give up after a minute of silence
 EVENT_STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -134,10 +135,10 @@ class Inference:
         answer.start(stream)
         # The head goes out after the first token: until then the call may still be refused with a status.
         # While no worker has it, that is likely; one that has it may be silent for longer than clients wait.
-        is_late = False
+        is_late, wait_until_s = False, self._clock.now_s() + HEADLESS_S
         while not await stream.wait(self.ping_interval_s):
             is_late = True
-            if answer.is_placed:
+            if answer.is_placed or self._clock.now_s() >= wait_until_s:
                 break
         if stream.error is not None:
             raise stream.error
