@@ -104,11 +104,12 @@ def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str
         {"host": "api.example"},
         {"origin": "http://evil.example"},
     ]
-    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants) as served:
+    service = ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants)
+    with service as served, httpx2.Client() as web:
 
         def status(path: str, headers: dict[str, str], key: str = "") -> int:
             bearer = {"authorization": f"Bearer {key}"} if key else {}
-            return httpx2.get(served.url + path, headers=headers | bearer).status_code
+            return web.get(served.url + path, headers=headers | bearer).status_code
 
         for path in ("/metrics", "/load", "/ui", "/metric%73"):
             assert status(path, {}) == 200
