@@ -9,6 +9,21 @@ FAILED: Final = 1  # what was asked for could not be done, or broke later
 USER_ERROR: Final = 2
 
 
+# Of vLLM's command lines, which people paste: what to do instead.
+VLLMS: Final = {
+    "--api-key": "keys are of tenants, in a file: --tenants FILE",
+    "--enable-auto-tool-choice": "tools may be called where the chat template tells of them; leave it out",
+    "--tool-call-parser": "the chat template tells how tools are called; leave it out",
+    "--kv-transfer-config": "prefill and decode workers find each other; leave it out, or give --transport",
+    "--tokenizer": "it is read from the model's directory; leave it out",
+    "--revision": "the model is a directory of yours; leave it out",
+    "--trust-remote-code": "no code of a model is ever run; leave it out",
+    "--pipeline-parallel-size": "a replica is split by --tensor-parallel-size alone",
+    "-pp": "a replica is split by --tensor-parallel-size alone",
+    "--shutdown-timeout": "give --drain-timeout",
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong without the usage, which would hide it."""
 
@@ -29,6 +44,8 @@ class OneLineParser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         if flag == "--model":
             return f"the model comes first and has no flag: {self.prog} MODEL"
+        if flag in VLLMS:
+            return f"{flag} is not needed or not there: {VLLMS[flag]}"
         nearest = difflib.get_close_matches(flag, known, n=1)
         return f"unknown option {flag!r}" + (f"; did you mean {nearest[0]}?" if nearest else "")
 
