@@ -157,9 +157,9 @@ class PlanDraft:
         """Take back pages, for the next plan, that a sequence lacks which was not admitted beside others."""
         if self._lacking is None or self._lacking[0] is not sequence or not self._num_seated():
             return
-        num_pages = self._lacking[1]
+        num_pages, headroom = self._lacking[1], self._pool.pages_for(HEADROOM_TOKENS)
         num_lacking = num_pages + self._committed + self._headroom() - self.available
-        for victim in self._victims.of_newcomer(sequence, num_pages, num_lacking):
+        for victim in self._victims.of_newcomer(sequence, num_pages, num_lacking, headroom):
             self._take_back(victim)
             self._way_for = sequence.key
 

@@ -47,9 +47,13 @@ class Victims:
         others = [other for other in self._waiting_with_pages() if other is not sequence]
         return self._enough(sorted(others, key=self._books.turn_of, reverse=True), num_lacking)
 
-    def of_newcomer(self, sequence: Sequence, num_pages: int, num_lacking: int) -> list[Sequence]:
+    def of_newcomer(
+        self, sequence: Sequence, num_pages: int, num_lacking: int, headroom_pages: int
+    ) -> list[Sequence]:
         """For one that does not fit beside those that run: of lower classes, and, if its account stays within
-        its share with so many pages more, of accounts that are over theirs; none when that would not do."""
+        its share with so many pages more, of accounts that are over theirs; none when that would not do.
+
+        headroom_pages: that are kept free for each one that runs."""
         books, account = self._books, sequence.account
         is_due = books.num_pages(account) + num_pages <= books.share(account)
         num_lost = Counter[str]()
@@ -59,7 +63,7 @@ class Victims:
             if other.rank[0] > sequence.rank[0] or (other.rank[0] == sequence.rank[0] and is_over):
                 yielding.append(other)
                 num_lost[other.account.name] += len(other.page_table)
-        return self._enough(yielding, num_lacking)
+        return self._enough(yielding, num_lacking, headroom_pages)
 
     def of_lowest_class(self, num_lacking: int) -> list[Sequence]:
         """For better classes that run: of the lowest that runs, the longest first; all if that is too few."""
@@ -79,12 +83,13 @@ class Victims:
         others = [other for other in self.on_account(sequence.account) if other is not sequence]
         return [other for other in others if other.rank > sequence.rank or not _runs(other)]
 
-    def _enough(self, victims: list[Sequence], num_lacking: int) -> list[Sequence]:
-        """The first of them that together free so many pages."""
+    def _enough(self, victims: list[Sequence], num_lacking: int, headroom_pages: int = 0) -> list[Sequence]:
+        """The first of them that together free so many pages, and their headroom with them."""
         num_owners = Counter[int]()
         for index, victim in enumerate(victims):
             num_owners.update(victim.page_table)
             num_lacking -= sum(self._pool.is_freed_by(page, num_owners[page]) for page in victim.page_table)
+            num_lacking -= headroom_pages * _runs(victim)
             if num_lacking <= 0:
                 return victims[: index + 1]
         return []

@@ -28,7 +28,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     def name(self) -> str:
         self.names += 1
-        return f"owner-{self.names}"
+        owner = f"owner-{self.names}"
+        if self.names % 3:
+            self.pool.accounts.book(owner, f"account-{self.names % 3}")
+        return owner
 
     def holds(self, kind: str) -> Holds:
         groups = {
@@ -197,6 +200,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.owners(page) == sequences[page] | leases[page] | writers[page]
             deadlines = [self.leases[owner][0] for owner in leases[page]]
             assert self.pool.deadline_s(page) == max(deadlines, default=None)
+        for account in ("account-1", "account-2"):
+            booked = {
+                f"owner-{number}" for number in range(self.names + 1) if account == f"account-{number % 3}"
+            }
+            used = sum(bool(owners & booked) for owners in sequences.values())
+            assert self.pool.accounts.num_pages.get(account, 0) == used
         assert self.pool.num_available == len(self.pages_in(PageState.FREE, PageState.CACHED))
 
 

@@ -1,0 +1,88 @@
+import pytest
+
+from baton.config import SchedulerConfig
+from baton.engine.plan import PreemptMode
+from baton.engine.relief import CHUNK_SHARE, Relief, relief_on
+from baton.engine.sequence import SequenceStatus
+from baton.pressure import Rung
+from baton.request import SamplingParams
+from tests.accounts import AccountHarness, standing
+from tests.scheduling import Settings
+
+BUDGET = 64
+LONG = SamplingParams(max_tokens=60)
+
+
+def harness_of(num_pages: int = 40, num_host_pages: int = 0) -> AccountHarness:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=BUDGET)
+    settings = Settings(
+        num_pages=num_pages,
+        page_size=4,
+        num_host_pages=num_host_pages,
+        prefix_caching=False,
+        scheduler=config,
+    )
+    return AccountHarness(settings)
+
+
+@pytest.mark.parametrize(
+    ("rung", "expected"),
+    [
+        (Rung.LOCAL_PREFILL, Relief()),
+        (Rung.SMALL_CHUNKS, Relief(small_chunks=True)),
+        (Rung.SWAP_OUT, Relief(small_chunks=True, makes_room=True)),
+        (Rung.SHED, Relief(small_chunks=True, makes_room=True)),
+    ],
+)
+def test_each_rung_keeps_what_those_below_it_do(rung: Rung, expected: Relief) -> None:
+    assert relief_on(rung) == expected
+
+
+def test_prompts_get_a_part_of_a_step_while_others_decode() -> None:
+    harness = harness_of(num_pages=100)
+    harness.add("old", [1, 2, 3], LONG)
+    harness.step()
+    harness.scheduler.relief = Relief(small_chunks=True)
+    harness.add("new", range(3, 103), LONG)
+    chunks = []
+    while harness.live["new", 0].num_uncomputed_tokens > 1:
+        plan, _, _ = harness.step()
+        chunks.append(plan.scheduled["new", 0])
+    assert chunks == [BUDGET // CHUNK_SHARE] * 6 + [4]
+    harness.run()
+
+
+def test_prompts_have_the_whole_step_where_nothing_decodes() -> None:
+    harness = harness_of()
+    harness.scheduler.relief = Relief(small_chunks=True, makes_room=True)
+    harness.add("new", range(100), LONG)
+    assert dict(harness.plan().scheduled) == {("new", 0): BUDGET}
+
+
+def test_the_longest_of_the_lowest_class_is_swapped_out_while_pages_are_few_and_comes_back() -> None:
+    harness = harness_of(num_host_pages=40)
+    for name, num_tokens in (("short", 8), ("long", 40)):
+        harness.add(name, range(num_tokens), LONG, tenant="low", standing=standing(rank=1))
+    harness.add("high", range(40), LONG, tenant="high")
+    while harness.pool.num_available >= 4:
+        harness.step()
+    harness.scheduler.relief = Relief(makes_room=True)
+    plan, _, _ = harness.step()
+    assert plan.preempted == {("long", 0): PreemptMode.SWAP}
+    long = harness.live["long", 0]
+    while ("high", 0) in harness.live:
+        assert long.status is SequenceStatus.SWAPPED
+        harness.step()
+    harness.run()
+    assert long.num_generated_tokens == 60
+
+
+def test_nothing_is_swapped_out_where_one_class_runs() -> None:
+    harness = harness_of()
+    for tenant in "ab":
+        harness.add(tenant, range(70), SamplingParams(max_tokens=8), tenant=tenant)
+    while harness.pool.num_available >= 4:
+        harness.step()
+    harness.scheduler.relief = Relief(makes_room=True)
+    assert not harness.step()[0].preempted
+    harness.run()

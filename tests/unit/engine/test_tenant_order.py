@@ -1,0 +1,109 @@
+"""Who is computed first: class, share, priority, deadline, arrival."""
+
+from baton.config import SchedulerConfig
+from baton.engine.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
+from baton.request import Request, SamplingParams
+from baton.tenancy import Sla, Standing
+from tests.accounts import AccountHarness, standing
+from tests.scheduling import Settings
+
+
+def make_harness(num_pages: int = 400, max_num_seqs: int = 8) -> AccountHarness:
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
+    return AccountHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=False, scheduler=config))
+
+
+def first_tokens(harness: AccountHarness) -> str:
+    """Names in the order in which they had their first token."""
+    names: list[str] = []
+    while harness.scheduler.has_work():
+        names += [each.sequence.request_id for each in harness.step()[2] if each.index == 0]
+    harness.check_answers()
+    return " ".join(names)
+
+
+def request_with(sla: Sla, delay_ms: float | None = None) -> Request:
+    return Request(
+        request_id="r",
+        token_ids=(1,),
+        arrival_s=100.0,
+        sla=sla,
+        standing=Standing(max_queue_delay_ms=delay_ms),
+    )
+
+
+def test_a_request_is_due_by_the_tightest_word_on_its_first_token() -> None:
+    assert due_s(request_with(Sla(ttft_ms=500.0, deadline_ms=9e3), 20.0)) == 100.5
+    assert due_s(request_with(Sla(deadline_ms=9e3), 20.0)) == 109.0
+    assert due_s(request_with(Sla(), 20.0)) == 100.02
+    assert due_s(request_with(Sla(tpot_ms=5.0))) == 100.0 + DEFAULT_DUE_S
+
+
+def test_within_a_tenant_priority_then_deadline_then_arrival() -> None:
+    harness = make_harness()
+    for name, arrival_s, ttft_ms, priority in (
+        ("late", 0.0, None, 0),
+        ("due", 1.0, 50.0, 0),
+        ("sooner", 2.0, 20.0, 0),
+        ("urgent", 3.0, None, -1),
+        ("last", 0.5, None, 0),
+    ):
+        sla = Sla(ttft_ms=ttft_ms)
+        harness.add(name, range(64), arrival_s=arrival_s, sla=sla, priority=priority, tenant="t")
+    assert first_tokens(harness) == "urgent due sooner late last"
+
+
+def test_a_tenants_priorities_are_no_concern_of_others() -> None:
+    harness = make_harness()
+    for number in range(3):
+        harness.add(f"n{number}", range(63), SamplingParams(max_tokens=1), tenant="noisy", priority=-9)
+    harness.add("q", range(63), SamplingParams(max_tokens=1), tenant="quiet")
+    assert first_tokens(harness) == "n0 q n1 n2"
+
+
+def test_a_better_class_is_computed_first_and_alone() -> None:
+    harness = make_harness()
+    for number in range(2):
+        harness.add(f"l{number}", range(63), tenant="low", standing=standing(rank=1))
+    for number in range(2):
+        harness.add(f"h{number}", range(63), tenant="high", priority=9)
+    assert first_tokens(harness) == "h0 h1 l0 l1"
+
+
+def test_a_quiet_tenants_prompt_waits_for_no_flood_of_another() -> None:
+    harness = make_harness()
+    for number in range(30):
+        harness.add(f"n{number}", range(63), SamplingParams(max_tokens=1), tenant="noisy")
+    for _ in range(5):
+        harness.step()
+    harness.add("q", range(63), SamplingParams(max_tokens=1), tenant="quiet", arrival_s=99.0)
+    assert first_tokens(harness).split().index("q") <= 1
+
+
+def test_a_quiet_tenant_within_its_share_gets_pages_that_another_has_beyond_its_own() -> None:
+    harness = make_harness(num_pages=40)
+    for number in range(6):
+        harness.add(f"n{number}", range(12), SamplingParams(max_tokens=60), tenant="noisy")
+    while harness.pool.num_available > 4:
+        harness.step()
+    (quiet,) = harness.add("q", range(40), SamplingParams(max_tokens=4), tenant="quiet", arrival_s=99.0)
+    plan, _, _ = harness.step()
+    assert plan.preempted and all(key[0].startswith("n") for key in plan.preempted)
+    assert plan.way_for == quiet.key
+    plan, _, _ = harness.step()
+    assert quiet.key in plan.admitted
+    while quiet.key in harness.live:
+        harness.step()
+        assert quiet.status is not SequenceStatus.WAITING and not quiet.num_preemptions
+    harness.run()
+
+
+def test_one_tenant_gives_a_newcomer_nothing() -> None:
+    harness = make_harness(num_pages=40)
+    for number in range(6):
+        harness.add(f"n{number}", range(12), SamplingParams(max_tokens=60), tenant="t")
+    while harness.pool.num_available > 4:
+        harness.step()
+    harness.add("q", range(40), SamplingParams(max_tokens=4), tenant="t", arrival_s=99.0)
+    assert not harness.step()[0].preempted
+    harness.run()
