@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from baton.decision import Decision, PullSource
 from baton.errors import WireError
-from baton.pressure import QueueStatus, Rung
+from baton.pressure import QueueStatus, Rung, joined
 from baton.request import Request
 from baton.router_status import RouterStatus
 from baton.seal import MAX_BODY_BYTES
@@ -100,6 +100,7 @@ class Submit(Message, frozen=True):
     request: Request
     beside: Annotated[str, Meta(max_length=32)] = ""  # a decode worker that holds the prompt already
     avoid: Ids = ()  # workers that failed this request
+    is_begun: bool = False  # workers had an earlier attempt: it was let in, and is not refused any more
 
 
 class Routed(Message, frozen=True):
@@ -269,7 +270,13 @@ class Status(Message, frozen=True):
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
-    queue: QueueStatus = QueueStatus()
+    # For want of room: how many "workers", and of how many more the "counters".
+    left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = {}
+
+    @property
+    def queue(self) -> QueueStatus:
+        """Of all these routers together."""
+        return joined(router.queue for router in self.routers)
 
 
 class Explain(Message, frozen=True):

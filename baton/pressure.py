@@ -58,6 +58,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_queued: Count = 0
     oldest_wait_s: Seconds = 0.0
     tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
+    num_left_out: Count = 0  # more tenants, that the message had no room for
 
 
 def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
@@ -72,6 +73,7 @@ def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
         num_queued=sum(queue.num_queued for queue in every),
         oldest_wait_s=max((queue.oldest_wait_s for queue in every), default=0.0),
         tenants=tuple(tenants.values())[:MAX_TENANTS],
+        num_left_out=max(0, len(tenants) - MAX_TENANTS) + sum(queue.num_left_out for queue in every),
     )
 
 

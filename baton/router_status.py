@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.pressure import QueueStatus
 from baton.wire_types import Count, Id
 
 # Upper bounds of what is counted together; what takes longer than the last is counted after it.
@@ -23,6 +24,7 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts, by how long the choice took
     routing_s: Annotated[float, Meta(ge=0)] = 0.0  # that they took together
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    queue: QueueStatus = QueueStatus()
 
     @property
     def blind_share(self) -> float:

@@ -18,7 +18,6 @@ from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
-from baton.pressure import joined
 from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -147,7 +146,6 @@ def _joined(statuses: Sequence[Status]) -> Status:
         num_gateways=min(status.num_gateways for status in statuses),
         num_met=min(status.num_met for status in statuses),
         num_attempts=sum(status.num_attempts for status in statuses),
-        queue=joined(status.queue for status in statuses),
         routers=tuple(router for status in statuses for router in status.routers),
     )
 

@@ -39,6 +39,8 @@ def queue_lines(queue: QueueStatus) -> list[str]:
     ]
     if len(named) > MAX_LINES:
         lines.append(f"and {len(named) - MAX_LINES} more tenants, see --json")
+    if queue.num_left_out:
+        lines.append(f"and {queue.num_left_out} tenants that are not told of, as there are too many")
     return lines
 
 

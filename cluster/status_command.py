@@ -55,6 +55,9 @@ def table(status: Status, pids: Mapping[Listener, int]) -> str:
     ]
     gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
     last = f"{gateways}, {status.num_attempts} requests under way"
+    if status.left_out:
+        counted = ", ".join(f"{count} {what}" for what, count in status.left_out.items())
+        last = f"for want of room this leaves out: {counted}\n{last}"
     return "\n".join([*lines, *queue_lines(status.queue), *map(_router_line, status.routers), last])
 
 

@@ -18,7 +18,7 @@ from baton.gateway.metrics import ITL_BOUNDS_S, REQUEST_BOUNDS_S, TTFT_BOUNDS_S,
 from baton.gateway.router_metrics import router_families
 from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
-from baton.gateway.tenants_counts import gateway_tenant_families, router_tenant_families
+from baton.gateway.tenants_counts import gateway_tenant_families, queue_families, router_tenant_families
 from baton.gateway.vllm_metrics import vllm_gateway_families, vllm_worker_families
 from baton.gateway.worker_metrics import worker_families
 
@@ -101,7 +101,8 @@ class Exporter:
         if status is not None:
             yield from worker_families(status)
             yield from router_families(status)
-            yield from router_tenant_families(status.queue)
+            yield from queue_families(status.queue)
+            yield from router_tenant_families(status.routers)
             if self._vllm_names:
                 yield from vllm_worker_families(status.workers, self._model)
 

@@ -12,7 +12,6 @@ from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import Status, StatusQuery
 from baton.node import Peer
-from baton.pressure import joined
 
 SILENT_S: Final = 3.0
 
@@ -33,7 +32,6 @@ class RouterWatch:
         return msgspec.structs.replace(
             self._statuses[router.hello.id],
             num_attempts=sum(each.num_attempts for each in self._statuses.values()),
-            queue=joined(each.queue for each in self._statuses.values()),
             routers=tuple(router for each in self._statuses.values() for router in each.routers),
         )
 

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from baton.pressure import QueueStatus, TenantStatus
+from baton.router_status import RouterStatus
 
 MAX_TENANTS: Final = 256  # that are counted by name; the others are counted together
 OTHERS: Final = "(others)"  # no name of a tenant
@@ -122,29 +123,36 @@ def gateway_tenant_families(gateways: Sequence[tuple[str, ByTenant]]) -> Iterato
     yield objectives
 
 
-def router_tenant_families(queue: QueueStatus) -> Iterator[Metric]:
-    """What the router says of its queue. A tenant's share is its part of the work_tokens, its due that of
-    the weights. The tenant of a cluster without a file has no name.
-    """
+def queue_families(queue: QueueStatus) -> Iterator[Metric]:
+    """What routers say of their queues now, all together: none of it is counted."""
     for metric, documentation, value in (
         ("overload_rung", "Of the overload ladder, 0 is calm.", int(queue.rung)),
         ("queued_requests", "Requests that wait at the router.", queue.num_queued),
         ("oldest_wait_seconds", "Of those that wait.", queue.oldest_wait_s),
     ):
         yield GaugeMetricFamily(f"baton_{metric}", documentation, value=value)
-    named = queue.tenants[:MAX_TENANTS]
     for metric, documentation, read in ROUTER_GAUGES:
         gauge = GaugeMetricFamily(f"baton_tenant_{metric}", documentation, labels=("tenant",))
-        for status in named:
+        for status in queue.tenants[:MAX_TENANTS]:
             gauge.add_metric((status.tenant,), read(status))
         yield gauge
+
+
+def router_tenant_families(routers: Sequence[RouterStatus]) -> Iterator[Metric]:
+    """What each has counted since it began: a router that dies takes its series along, and lowers no other.
+
+    A tenant's share is its part of the work_tokens, its due that of the weights. The tenant of a cluster
+    without a file has no name.
+    """
+    each = [(router.id[:8], status) for router in routers for status in router.queue.tenants[:MAX_TENANTS]]
+    labels = ("router", "tenant")
     for metric, documentation, read in ROUTER_COUNTERS:
-        counter = CounterMetricFamily(f"baton_tenant_{metric}", documentation, labels=("tenant",))
-        for status in named:
-            counter.add_metric((status.tenant,), read(status))
+        counter = CounterMetricFamily(f"baton_tenant_{metric}", documentation, labels=labels)
+        for router, status in each:
+            counter.add_metric((router, status.tenant), read(status))
         yield counter
-    refused = CounterMetricFamily("baton_tenant_refused", "By the router.", labels=("tenant", "reason"))
-    for status in named:
+    refused = CounterMetricFamily("baton_tenant_refused", "By the router.", labels=(*labels, "reason"))
+    for router, status in each:
         for refusal, count in status.refused.items():
-            refused.add_metric((status.tenant, refusal.value), count)
+            refused.add_metric((router, status.tenant, refusal.value), count)
     yield refused

@@ -34,6 +34,7 @@ from baton.node import TICK_S, Peer
 from baton.pressure import Rung
 from baton.router.books import Books
 from baton.router.dispatcher import Dispatcher, Gateway
+from baton.router.fitted_status import fitted
 from baton.router.knowledge import Knowledge
 from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
@@ -127,14 +128,14 @@ class Router:
         self._announce(is_tick=True)
 
     def status(self) -> Status:
-        return Status(
+        status = Status(
             workers=worker_statuses(self.members, self.books, self._clock.now_s()),
             num_gateways=len(self._gateways),
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.books.num_own,
-            routers=(self.standing.status(),),
-            queue=self.reception.status(),
+            routers=(self.standing.status(self.reception.status()),),
         )
+        return fitted(status)
 
     # Gateways.
 

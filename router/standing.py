@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Protocol
 
+from baton.pressure import QueueStatus
 from baton.router.books import Books
 from baton.router.membership import Membership
 from baton.router_status import RouterStatus, RoutingTimes
@@ -26,7 +27,7 @@ class Standing:
         self._counters = counters
         self._books = books
 
-    def status(self) -> RouterStatus:
+    def status(self, queue: QueueStatus) -> RouterStatus:
         redis = self.redis
         shared = {} if redis is None else redis.counters
         return RouterStatus(
@@ -36,6 +37,7 @@ class Standing:
             routing_counts=tuple(self.times.counts),
             routing_s=self.times.total_s,
             counters={**self._counters, **shared},
+            queue=queue,
         )
 
 

@@ -83,8 +83,8 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
         c.Status(
             workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
             num_gateways=1,
-            routers=(RouterStatus(id=ID, redis="up", counters={"routed": 5}),),
-            queue=queue_status(),
+            routers=(RouterStatus(id=ID, redis="up", counters={"routed": 5}, queue=queue_status()),),
+            left_out={"counters": 3},
         ),
         c.Explain(request_id=ID),
         c.Decisions(decisions=(decision(),)),

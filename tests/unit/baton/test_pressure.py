@@ -1,4 +1,4 @@
-from baton.pressure import QueueStatus, Rung, TenantStatus, joined
+from baton.pressure import MAX_TENANTS, QueueStatus, Rung, TenantStatus, joined
 from baton.tenancy import Refusal
 
 
@@ -49,6 +49,12 @@ def test_of_one_router_it_is_what_that_one_says() -> None:
     one = QueueStatus(rung=Rung.SHED, num_queued=1, oldest_wait_s=1.0, tenants=(a_tenant("a", 1),))
     assert joined([one]) == one
     assert joined([]) == QueueStatus()
+
+
+def test_tenants_that_are_not_told_of_are_counted() -> None:
+    many = tuple(a_tenant(f"t{number}", 1) for number in range(MAX_TENANTS))
+    both = joined((QueueStatus(tenants=many, num_left_out=5), QueueStatus(tenants=(a_tenant("a", 1),))))
+    assert len(both.tenants) == MAX_TENANTS and both.num_left_out == 6
 
 
 def test_every_count_of_a_tenant_is_added() -> None:

@@ -2,6 +2,7 @@ from baton.cluster.queue_lines import MAX_LINES, queue_lines
 from baton.cluster.status_command import table
 from baton.control import Status
 from baton.pressure import QueueStatus, Rung, TenantStatus
+from baton.router_status import RouterStatus
 from baton.tenancy import Refusal
 
 ACME = TenantStatus(
@@ -45,7 +46,17 @@ def test_of_many_tenants_the_first_are_shown() -> None:
     assert len(lines) == MAX_LINES + 3 and lines[-1] == "and 3 more tenants, see --json"
 
 
+def test_tenants_that_a_status_had_no_room_for_are_counted() -> None:
+    lines = queue_lines(QueueStatus(tenants=(ACME,), num_left_out=7))
+    assert lines[-1].startswith("and 7 tenants that are not told of")
+
+
+def test_what_a_status_left_out_of_workers_is_said() -> None:
+    lines = table(Status(left_out={"counters": 3, "workers": 2}), {}).splitlines()
+    assert lines[-2] == "for want of room this leaves out: 3 counters, 2 workers"
+
+
 def test_baton_status_shows_them() -> None:
     queue = QueueStatus(rung=Rung.SHED, tenants=(ACME,))
-    lines = table(Status(queue=queue), {}).splitlines()
+    lines = table(Status(routers=(RouterStatus(id="e" * 32, queue=queue),)), {}).splitlines()
     assert "overload: shed, nobody waits" in lines and lines[-1] == "0 gateways, 0 requests under way"

@@ -9,6 +9,7 @@ from baton.gateway.counts import Counts
 from baton.gateway.dashboard import HEADERS, Dashboard, quantile, rates
 from baton.gateway.metrics import TTFT_BOUNDS_S, Metrics
 from baton.pressure import QueueStatus, Rung, TenantStatus
+from baton.router_status import RouterStatus
 from baton.worker import Load, WorkerStatus
 from tests.scripted_service import worker
 
@@ -51,7 +52,9 @@ def status(**fields: object) -> Status:
     queue = QueueStatus(
         rung=Rung.CALM, num_queued=7, tenants=(TenantStatus(tenant="<b>acme</b>", num_queued=7),)
     )
-    return msgspec.structs.replace(Status(workers=(entry,), queue=queue), **fields)
+    return msgspec.structs.replace(
+        Status(workers=(entry,), routers=(RouterStatus(id="e" * 32, queue=queue),)), **fields
+    )
 
 
 def page(clock: ManualClock | None = None) -> Dashboard:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -7,8 +9,10 @@ from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.exporter import Exporter
 from baton.gateway.metrics import Histogram, Metrics
 from baton.pressure import QueueStatus, Rung, TenantStatus
+from baton.router_status import RouterStatus
 from baton.tenancy import Refusal
 from baton.worker import Load, WorkerStatus
+from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, worker
 
 
@@ -144,7 +148,8 @@ def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
         num_degraded=1,
         refused={Refusal.SHED: 7},
     )
-    service.status = Status(queue=QueueStatus(rung=Rung.SHED, num_queued=5, tenants=(acme,)))
+    queue = QueueStatus(rung=Rung.SHED, num_queued=5, tenants=(acme,))
+    service.status = Status(routers=(RouterStatus(id=id_of("one"), queue=queue),))
     found = samples(exporter(metrics, service))
     here, there = (("gateway", "g0"), ("tenant", "acme")), (("tenant", "acme"),)
     assert found["baton_tenant_open_requests", here] == 2
@@ -159,9 +164,25 @@ def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
     assert found["baton_tenant_queued_requests", there] == 5
     assert found["baton_tenant_oldest_wait_seconds", there] == 1.5
     assert found["baton_tenant_weight", there] == 2
-    assert found["baton_tenant_work_tokens_total", there] == 900
-    assert found["baton_tenant_degraded_requests_total", there] == 1
-    assert found["baton_tenant_refused_total", (("reason", "shed"), there[0])] == 7
+    router = ("router", id_of("one")[:8])
+    assert found["baton_tenant_work_tokens_total", (router, *there)] == 900
+    assert found["baton_tenant_degraded_requests_total", (router, *there)] == 1
+    assert found["baton_tenant_refused_total", (("reason", "shed"), router, *there)] == 7
+
+
+def test_no_count_of_a_tenant_goes_back_when_a_router_dies() -> None:
+    def counters(*names: str) -> dict[Any, float]:
+        service = ScriptedService()
+        queue = QueueStatus(num_queued=2, tenants=(TenantStatus(tenant="acme", work_tokens=900),))
+        routers = tuple(RouterStatus(id=id_of(name), queue=queue) for name in names)
+        service.status = Status(routers=routers)
+        found = samples(exporter(Metrics(), service))
+        assert found["baton_queued_requests", ()] == 2 * len(names)
+        return {key: value for key, value in found.items() if key[0].endswith("_total")}
+
+    both, one = counters("one", "two"), counters("one")
+    assert list(both.values()).count(900) == 2
+    assert one.items() <= both.items(), "what is left is what it was"
 
 
 def test_counts_of_tenants_cross_to_the_gateways_beside() -> None:

@@ -1,0 +1,66 @@
+"""A status of everything that a cluster may have at once has to fit one message."""
+
+import msgspec
+import pytest
+
+from baton.control import Status, decode, encode
+from baton.pressure import MAX_TENANTS, QueueStatus, TenantStatus
+from baton.router.fitted_status import fitted
+from baton.router_status import RouterStatus
+from baton.seal import MAX_BODY_BYTES
+from baton.tenancy import Refusal
+from baton.wire_types import MAX_WORKERS
+from baton.worker import Load, WorkerStatus
+from tests.node_peers import a_worker, id_of
+
+COUNTERS = {f"a_counter_with_a_long_name_{number}": 10**12 + number for number in range(16)}
+
+
+def a_status(num_workers: int, num_tenants: int, counters: dict[str, int] | None = None) -> Status:
+    """Tenants come with the busiest first, workers with the least busy first."""
+    load = Load(num_tokens=10**12, pages={"free": 10**5}, counters=COUNTERS if counters is None else counters)
+    workers = tuple(
+        WorkerStatus(worker=a_worker(f"d{number}"), load=load, num_attempts=number, beat_age_s=0.5)
+        for number in range(num_workers)
+    )
+    tenants = tuple(
+        TenantStatus(tenant=f"tenant-{number}", work_tokens=10**9, refused=dict.fromkeys(Refusal, 10**6))
+        for number in range(num_tenants)
+    )
+    router = RouterStatus(id=id_of("one"), queue=QueueStatus(num_queued=num_tenants, tenants=tenants))
+    return Status(workers=workers, routers=(router,), num_gateways=2)
+
+
+def test_what_fits_is_left_alone() -> None:
+    status = a_status(100, 100)
+    assert fitted(status) is status
+
+
+def test_of_the_largest_cluster_the_busiest_are_told() -> None:
+    status = a_status(MAX_WORKERS, MAX_TENANTS)
+    told = fitted(status)
+    assert len(encode(told)) <= MAX_BODY_BYTES and decode(encode(told)) == told
+    assert len(told.workers) == MAX_WORKERS and told.workers[-1] == status.workers[-1]
+    assert told.left_out == {"counters": sum(not each.load.counters for each in told.workers)}
+    assert told.queue.num_left_out == MAX_TENANTS - len(told.queue.tenants)
+
+
+def test_the_least_busy_tenants_go_first() -> None:
+    status = a_status(800, MAX_TENANTS)
+    told = fitted(status)
+    num_left_out = told.queue.num_left_out
+    assert told.left_out == {} and 0 < num_left_out < MAX_TENANTS
+    assert told.queue.tenants == status.queue.tenants[:-num_left_out]
+    assert sorted(told.workers, key=lambda each: each.num_attempts) == list(status.workers)
+    assert MAX_BODY_BYTES - 1024 < len(encode(told)) <= MAX_BODY_BYTES, "no more goes than has to"
+    assert told.queue.num_queued == MAX_TENANTS
+
+
+@pytest.mark.parametrize("most_bytes", [700, 5000, 20_000, 60_000])
+def test_whatever_the_bound_it_is_kept(most_bytes: int) -> None:
+    told = fitted(a_status(40, 40), most_bytes)
+    assert len(msgspec.msgpack.encode(told)) <= most_bytes
+    assert len(told.workers) + told.left_out.get("workers", 0) == 40
+    assert len(told.queue.tenants) + told.queue.num_left_out == 40
+    if told.workers:
+        assert max(each.num_attempts for each in told.workers) == 39
