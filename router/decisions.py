@@ -1,8 +1,8 @@
 """Why attempts went where they went, kept for a while: predictions, and what was measured afterwards."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -43,47 +43,59 @@ def ttft_s(weighed: Weighed) -> float:
     return sum(weighed.terms.get(name, 0.0) for name in ("queue_s", "pull_s", "compute_s"))
 
 
+class Kept(NamedTuple):
+    decided_s: float
+    decision: Decision  # less what was weighed: that is written out for who asks
+    candidates: Sequence[Candidate]
+
+
 class Decisions:
     """The last MAX_DECISIONS."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: OrderedDict[Key, tuple[float, Decision]] = OrderedDict()  # when, what
+        self._kept: OrderedDict[Key, Kept] = OrderedDict()
         self._attempts: dict[str, list[Key]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, decision: Decision) -> None:
-        """A key that is there already is decided anew."""
+    def add(self, decision: Decision, candidates: Sequence[Candidate] = ()) -> None:
+        """A key that is there already is decided anew. candidates: all, to be told to whoever asks."""
         key = (decision.request_id, decision.attempt)
         self._forget(key)
-        self._kept[key] = (self._clock.now_s(), decision)
+        self._kept[key] = Kept(self._clock.now_s(), decision, candidates)
         self._attempts.setdefault(decision.request_id, []).append(key)
         if len(self._kept) > MAX_DECISIONS:
             self._forget(next(iter(self._kept)))
 
     def get(self, key: Key) -> Decision | None:
+        """Without what else was weighed."""
         kept = self._kept.get(key)
-        return None if kept is None else kept[1]
+        return None if kept is None else kept.decision
+
+    def full(self, key: Key) -> Decision:
+        """Of one that is kept."""
+        now_s, kept = self._clock.now_s(), self._kept[key]
+        age_s, others = min(now_s - kept.decided_s, _DAY_S), tuple(map(weighed, kept.candidates))
+        return msgspec.structs.replace(kept.decision, age_s=age_s, weighed=others)
 
     def started(self, key: Key) -> None:
         kept = self._kept.get(key)
-        if kept is not None and kept[1].first_token_s is None:
-            taken_s = min(self._clock.now_s() - kept[0], _DAY_S)
-            self._kept[key] = (kept[0], msgspec.structs.replace(kept[1], first_token_s=taken_s))
+        if kept is not None and kept.decision.first_token_s is None:
+            taken_s = min(self._clock.now_s() - kept.decided_s, _DAY_S)
+            decision = msgspec.structs.replace(kept.decision, first_token_s=taken_s)
+            self._kept[key] = kept._replace(decision=decision)
 
     def measured(self, times: PrefillTimes) -> None:
         key = (times.request_id, times.attempt)
         kept = self._kept.get(key)
         if kept is not None:
-            self._kept[key] = (kept[0], msgspec.structs.replace(kept[1], measured=times))
+            self._kept[key] = kept._replace(decision=msgspec.structs.replace(kept.decision, measured=times))
 
     def of(self, request_id: str) -> Iterator[Decision]:
-        now_s = self._clock.now_s()
         for key in self._attempts.get(request_id, ())[-MAX_ATTEMPTS:]:
-            decided_s, decision = self._kept[key]
-            yield msgspec.structs.replace(decision, age_s=min(now_s - decided_s, _DAY_S))
+            yield self.full(key)
 
     def _forget(self, key: Key) -> None:
         if self._kept.pop(key, None) is None:

@@ -14,6 +14,7 @@ from baton.node import Peer
 from baton.router.books import Books, Entry, Key
 from baton.router.chooser import Choice, Chooser
 from baton.router.cost_model import CostModel
+from baton.router.costs import Candidate
 from baton.router.decision_log import HasEnded, SentOut, encode_line, short_keys
 from baton.router.decisions import Decisions, weighed
 from baton.router.look import Known
@@ -100,17 +101,17 @@ class Knowledge:
         if self.sharing is None and self._log is None:
             return
         request, worker = submit.request, (pair.prefill or pair.decode).worker
-        keys = self._keys.keys(family_of(worker), request)
+        known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
+        keys = self._keys.keys(family_of(worker), request) if known is None else known
         key = (request.request_id, request.attempt)
         if self.sharing is not None:
             self.sharing.dispatched(key, entry, keys)
-        decision = self.decisions.get(key)
-        if self._log is not None and decision is not None:
+        if self._log is not None:
             line = SentOut(
                 at_s=self._clock.now_s(),
-                decision=decision,
+                decision=self.decisions.full(key),
                 page_size=worker.page_size,
-                num_output_tokens=entry.num_tokens - decision.num_tokens,
+                num_output_tokens=entry.num_tokens - request.num_tokens,
                 keys=short_keys(keys),
             )
             self._log(encode_line(line))
@@ -131,11 +132,11 @@ class Knowledge:
     def decided(self, submit: Submit, pair: Pair) -> None:
         request, choice = submit.request, pair.choice
         chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill.id if pair.prefill else "")
-        others: tuple[Weighed, ...] = ()
+        candidates: Sequence[Candidate] = ()
         if choice is not None:
             assert self.chooser is not None, "who else has chosen?"
             self.chooser.expect(choice, request.num_tokens)
-            chosen, others = weighed(choice.candidate), tuple(map(weighed, choice.candidates))
+            chosen, candidates = weighed(choice.candidate), choice.candidates
             self._count(choice)
         decision = Decision(
             request_id=request.request_id,
@@ -144,9 +145,8 @@ class Knowledge:
             reason=pair.reason,
             num_tokens=request.num_tokens,
             chosen=chosen,
-            weighed=others,
         )
-        self.decisions.add(decision)
+        self.decisions.add(decision, candidates)
 
     def _end_of(self, request_id: str, attempt: int) -> HasEnded:
         decision = self.decisions.get((request_id, attempt))
