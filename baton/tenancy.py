@@ -91,6 +91,7 @@ class Standing(Value, frozen=True):
     max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due then
     quotas: Quotas = Quotas()
     degradation: Degradation = Degradation()
+    wishes: bool = False  # its client named objectives that its tenant is not promised: nobody gives way
 
 
 class TenantPolicy(Value, frozen=True):

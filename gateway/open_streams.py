@@ -273,7 +273,8 @@ class OpenStreams:
             return
         self.flush()
         try:
-            router.send(Submit(request=request, beside=stream.beside, avoid=tuple(stream.avoid)))
+            avoid = tuple(stream.avoid)
+            router.send(Submit(request=request, beside=stream.beside, avoid=avoid, is_begun=stream.is_begun))
         except WireError as error:
             raise InvalidRequest(f"the request can't be sent on: {error}") from error
         stream.state, stream.heard_s, stream.router = State.SUBMITTED, now_s, router.hello.id

@@ -47,6 +47,7 @@ class Stream:
         "has_started",
         "heard_s",
         "homeless_s",
+        "is_begun",
         "is_reported",
         "log",
         "lost",
@@ -71,6 +72,7 @@ class Stream:
         self.attempt = request.attempt
         self.log = list(request.generated_token_ids)
         self.next_index = self.first_index = len(self.log)  # the latter: of the present attempt
+        self.is_begun = bool(self.log)  # workers have had it, in whatever attempt
         self.has_started = self.is_reported = False  # the present attempt; the latter: to the router
         self.early: dict[int, TokenEvent] = {}
         self.decode = self.prefill = ""  # of the present attempt, once it is ROUTED
@@ -132,7 +134,7 @@ class Stream:
         return event.token_id is None or self.log[event.index] == event.token_id
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
-        self.state = State.ROUTED
+        self.state, self.is_begun = State.ROUTED, True
         self.decode, self.prefill = decode, prefill
         self.homeless_s += max(0.0, now_s - self.heard_s)  # in the router's queue
         self.heard_s = now_s

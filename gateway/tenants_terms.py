@@ -8,6 +8,7 @@ import difflib
 import math
 from typing import Final
 
+import msgspec
 from starlette.types import Scope
 
 from baton.gateway.api_errors import invalid
@@ -36,15 +37,26 @@ def sla_of(scope: Scope, tenant: Tenant) -> Sla:
 
 def standing_of(scope: Scope, tenant: Tenant) -> Standing:
     """In the class that is asked for, if it is not above the tenant's own. Raises ApiError 400."""
+    standing = tenant.policy.standing(_rank_of(scope, tenant))
+    return msgspec.structs.replace(standing, wishes=True) if _wishes(scope, tenant.policy.sla) else standing
+
+
+def _rank_of(scope: Scope, tenant: Tenant) -> int:
     asked_for = header(scope, PRIORITY_HEADER)
     if asked_for is None:
-        return tenant.policy.standing(tenant.rank)
+        return tenant.rank
     if asked_for not in tenant.classes:
         nearest = difflib.get_close_matches(asked_for[:64], tenant.classes, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(tenant.classes)}"
         name = PRIORITY_HEADER.decode()
         raise invalid(f"the header {name}: there is no class {asked_for[:64]!r}; {hint}", param=name)
-    return tenant.policy.standing(max(tenant.rank, tenant.classes.index(asked_for)))
+    return max(tenant.rank, tenant.classes.index(asked_for))
+
+
+def _wishes(scope: Scope, promised: Sla) -> bool:
+    """Whether an objective is asked for of a kind that the tenant is not promised."""
+    kinds = ((promised.ttft_ms, TTFT_HEADERS), (promised.tpot_ms, TPOT_HEADERS))
+    return any(own is None and header(scope, name) is not None for own, names in kinds for name in names)
 
 
 def _looser(promised: float | None, asked_for: float | None) -> float | None:

@@ -6,7 +6,7 @@ it is worth while to ask again.
 2. Its turn has come, and it is predicted again. What has become hopeless meanwhile is refused then.
 3. Its deadline passes while it waits: it is not begun any more.
 
-Only who may be shed is refused for an objective, and never an attempt that takes another's place. Where idle
+Only who may be shed is refused for an objective, and nobody asks for what workers have begun with. Where idle
 workers could not keep it either, one is let in now and then all the same: predictions are learnt from what
 was tried.
 
@@ -113,7 +113,7 @@ class Admission:
     def refusal(self, request: Request, work: Work, waited_s: float, found: Prediction) -> Refused | None:
         """Why a request that has waited so long has no hope, by what was found."""
         objective = objective_of(request)
-        if request.attempt or not objective.is_promised or not request.standing.degradation.may_shed:
+        if not objective.is_promised or not request.standing.degradation.may_shed:
             return None
         late = _lateness(objective, waited_s, found)
         if late is None or (late.is_never and self._may_probe()):
@@ -125,15 +125,16 @@ class Admission:
 
     def expired(self, work: Work, *, is_over: bool) -> Refused:
         """Of one that has waited in vain; is_over: its deadline has passed, else its first token's time."""
-        name = "deadline_ms" if is_over else "ttft_ms"
-        refusal = Refusal.DEADLINE if is_over else Refusal.SLO
-        return self.returns.invite(refusal, f"its {name} has passed while it waited", work.total, 0.0)
+        if is_over:  # its client is told that it is over, and does not come again
+            reason = "its deadline_ms has passed while it waited"
+            return Refused(Refusal.DEADLINE, reason, LEAST_RETRY_S, may_return=False)
+        return self.returns.invite(Refusal.SLO, "its ttft_ms has passed while it waited", work.total, 0.0)
 
     def _refuse(self, late: "_Late", work: Work, found: Prediction) -> Refused:
         told = f"a first token in {found.ttft_s:.3g} s, then one every {1e3 * found.tpot_s:.3g} ms"
         reason = f"{late.objective} can't be kept: predicted is {told}"
         if late.is_never:  # by workers with nothing else to do neither
-            return Refused(late.refusal, reason, MOST_RETRY_S, may_return=False)
+            return Refused(late.refusal, reason, MOST_RETRY_S, may_return=False, is_overload=False)
         return self.returns.invite(late.refusal, reason, work.total, late.excess_s)
 
     def _may_probe(self) -> bool:

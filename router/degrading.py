@@ -12,7 +12,7 @@ def degraded(request: Request) -> Request:
 
     What has begun to be answered goes on as it began.
     """
-    if request.attempt or request.generated_token_ids:
+    if request.generated_token_ids:
         return request
     rights, sampling = request.standing.degradation, request.sampling
     changes: dict[str, int] = {}

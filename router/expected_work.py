@@ -2,7 +2,7 @@
 
 Work is the prompt's tokens that have to be computed and the tokens of the answer. What is expected follows
 what the same tenant's requests have been: how long its answers, how much of its prompts was there already.
-An attempt that takes the place of another has its prompt for nothing: its tenant has paid for it once.
+An attempt at what workers have begun with has its prompt for nothing: its tenant has paid for it once.
 """
 
 from collections import OrderedDict
@@ -34,6 +34,7 @@ class Charge(NamedTuple):
     tenant: str
     work: Work
     num_tokens: int  # of the whole prompt
+    is_begun: bool = False  # workers have had an earlier attempt
     is_computed: bool = False  # the prompt's work is known by now
 
 
@@ -60,9 +61,9 @@ class WorkLedger:
     def __contains__(self, key: Key) -> bool:
         return key in self._charges
 
-    def expect(self, request: Request) -> Work:
+    def expect(self, request: Request, *, is_begun: bool = False) -> Work:
         habit = self._habit(request.tenant)
-        prompt = 0.0 if request.attempt else request.num_tokens * habit.share
+        prompt = 0.0 if is_begun else request.num_tokens * habit.share
         limit = request.sampling.max_tokens
         answer = habit.answer
         if limit is not None:
@@ -86,7 +87,7 @@ class WorkLedger:
         habit.num_prompts += 1
         share = num_new_tokens / max(1, charge.num_tokens)
         habit.share += (min(1.0, share) - habit.share) * max(LEAST_GAIN, 1 / habit.num_prompts)
-        used = min(charge.work.prompt, float(num_new_tokens)) if key[1] else float(num_new_tokens)
+        used = min(charge.work.prompt, float(num_new_tokens)) if charge.is_begun else float(num_new_tokens)
         self._charges[key] = charge._replace(work=Work(used, charge.work.answer), is_computed=True)
         self._correct(charge, used - charge.work.prompt)
 

@@ -48,6 +48,6 @@ class Overload:
 
     def is_to_be_shed(self, waiting: Waiting) -> bool:
         """For those of higher classes."""
-        if self.rung is not Rung.SHED or waiting.submit.request.attempt:
+        if self.rung is not Rung.SHED or waiting.submit.is_begun:
             return False
         return waiting.standing.degradation.may_shed and self.promises.is_lowest(waiting.rank)

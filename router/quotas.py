@@ -25,6 +25,7 @@ class Refused(NamedTuple):
     reason: str
     retry_after_s: float
     may_return: bool = True  # by itself, then; else only if somebody wants it
+    is_overload: bool = True  # without others' work there would be room
 
 
 class Bucket:

@@ -12,7 +12,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
@@ -35,6 +35,7 @@ from baton.router.tenant_queues import TenantQueues, Waiting
 from baton.times import PrefillTimes
 
 MAX_SHED: Final = 1024  # at a tick
+MIN_ENDS: Final = 1024  # that are remembered, of whatever waits or did
 
 
 class Record(NamedTuple):
@@ -44,6 +45,7 @@ class Record(NamedTuple):
     request: Request
     work: Work
     came_s: float
+    is_begun: bool  # workers have had an earlier attempt
     is_active: bool = False  # workers have it
 
 
@@ -74,33 +76,33 @@ class Reception:
 
     def ask(self, gateway: str, submit: Submit) -> Refused | None:
         """None: it waits, and may be the first now. The key must be new."""
-        request, now_s = submit.request, self._clock.now_s()
-        work = self._ledger.expect(request)
+        request, now_s, is_begun = submit.request, self._clock.now_s(), submit.is_begun
+        work = self._ledger.expect(request, is_begun=is_begun)
         if submit.beside:
             work = Work(0.0, work.answer)  # its prompt is there
         objective = objective_of(request)
-        due_s = now_s + (0.0 if request.attempt else objective.due_s)
+        due_s = now_s + (0.0 if is_begun else objective.due_s)
         waiting = Waiting(gateway, submit, since_s=now_s, due_s=due_s, work=work.total)
-        refused = None if request.attempt else self._refusal(waiting, work)
+        refused = None if is_begun else self._refusal(waiting, work)
         if refused is not None:
             self._count(request.tenant, refused)
             return refused
         self.quotas.enter(request.tenant, request.standing.quotas, work.total)
         self.tallies.of(request.tenant).weight = request.standing.weight
-        self._records[waiting.key] = Record(gateway, request, work, now_s)
+        self._records[waiting.key] = Record(gateway, request, work, now_s, is_begun)
         self.overload.promises.add(request)
         self._hold_or_release(request.tenant)
         self.queues.add(waiting)
         may_shed = request.standing.degradation.may_shed
         end_s = min(objective.deadline_s, objective.ttft_s if may_shed else inf)
-        if end_s < inf and not request.attempt:
-            heappush(self._ends, (now_s + end_s, waiting.key))
+        if end_s < inf and not is_begun:
+            self._remember_end(now_s + end_s, waiting.key)
         return None
 
     def overflow(self, key: Key) -> Refused | None:
         """Why what was asked for last is not to wait, if it does; it is refused then."""
         record = self._records.get(key)
-        if record is None or record.is_active or record.request.attempt:
+        if record is None or record.is_active or record.is_begun:
             return None
         tenant, quotas = record.request.tenant, record.request.standing.quotas
         refused = self.quotas.queue_refusal(tenant, quotas, self.queues.num_of(tenant))
@@ -121,7 +123,7 @@ class Reception:
         """Why its turn comes too late; it is refused then."""
         waited_s = self._clock.now_s() - waiting.since_s
         record = self._records[waiting.key]
-        if waited_s <= 0 or not objective_of(record.request).is_promised:
+        if record.is_begun or waited_s <= 0 or not objective_of(record.request).is_promised:
             return None
         prediction = self.admission.predict(record.request, record.work, 0.0, 1.0)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
@@ -137,16 +139,16 @@ class Reception:
         self._work_out += waiting.work
         self.quotas.activate(waiting.tenant)
         self._hold_or_release(waiting.tenant)
-        charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens)
+        charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens, record.is_begun)
         self._ledger.charge(waiting.key, charge)
         prompt, weight = max(1.0, record.work.prompt), waiting.standing.weight
         self.capacity.dispatched(waiting.key, waiting.tenant, weight, prompt)
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
-        tally.work += waiting.work
         tally.num_dispatched += 1
         tally.waited_s += max(0.0, now_s - waiting.since_s)
-        narrower = degraded(request) if self.overload.rung >= Rung.CLIP else request
+        is_clipped = self.overload.rung >= Rung.CLIP and not record.is_begun
+        narrower = degraded(request) if is_clipped else request
         tally.num_degraded += narrower is not request
         return narrower
 
@@ -167,7 +169,7 @@ class Reception:
     def started(self, key: Key) -> None:
         self.capacity.started(key)
         record = self._records.get(key)
-        if record is None or record.request.attempt or not record.is_active:
+        if record is None or record.is_begun or not record.is_active:
             return
         ttft_s = objective_of(record.request).ttft_s
         if ttft_s < inf:
@@ -241,13 +243,17 @@ class Reception:
         if is_shed:
             return self.admission.shed(work, prediction)
         refused = self.admission.refusal(request, work, 0.0, prediction)
-        if refused is not None and before > 0:
-            self.overload.count_hopeless()
+        if before > 0:
+            self._count_hopeless(request, refused)
         return refused
 
     def _give_up(self, key: Key, refused: Refused) -> None:
-        self.overload.count_hopeless()
+        self._count_hopeless(self._records[key].request, refused)
         self.refuse(key, refused)
+
+    def _count_hopeless(self, request: Request, refused: Refused | None) -> None:
+        if refused is not None and refused.is_overload and not request.standing.wishes:
+            self.overload.count_hopeless()
 
     def _count(self, tenant: str, refused: Refused) -> None:
         self.tallies.of(tenant).refused[refused.refusal] += 1
@@ -257,7 +263,8 @@ class Reception:
         request, tenant = record.request, record.request.tenant
         self.overload.promises.remove(request)
         if record.is_active:
-            self._ledger.ended(key, num_answered)
+            used = self._ledger.ended(key, num_answered)
+            self.tallies.of(tenant).work += used.work.total if used is not None else 0.0
             self.capacity.started(key)
         else:
             self.queues.remove(key)
@@ -274,7 +281,12 @@ class Reception:
     def _correct(self, charge: Charge, work: float) -> None:
         self.queues.correct(charge.rank, charge.tenant, work)
         self.quotas.correct(charge.tenant, work)
-        self.tallies.of(charge.tenant).work += work
+
+    def _remember_end(self, at_s: float, key: Key) -> None:
+        heappush(self._ends, (at_s, key))
+        if len(self._ends) > 2 * len(self.queues) + MIN_ENDS:  # most wait no more
+            self._ends = [entry for entry in self._ends if entry[1] in self.queues]
+            heapify(self._ends)
 
     def _find_expired(self) -> Iterator[tuple[Record, Refused]]:
         now_s = self._clock.now_s()

@@ -47,10 +47,12 @@ class Promises:
 
     def _change(self, request: Request, by: int) -> None:
         objective, rank = objective_of(request), request.standing.rank
-        self._num_promised += by * objective.is_promised
         self._ranks[rank] += by
         if not self._ranks[rank]:
             del self._ranks[rank]
+        if request.standing.wishes:
+            return
+        self._num_promised += by * objective.is_promised
         if objective.tpot_s < inf:
             self._tpots_s[objective.tpot_s] += by
             if not self._tpots_s[objective.tpot_s]:
@@ -73,7 +75,9 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
     """Of what waits for the cluster, not for its own tenant's quota."""
     latest = 0.0
     for waiting in islice(queues, MAX_LOOKED_AT):
-        if objective_of(waiting.submit.request).is_promised and not queues.is_held(waiting.tenant):
+        request = waiting.submit.request
+        is_promised = objective_of(request).is_promised and not request.standing.wishes
+        if is_promised and not queues.is_held(waiting.tenant):
             may_wait_s = max(1e-3, waiting.due_s - waiting.since_s)
             latest = max(latest, (now_s - waiting.since_s) / may_wait_s)
     return latest

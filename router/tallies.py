@@ -20,7 +20,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.weight = 1.0
-        self.work = 0.0  # charged and corrected
+        self.work = 0.0  # of what has ended, as it was used
         self.num_dispatched = 0
         self.waited_s = 0.0
         self.num_met = 0

@@ -38,7 +38,7 @@ def asked(
             **standing,  # type: ignore[arg-type]
         ),
     )
-    return Submit(request=request)
+    return Submit(request=request, is_begun=attempt > 0)
 
 
 def waits(

@@ -159,11 +159,10 @@ def test_time_that_it_has_waited_counts() -> None:
     assert admission.refusal(request(Sla(ttft_ms=1000)), WORK, 0.95, SOON) is not None
 
 
-def test_who_may_not_be_shed_and_who_was_let_in_before_are_never_refused() -> None:
+def test_who_may_not_be_shed_is_never_refused() -> None:
     admission, late = Fleet().admission, SOON._replace(ttft_s=99.0)
     sla = Sla(ttft_ms=1000)
     assert admission.refusal(request(sla, degradation=Degradation(may_shed=False)), WORK, 0.0, late) is None
-    assert admission.refusal(request(sla, attempt=1), WORK, 0.0, late) is None
 
 
 def test_what_idle_workers_could_not_keep_is_not_asked_back_but_tried_now_and_then() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from baton.control import (
@@ -20,8 +21,10 @@ from baton.control import (
 from baton.errors import ProtocolError
 from baton.pressure import Rung, TenantStatus
 from baton.router.capacity import MIN_COMPUTING
+from baton.router.overload import PRESSED_LOCAL_TOKENS
+from baton.router.reception import MIN_ENDS
 from baton.tenancy import Degradation, Quotas, Refusal, Sla
-from baton.times import PrefillTimes
+from baton.times import PrefillTimes, StepTimes
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.router_cluster import Cluster, cluster
@@ -239,9 +242,8 @@ def test_what_waits_in_vain_is_refused_when_its_time_has_passed(c: Cluster) -> N
 
 def test_work_is_charged_as_it_is_used(c: Cluster) -> None:
     submit(c, asked("r", num_tokens=100, max_tokens=50))
-    assert tenant_of(c, "a").work_tokens == 150
     c["p0"].say(Measured(prefills=(PrefillTimes(id_of("r"), 0, 0.0, 0.1, 30, 100),)))
-    assert tenant_of(c, "a").work_tokens == 80
+    assert tenant_of(c, "a").work_tokens == 0  # it is not known before the end, and never goes back
     end(c, "r", num_tokens=7)
     assert tenant_of(c, "a").work_tokens == 37
 
@@ -306,6 +308,71 @@ def test_short_prompts_are_computed_where_they_are_decoded_under_pressure(c: Clu
     c.router._dispatcher._pairing.press(256)
     (routed,) = submit(c, asked("r", num_tokens=200))
     assert isinstance(routed, Routed) and routed.prefill == ""
+
+
+def test_short_prompts_stay_local_under_pressure_by_the_policy_of_costs_too() -> None:
+    c = cluster(policy="cost")
+    for name in ("p0", "d0"):
+        c.add(name, num_pages=10_000, max_num_seqs=64)
+    press(c, Rung.LOCAL_PREFILL)
+    c.router._dispatcher.tick()
+    press(c, Rung.LOCAL_PREFILL)
+    c.router._dispatcher._pairing.press(PRESSED_LOCAL_TOKENS)
+    routed = submit(c, *(asked(f"r{n}", num_tokens=200) for n in range(20)))
+    assert [each.prefill for each in routed if isinstance(each, Routed)] == [""] * 20
+
+
+def test_who_waits_for_full_workers_costs_no_comparison_and_counts_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = cluster(policy="cost")
+    names = [f"d{n}" for n in range(4)]
+    c.add("p0", num_pages=10_000)
+    for name in names:
+        c.add(name, num_pages=64, page_size=16, max_num_seqs=1)
+    taken = submit(c, *(asked(f"r{n}", num_tokens=20) for n in range(4 * 2)))
+    num_routed = sum(isinstance(each, Routed) for each in taken)
+    assert 4 <= num_routed <= 8
+    while submit(c, asked(f"more{num_routed}", num_tokens=20)):
+        num_routed += 1
+    chooser = c.router.knowledge.chooser
+    assert chooser is not None
+    chosen: list[object] = []
+    monkeypatch.setattr(chooser, "choose", lambda *arguments: chosen.append(arguments))
+    for _ in range(10):
+        c.beat(*names)
+        c.tick()
+    assert not chosen
+
+
+@pytest.mark.parametrize(("wishes", "rung"), [(True, Rung.QUEUE), (False, Rung.CLIP)])
+def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, rung: Rung) -> None:
+    steps = tuple(StepTimes(number, 0, 100 * number, 0.01) for number in range(1, 33))
+    c["d0"].say(Measured(steps=steps))
+    fill(c)
+    may_not = Degradation(may_shed=False)
+    submit(c, asked("w", sla=Sla(tpot_ms=0.001), degradation=may_not, wishes=wishes), asked("x"))
+    for _ in range(60):
+        c.beat("p0", "d0")
+        c.tick(0.5)
+    assert c.router.reception.overload.rung is rung
+
+
+def test_an_attempt_that_nobody_has_begun_with_meets_the_quotas_again(c: Cluster) -> None:
+    one = Quotas(max_concurrent_requests=1)
+    submit(c, asked("r", quotas=one))
+    again = msgspec.structs.replace(asked("s", quotas=one, attempt=1), is_begun=False)
+    (refused,) = submit(c, again)
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.MAX_CONCURRENT_REQUESTS
+    begun = asked("t", quotas=one, attempt=1)
+    assert isinstance(submit(c, begun)[0], Routed)
+
+
+def test_ends_of_what_has_ended_are_forgotten(c: Cluster) -> None:
+    for number in range(3 * MIN_ENDS):
+        submit(c, asked(f"r{number}", num_tokens=4, sla=Sla(deadline_ms=86_000_000)))
+        end(c, f"r{number}", num_tokens=1)
+    assert len(c.router.reception._ends) <= MIN_ENDS + 2
 
 
 def test_gateway_that_reaches_nobody_does_not_hold_up_others(c: Cluster) -> None:
