@@ -9,7 +9,6 @@ from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
 from baton.gateway.tenants import Tenant
 from baton.gateway.tool_forms import ToolForm
-from baton.gateway.tools import usable_tools
 from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenancy import Sla, Standing
 
@@ -70,8 +69,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     tool_form: ToolForm | None = None  # of the model
 
 
-def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
-    """Raises InvalidRequest or ApiError naming the field."""
+def chat_call(body: ChatBody, prompt: Prompt, terms: Terms, *, has_tools: bool = False) -> Call:
+    """Raises InvalidRequest or ApiError naming the field.
+
+    has_tools: that the model was told of, see tools.py.
+    """
     refuse_unsupported_chat(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
@@ -84,7 +86,7 @@ def chat_call(body: ChatBody, prompt: Prompt, terms: Terms) -> Call:
         sampling,
         terms,
         is_chat=True,
-        tool_form=terms.tool_form if usable_tools(body.tools, body.tool_choice) else None,
+        tool_form=terms.tool_form if has_tools else None,
         has_parallel_calls=body.parallel_tool_calls is not False,
     )
 
@@ -122,7 +124,6 @@ def num_answer_entries(call: Call, max_model_len: int) -> int:
 def refuse_unsupported_chat(body: ChatBody) -> None:
     if body.functions:
         raise unsupported("calling functions by their former name", param="functions")
-    usable_tools(body.tools, body.tool_choice)
     if body.response_format is not None and body.response_format.type != "text":
         raise unsupported(
             f"response_format of type {body.response_format.type[:40]!r}", param="response_format"

@@ -61,7 +61,7 @@ class CallReader:
         )
         self._model.check_length(len(token_ids))
         prompt = await self._of_tenant(Prompt(text, tuple(token_ids)), terms.tenant)
-        return self._bounded(chat_call(body, prompt, terms))
+        return self._bounded(chat_call(body, prompt, terms, has_tools=bool(tools)))
 
     async def completion(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, CompletionBody)

@@ -8,6 +8,7 @@ from baton.gateway.api_errors import ApiError
 from baton.gateway.api_types import ChatBody, CompletionBody, decode_body
 from baton.gateway.call import Call, Prompt, Terms, chat_call, completion_call, num_answer_entries
 from baton.gateway.tenants import Tenant
+from baton.gateway.tools import usable_tools
 
 TERMS = Terms(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11, tool_form="llama")
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -16,7 +17,9 @@ PROMPT = Prompt("a", (5, 6))
 
 def chat(**fields: Any) -> Call:
     data = json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode()
-    return chat_call(decode_body(data, ChatBody)[0], PROMPT, TERMS)
+    body = decode_body(data, ChatBody)[0]
+    has_tools = bool(usable_tools(body.tools, body.tool_choice))
+    return chat_call(body, PROMPT, TERMS, has_tools=has_tools)
 
 
 def completion(**fields: Any) -> Call:
