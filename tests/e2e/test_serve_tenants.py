@@ -15,12 +15,8 @@ OPTIONS = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout"
 def test_a_tenant_over_its_tokens_is_refused_and_others_are_not(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
     limited, free = (keys("add", name, "--tenants", str(file)) for name in ("limited", "free"))
-    text = file.read_text()
-    file.write_text(
-        text.replace(
-            "  limited:\n", f"  limited:\n    quotas: {{tokens_per_s: 0.01, burst_tokens: {BURST}}}\n"
-        )
-    )
+    quotas = f"    quotas: {{tokens_per_s: 0.01, burst_tokens: {BURST}}}\n"
+    file.write_text(file.read_text().replace("  limited:\n", "  limited:\n" + quotas))
     with served("tiny", *OPTIONS, "--tenants", str(file)) as cluster:
         answers = [ask(cluster.url, limited) for _ in range(24)]
         statuses = [answer.status_code for answer in answers]
