@@ -23,7 +23,7 @@ def banner(config: ServeConfig, serving: Serving) -> str:
         f"  Baton serves {config.model_name}: {workers}, {where}",
         f"  API       {serving.url}/v1",
         f"  metrics   {serving.url}/metrics",
-        "  workers   baton status",
+        f"  workers   baton status, {serving.url}/ui",
         "",
         *_example(config, serving),
         "",
