@@ -1,8 +1,8 @@
 """What a router has decided, line by line, for later: bench/router.py replays it under another policy.
 
 A line is a JSON object: one when an attempt is sent out, one when it has ended. Of a prompt there is nothing
-but its length and the first 64 bits of its pages' names, which nobody can make without prompt and salt. Several
-routers of one machine may share a file: a line is one write, and their clock is one.
+but its length and the first 64 bits of its pages' names, which nobody can make without prompt and salt.
+Several routers of one machine may share a file: a line is one write, and their clock is one.
 """
 
 import base64
