@@ -21,6 +21,7 @@ from baton.worker import WorkerRole
 OVERCOMMIT: Final = 1.25
 MIN_COMPUTING: Final = 2  # prompts: the next is there when one is done
 AHEAD_S: Final = 0.1
+STEP_TOKENS: Final = 2048  # that a step computes, if nobody has said otherwise
 
 
 class _Prompt(NamedTuple):
@@ -66,6 +67,13 @@ class Capacity:
         """The decode workers that can't take it."""
         decoders = self._members.of_role(WorkerRole.DECODE)
         return frozenset(each.id for each in decoders if not self.can_decode(each, num_tokens))
+
+    def roomiest(self, reached: frozenset[str]) -> str:
+        """The decode worker, of those reached, with the most room; "": there is none."""
+        decoders = [each for each in self._members.of_role(WorkerRole.DECODE) if each.id in reached]
+        books = self._books
+        shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
+        return min(shares, key=lambda worker: shares[worker], default="")
 
     def can_compute(self, tenant: str, weight: float, weights: float) -> bool:
         """Whether a prompt of this tenant may go to a worker; weights: of all tenants that wait."""
@@ -126,4 +134,6 @@ class Capacity:
 
     def _is_open(self, member: Member) -> bool:
         account = self._books.account(member.id)
-        return account.num_computing < MIN_COMPUTING or self._books.wait_s(member.id) < AHEAD_S
+        if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
+            return True
+        return self._books.wait_s(member.id) < AHEAD_S

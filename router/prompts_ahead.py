@@ -18,29 +18,29 @@ class Party(NamedTuple):
 class PromptsAhead:
     """Of one worker: prompt tokens that wait for a first token."""
 
-    __slots__ = ("_num", "_tokens", "_total")
+    __slots__ = ("_num", "_tokens", "total")
 
     def __init__(self) -> None:
         self._tokens: dict[Party, int] = {}
         self._num: dict[Party, int] = {}
-        self._total = 0
+        self.total = 0  # tokens
 
     def add(self, party: Party, num_tokens: int) -> None:
         self._tokens[party] = self._tokens.get(party, 0) + num_tokens
         self._num[party] = self._num.get(party, 0) + 1
-        self._total += num_tokens
+        self.total += num_tokens
 
     def remove(self, party: Party, num_tokens: int) -> None:
         """What was added."""
         self._num[party] -= 1
         self._tokens[party] -= num_tokens
-        self._total -= num_tokens
+        self.total -= num_tokens
         if not self._num[party]:
             del self._num[party], self._tokens[party]
 
     def part_before(self, party: Party, num_tokens: int) -> float:
         """Of all that is here, the part that comes before a prompt of so many tokens: 0 to 1."""
-        if self._total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
+        if self.total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
             return 1.0
         before = float(self._tokens.get(party, 0))
         turn = (before + num_tokens) / party.weight
@@ -49,4 +49,4 @@ class PromptsAhead:
                 before += waiting
             elif other.rank == party.rank and other != party:
                 before += min(waiting, turn * other.weight)
-        return before / self._total
+        return before / self.total

@@ -3,7 +3,7 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.router.books import Books, Entry
-from baton.router.capacity import MIN_COMPUTING, OVERCOMMIT, Capacity
+from baton.router.capacity import MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
 from baton.router.membership import Membership
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
@@ -23,7 +23,8 @@ class Fleet:
     def dispatch(self, name: str, tenant: str = "a", *, work: int = 100, at: str = "p0") -> None:
         key = (id_of(name), 0)
         self.capacity.dispatched(key, tenant, 1.0, work)
-        self.books.enter(key, Entry("g", id_of("d0"), id_of(at), work, 10, compute_s=work * 1e-2))
+        entry = Entry("g", id_of("d0"), id_of(at), work * 100, 10, compute_s=work * 1e-2)
+        self.books.enter(key, entry)
 
     def start(self, name: str) -> None:
         self.books.started((id_of(name), 0))
@@ -65,10 +66,18 @@ def test_prompts_wait_when_workers_have_two_each() -> None:
     fleet.capacity.check_integrity()
 
 
-def test_many_short_prompts_are_no_reason_to_wait() -> None:
+def test_prompts_that_are_done_in_a_moment_are_no_reason_to_wait() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         fleet.dispatch(str(number), work=1)
+    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+
+
+def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
+    fleet = Fleet("p0", "d0")
+    for number in range(9):
+        key = (id_of(str(number)), 0)
+        fleet.books.enter(key, Entry("g", id_of("d0"), id_of("p0"), STEP_TOKENS // 10, 10, compute_s=9.0))
     assert fleet.capacity.can_compute("a", 1.0, 1.0)
 
 
