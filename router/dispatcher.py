@@ -10,7 +10,8 @@
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,6 +41,13 @@ class Gateway:
         self.reached: frozenset[str] = frozenset()  # workers
 
 
+class _Kept(NamedTuple):
+    """A decode worker that is given nothing but what it has yet to make room for."""
+
+    key: Key
+    worker: str
+
+
 class Dispatcher:
     def __init__(
         self,
@@ -57,6 +65,7 @@ class Dispatcher:
         self._gateways = gateways
         self._max_attempts = max_attempts
         self._counters: Counter[str] = knowledge.counters
+        self._kept: _Kept | None = None
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
     def submit(self, gateway: Gateway, submit: Submit) -> None:
@@ -108,10 +117,21 @@ class Dispatcher:
         self.find_room()
 
     def let_out(self) -> None:
-        """All that workers have room for now, one after the other."""
+        """All that workers have room for now, one after the other.
+
+        Where the first has none, others go past it, but to one worker: that is kept until it has room for it.
+        """
+        passed: Waiting | None = None
         while (waiting := self._reception.first()) is not None:
-            if not self._let_out(waiting):
+            if self._let_out(waiting):
+                continue
+            if passed is not None:
                 break
+            passed = waiting
+            self._keep_a_worker(waiting)
+            self._reception.pass_over(waiting.tenant)
+        if passed is not None:
+            self._reception.take_up(passed.tenant)
         self._reception.settle()
 
     def lost(self, member: Member, reason: str) -> None:
@@ -136,7 +156,7 @@ class Dispatcher:
             self._reject(waiting.gateway, waiting.key, refused)
             return True
         gateway = self._gateways[waiting.gateway]
-        pair = self._pair(gateway, waiting.submit)
+        pair = self._pair(gateway, waiting)
         if pair is Unpaired.FULL:
             return False
         if isinstance(pair, Unpaired):
@@ -151,13 +171,24 @@ class Dispatcher:
         self._send_out(gateway, submit, pair)
         return True
 
-    def _pair(self, gateway: Gateway, submit: Submit) -> Pair | Unpaired:
+    def _keep_a_worker(self, waiting: Waiting) -> None:
+        if self._kept is None or self._kept.key not in self._reception:
+            worker = self._reception.capacity.roomiest(self._gateways[waiting.gateway].reached)
+            self._kept = _Kept(waiting.key, worker)
+
+    def _pair(self, gateway: Gateway, waiting: Waiting) -> Pair | Unpaired:
         """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
+        submit = waiting.submit
         capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
-        full: Collection[str] = ()
-        if self._is_crowded:
+        kept = self._kept
+        full: frozenset[str] = frozenset()
+        if kept is not None and kept.key not in self._reception:
+            kept = self._kept = None
+        if self._is_crowded or kept is not None:
             full = capacity.full(num_tokens)
             self._is_crowded = bool(full)
+            if kept is not None and kept.key != waiting.key:
+                full |= {kept.worker}
         pair = self._pairing.pair(submit, gateway.reached, full)
         if full or isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
             return pair

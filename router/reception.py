@@ -119,6 +119,13 @@ class Reception:
         can = self.capacity.can_compute(waiting.tenant, waiting.standing.weight, weights)
         return waiting if can else None
 
+    def pass_over(self, tenant: str) -> None:
+        """Until `take_up` others are first, whose turn would be later."""
+        self.queues.hold(tenant)
+
+    def take_up(self, tenant: str) -> None:
+        self._hold_or_release(tenant)
+
     def hopeless(self, waiting: Waiting) -> Refused | None:
         """Why its turn comes too late; it is refused then."""
         waited_s = self._clock.now_s() - waiting.since_s

@@ -55,6 +55,14 @@ def answers(c: Cluster, gateway: str = "g") -> list[Routed | Rejected]:
     return found
 
 
+def route(c: Cluster, asked: Submit) -> str:
+    """The decode worker that it went to, at once; its first token is there then."""
+    (routed,) = submit(c, asked)
+    assert isinstance(routed, Routed)
+    c["g"].say(Started(attempts=((asked.request.request_id, asked.request.attempt),)))
+    return routed.decode
+
+
 def names(answered: list[Routed | Rejected]) -> list[str]:
     return [bytes.fromhex(each.request_id).decode().rstrip("\0") for each in answered]
 
@@ -343,6 +351,22 @@ def test_who_waits_for_full_workers_costs_no_comparison_and_counts_nowhere(
         c.beat(*names)
         c.tick()
     assert not chosen
+
+
+def test_small_requests_go_past_a_large_one_but_not_to_the_worker_that_is_kept_for_it() -> None:
+    c = cluster()
+    c.add("p0", num_pages=10_000)
+    decoders = [f"d{n}" for n in range(3)]
+    for name in decoders:
+        c.add(name, num_pages=100, page_size=16, max_num_seqs=64)
+    first = [route(c, asked(f"b{n}", "b", num_tokens=900)) for n in range(3)]
+    assert len(set(first)) == 3
+    assert submit(c, asked("large", "b", num_tokens=1500)) == []
+    past = {route(c, asked(f"c{n}", "c", num_tokens=10)) for n in range(8)}
+    (kept,) = set(first) - past
+    end(c, f"b{first.index(kept)}")
+    (large,) = answers(c)
+    assert isinstance(large, Routed) and large.decode == kept
 
 
 @pytest.mark.parametrize(("wishes", "rung"), [(True, Rung.QUEUE), (False, Rung.CLIP)])
