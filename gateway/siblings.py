@@ -25,7 +25,7 @@ from baton.wire import Connection, Role
 from baton.worker import Address
 
 SOCKETS: Final = Path("/proc/net/unix")
-TIMEOUT_S: Final = 0.5  # for one of them to tell; it is left out of that answer otherwise
+TIMEOUT_S: Final = 2.0  # for one of them to tell; it is left out of that answer otherwise
 MAX_SIBLINGS: Final = 64
 MAX_ANSWERING: Final = 8  # at once; more are hung up on
 BACKLOG: Final = 64

@@ -1,7 +1,7 @@
 """Real sockets of the kernel's, in one process: as processes of one machine find each other."""
 
 import asyncio
-import socket
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -10,7 +10,7 @@ from baton.gateway.metrics import Metrics
 from baton.gateway.siblings import Siblings
 from baton.worker import Address
 
-KEY = b"k" * 32
+KEY = secrets.token_bytes(32)  # tests that run beside this one have another
 PORT = Address("127.0.0.1", 8000)
 
 
@@ -33,6 +33,13 @@ async def listening(*names: str, key: bytes = KEY, address: Address = PORT) -> A
 
 async def found_by(one: Siblings) -> dict[str, int]:
     return {counts.gateway: counts.num_open for counts in await one.others()}
+
+
+async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """To hold the key."""
+    await reader.read(1)
+    writer.write(bytes(64))
+    writer.close()
 
 
 async def hung_up_on(reader: asyncio.StreamReader) -> None:
@@ -66,9 +73,8 @@ def test_those_of_another_port_or_cluster_are_no_siblings() -> None:
 def test_who_does_not_hold_the_key_is_told_nothing_and_tells_nothing() -> None:
     async def run() -> None:
         async with listening("a", "bb") as (one, other):
-            with socket.socket(socket.AF_UNIX) as impostor:  # its name is for all to see
-                impostor.bind(f"\0{other._prefix}impostor")
-                impostor.listen()
+            path = f"\0{other._prefix}impostor"  # such a name is for all to see
+            async with await asyncio.start_unix_server(pretend, path):
                 assert await found_by(one) == {"bb": 2}
             reader, writer = await asyncio.open_unix_connection(f"\0{one._name}")
             writer.write(b"x" * 1000)
