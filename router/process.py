@@ -59,7 +59,7 @@ async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> N
 
     namespace = blake2b(key, digest_size=8, person=b"baton-redis").hexdigest()
     knowledge = router.knowledge
-    link = RedisLink(url, namespace, router.hello.id, knowledge.index, knowledge.heard)
+    link = RedisLink(url, namespace, router.hello.id, knowledge.index, router.heard)
     knowledge.link(link)
     router.standing.redis = link
     task = asyncio.create_task(link.run())

@@ -40,6 +40,7 @@ from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.pairing import Pairing
 from baton.router.reception import Reception
+from baton.router.redis_messages import AnyShared
 from baton.router.standing import Standing, worker_statuses
 from baton.router_config import RouterSettings
 
@@ -114,6 +115,12 @@ class Router:
             self._explain(peer, message)
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
+
+    def heard(self, message: AnyShared) -> None:
+        """What another router tells: it may have left room."""
+        self.knowledge.heard(message)
+        if len(self.reception):
+            self._dispatcher.find_room()
 
     def tick(self) -> None:
         for member in self.members.remove_silent():

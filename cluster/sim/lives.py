@@ -72,7 +72,7 @@ class RouterLife:
         self.process = site.new_process(name)
         self.router = Router(settings, self.process.clock, site.new_id(name))
         if site.num_routers > 1:
-            self.router.knowledge.link(site.stream.join(self.process, self.router.knowledge.heard))
+            self.router.knowledge.link(site.stream.join(self.process, self.router.heard))
         Host(self.process, site.network, site.directory, site.trace).serve(self.router, address)
 
 

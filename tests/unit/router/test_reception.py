@@ -9,6 +9,7 @@ from baton.control import (
     Dispatch,
     Ended,
     Measured,
+    PageEvents,
     Pressure,
     Reachable,
     Rejected,
@@ -23,8 +24,10 @@ from baton.pressure import Rung, TenantStatus
 from baton.router.capacity import MIN_COMPUTING
 from baton.router.overload import PRESSED_LOCAL_TOKENS
 from baton.router.reception import MIN_ENDS
+from baton.router.redis_messages import AnyShared, SharedDispatch, SharedEnded
 from baton.tenancy import Degradation, Quotas, Refusal, Sla
 from baton.times import PrefillTimes, StepTimes
+from baton.worker import Worker
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.router_cluster import Cluster, cluster
@@ -405,3 +408,30 @@ def test_gateway_that_reaches_nobody_does_not_hold_up_others(c: Cluster) -> None
     (rejected,) = submit(c, asked("x", "x"), gateway="h")
     assert isinstance(rejected, Rejected) and rejected.refusal is Refusal.NO_ROOM
     assert isinstance(submit(c, asked("r"))[0], Routed)
+
+
+class Unheard:
+    """A link to other routers, which do not listen."""
+
+    def joined(self, worker: Worker) -> None: ...
+    def left(self, worker_id: str) -> None: ...
+    def pages(self, worker_id: str, events: PageEvents) -> None: ...
+    def share(self, message: AnyShared) -> None: ...
+
+
+def test_room_that_another_router_tells_of_is_used(c: Cluster) -> None:
+    other = SharedDispatch(
+        request_id=id_of("o"),
+        attempt=0,
+        decode=id_of("d0"),
+        prefill=id_of("p0"),
+        num_prompt_tokens=LONG,
+        num_tokens=LONG,
+    )
+    fill(c)
+    c.router.knowledge.link(Unheard())
+    end(c, "f0")
+    c.router.heard(other)
+    assert submit(c, asked("r", num_tokens=LONG)) == []
+    c.router.heard(SharedEnded(attempts=((id_of("o"), 0),)))
+    assert names(answers(c)) == ["r"]
