@@ -97,6 +97,4 @@ async def _ask(routers: Routers, key: bytes, request_id: str) -> tuple[tuple[Dec
         async with connected(routers, key) as operator:
             return await operator.explain(request_id), await operator.status()
     except (TimeoutError, PeerGone):
-        raise WorkerLost(
-            f"the router at {spelled(routers)} does not answer; is the key right?"
-        ) from None
+        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None
