@@ -41,7 +41,7 @@ def test_long_prompts_are_computed_by_the_prefill_worker_and_answered_by_the_oth
     # What the router knows is a second old. The first prompts may come before the workers have met.
     until(lambda: cluster.status()["prefill-0"].load.num_tokens >= 4)
     until(lambda: cluster.status()["prefill-0"].load.kv_bytes > 0)
-    until(lambda: cluster.status()["decode-0"].load.pages["cached"] >= 8 * 900 // 16)
+    until(lambda: cluster.status()["decode-0"].load.pages["cached"] >= 8 * (900 // 16))
 
 
 def test_status_shows_both_workers(cluster: Served) -> None:
