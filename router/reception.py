@@ -12,7 +12,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, NamedTuple
 
@@ -24,6 +23,7 @@ from baton.router.admission import Admission, objective_of
 from baton.router.books import Books, Key
 from baton.router.capacity import Capacity
 from baton.router.cost_model import CostModel
+from baton.router.deadlines import Deadlines
 from baton.router.degrading import degraded
 from baton.router.expected_work import Charge, Work, WorkLedger
 from baton.router.forecast import Forecast
@@ -35,7 +35,6 @@ from baton.router.tenant_queues import TenantQueues, Waiting
 from baton.times import PrefillTimes
 
 MAX_SHED: Final = 1024  # at a tick
-MIN_ENDS: Final = 1024  # that are remembered, of whatever waits or did
 
 
 class Record(NamedTuple):
@@ -63,7 +62,7 @@ class Reception:
         self._members = members
         self._ledger = WorkLedger(self._correct)
         self._records: dict[Key, Record] = {}
-        self._ends: list[tuple[float, Key]] = []  # a heap: when waiting is in vain
+        self._deadlines = Deadlines(self.queues)
         self._work_out = 0.0  # let out and not told to the forecast
 
     def __len__(self) -> int:
@@ -93,10 +92,9 @@ class Reception:
         self.overload.promises.add(request)
         self._hold_or_release(request.tenant)
         self.queues.add(waiting)
-        may_shed = request.standing.degradation.may_shed
-        end_s = min(objective.deadline_s, objective.ttft_s if may_shed else inf)
-        if end_s < inf and not is_begun:
-            self._remember_end(now_s + end_s, waiting.key)
+        ttft_s = objective.ttft_s if request.standing.degradation.may_shed else inf
+        if not is_begun and (end_s := min(objective.deadline_s, ttft_s)) < inf:
+            self._deadlines.add(now_s + end_s, waiting.key)
         return None
 
     def overflow(self, key: Key) -> Refused | None:
@@ -119,6 +117,9 @@ class Reception:
         can = self.capacity.can_compute(waiting.tenant, waiting.standing.weight, weights)
         return waiting if can else None
 
+    def waited_s(self, waiting: Waiting) -> float:
+        return max(0.0, self._clock.now_s() - waiting.since_s)
+
     def pass_over(self, tenant: str) -> None:
         """Until `take_up` others are first, whose turn would be later."""
         self.queues.hold(tenant)
@@ -128,7 +129,7 @@ class Reception:
 
     def hopeless(self, waiting: Waiting) -> Refused | None:
         """Why its turn comes too late; it is refused then."""
-        waited_s = self._clock.now_s() - waiting.since_s
+        waited_s = self.waited_s(waiting)
         record = self._records[waiting.key]
         if record.is_begun or waited_s <= 0 or not objective_of(record.request).is_promised:
             return None
@@ -140,8 +141,7 @@ class Reception:
 
     def let_out(self, waiting: Waiting) -> Request:
         """As it is to be sent to its workers. It must be the first."""
-        record = self._records[waiting.key]
-        request, now_s = record.request, self._clock.now_s()
+        record, request = self._records[waiting.key], waiting.submit.request
         self.queues.take(waiting)
         self._work_out += waiting.work
         self.quotas.activate(waiting.tenant)
@@ -153,7 +153,7 @@ class Reception:
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
-        tally.waited_s += max(0.0, now_s - waiting.since_s)
+        tally.waited_s += self.waited_s(waiting)
         is_clipped = self.overload.rung >= Rung.CLIP and not record.is_begun
         narrower = degraded(request) if is_clipped else request
         tally.num_degraded += narrower is not request
@@ -176,15 +176,10 @@ class Reception:
     def started(self, key: Key) -> None:
         self.capacity.started(key)
         record = self._records.get(key)
-        if record is None or record.is_begun or not record.is_active:
-            return
-        ttft_s = objective_of(record.request).ttft_s
-        if ttft_s < inf:
-            tally = self.tallies.of(record.request.tenant)
-            if self._clock.now_s() - record.came_s <= ttft_s:
-                tally.num_met += 1
-            else:
-                tally.num_missed += 1
+        if record is not None and record.is_active and not record.is_begun:
+            promised_s = objective_of(record.request).ttft_s
+            taken_s = self._clock.now_s() - record.came_s
+            self.tallies.of(record.request.tenant).count_first_token(taken_s, promised_s)
 
     def computed(self, prompts: Iterable[PrefillTimes]) -> None:
         for times in prompts:
@@ -196,9 +191,8 @@ class Reception:
             self._end(key, num_answered)
 
     def gateway_left(self, gateway: str) -> None:
-        of_gateway = [key for key, record in self._records.items() if record.gateway == gateway]
-        for key in of_gateway:
-            self._end(key, None)
+        for key in [key for key, record in self._records.items() if record.gateway == gateway]:
+            self.ended(key, None)
 
     def tick(self) -> Iterator[tuple[Record, Refused]]:
         """Those that are not to wait any more; refused already."""
@@ -209,16 +203,10 @@ class Reception:
         yield from self._shed()
 
     def status(self) -> QueueStatus:
-        now_s = self._clock.now_s()
         waits_s: defaultdict[str, list[float]] = defaultdict(list)
         for waiting in self.queues:
-            waits_s[waiting.tenant].append(max(0.0, now_s - waiting.since_s))
-        return QueueStatus(
-            rung=self.overload.rung,
-            num_queued=len(self.queues),
-            oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
-            tenants=self.tallies.statuses(waits_s, self.quotas.num_active),
-        )
+            waits_s[waiting.tenant].append(self.waited_s(waiting))
+        return self.tallies.status(self.overload.rung, waits_s, self.quotas.num_active)
 
     def check_integrity(self) -> None:
         """AssertionError when the parts do not agree on who is here."""
@@ -289,18 +277,9 @@ class Reception:
         self.queues.correct(charge.rank, charge.tenant, work)
         self.quotas.correct(charge.tenant, work)
 
-    def _remember_end(self, at_s: float, key: Key) -> None:
-        heappush(self._ends, (at_s, key))
-        if len(self._ends) > 2 * len(self.queues) + MIN_ENDS:  # most wait no more
-            self._ends = [entry for entry in self._ends if entry[1] in self.queues]
-            heapify(self._ends)
-
     def _find_expired(self) -> Iterator[tuple[Record, Refused]]:
         now_s = self._clock.now_s()
-        while self._ends and self._ends[0][0] <= now_s:
-            _, key = heappop(self._ends)
-            if key not in self.queues:
-                continue
+        for key in self._deadlines.passed(now_s):
             record = self._records[key]
             is_over = now_s - record.came_s >= objective_of(record.request).deadline_s
             refused = self.admission.expired(record.work, is_over=is_over)

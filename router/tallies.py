@@ -1,10 +1,11 @@
 """How each tenant fares: what is counted of it, for operators."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Final
 
-from baton.pressure import MAX_TENANTS, TenantStatus
+from baton.pressure import MAX_TENANTS, QueueStatus, Rung, TenantStatus
 from baton.tenancy import Refusal
 
 MAX_KEPT: Final = 4096  # tenants; the first that came is forgotten
@@ -28,6 +29,12 @@ class Tally:
         self.num_degraded = 0
         self.refused: Counter[Refusal] = Counter()
 
+    def count_first_token(self, taken_s: float, promised_s: float) -> None:
+        """promised_s: inf: nothing was."""
+        if promised_s < inf:
+            self.num_met += taken_s <= promised_s
+            self.num_missed += taken_s > promised_s
+
 
 class Tallies:
     def __init__(self) -> None:
@@ -41,10 +48,21 @@ class Tallies:
                 del self._tallies[next(iter(self._tallies))]
         return tally
 
-    def statuses(
-        self, waits_s: dict[str, list[float]], num_active: Callable[[str], int]
+    def status(
+        self, rung: Rung, waits_s: Mapping[str, Sequence[float]], num_active: Callable[[str], int]
+    ) -> QueueStatus:
+        """waits_s: of those that wait, by tenant."""
+        return QueueStatus(
+            rung=rung,
+            num_queued=sum(map(len, waits_s.values())),
+            oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
+            tenants=self._statuses(waits_s, num_active),
+        )
+
+    def _statuses(
+        self, waits_s: Mapping[str, Sequence[float]], num_active: Callable[[str], int]
     ) -> tuple[TenantStatus, ...]:
-        """waits_s: of those that wait, by tenant. The busiest MAX_TENANTS."""
+        """The busiest MAX_TENANTS."""
         found = [
             self._status(tenant, tally, waits_s.get(tenant, ()), num_active(tenant))
             for tenant, tally in self._tallies.items()
