@@ -16,11 +16,9 @@ from msgspec import Meta
 
 from baton.decision import Decision
 from baton.errors import ConfigError
-from baton.page_keys import KEY_BYTES
+from baton.router.short_keys import SHORT_KEY_BYTES, first_halves
 from baton.times import PrefillTimes
 from baton.wire_types import Attempt, Count, Id, Seconds
-
-SHORT_KEY_BYTES: Final = 8
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +100,8 @@ def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[AnyLine]:
 
 
 def short_keys(keys: bytes) -> str:
-    """Of a prompt's keys."""
-    firsts = (keys[at : at + SHORT_KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-    return base64.b64encode(b"".join(firsts)).decode()
+    """Of a prompt's keys, as a line has them."""
+    return base64.b64encode(first_halves(keys)).decode()
 
 
 def keys_in(line: SentOut) -> list[bytes]:

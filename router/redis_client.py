@@ -58,6 +58,11 @@ def _through_sentinels(url: str, settings: dict[str, Any]) -> list[Any]:
     return [sentinels.master_for(parts.path.strip("/")), *sentinels.sentinels]
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether Redis has refused it for want of memory; in a script its message has another beginning."""
+    return isinstance(error, ResponseError) and "used memory > 'maxmemory'" in str(error)
+
+
 class Connection:
     """Connects when first used; `load` comes before the first script.
 
@@ -78,6 +83,14 @@ class Connection:
 
     async def call(self, *words: Argument, **options: object) -> Reply:
         return await self._client.execute_command(*words, **options)
+
+    async def max_memory_bytes(self) -> int:
+        """0 where there is no limit, or it is kept a secret."""
+        try:
+            found: dict[str, Reply] = await self.call("INFO", "memory")
+        except ResponseError:
+            return 0
+        return int(found.get("maxmemory", 0))
 
     async def run(self, script: str, *arguments: Argument) -> Reply:
         return await self.call(*self._words(Command(script, arguments)))

@@ -20,11 +20,13 @@ from typing import Any, Final
 
 from baton.control import PageEvents
 from baton.router.prefix_index import PrefixIndex
-from baton.router.redis_client import REDIS_FAILURES, Command, Connection
+from baton.router.redis_client import REDIS_FAILURES, Command, Connection, is_full
 from baton.router.redis_feed import Feed, last_stream_id
-from baton.router.redis_messages import AnyShared, SharedLeft
-from baton.router.redis_outbox import Outbox, short_keys
+from baton.router.redis_messages import AnyShared
+from baton.router.redis_outbox import Outbox
+from baton.router.redis_room import Room
 from baton.router.redis_scripts import Names
+from baton.router.short_keys import first_halves
 from baton.worker import Worker
 
 RENEW_S: Final = 2.0
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLink:
-    """`counters`: redis_ and failures, gaps, fenced, refused, overflows, malformed."""
+    """`counters`: redis_ and failures, gaps, fenced, refused, overflows, reliefs, malformed."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class RedisLink:
         self._feed = Feed(self._outbox, router_id, index, self.counters, on_shared)
         self._news = asyncio.Event()
         self._cursor = 0
+        self._num_full = 0  # times in a row that Redis had no memory, before all was told
         Connection(url, self._names)
 
     def joined(self, worker: Worker) -> None:
@@ -97,6 +100,7 @@ class RedisLink:
             except REDIS_FAILURES as error:
                 pause_s = LEAST_PAUSE_S if self.is_up else min(2 * pause_s, MOST_PAUSE_S)
                 self.counters["redis_failures"] += 1
+                self._num_full = self._num_full + 1 if is_full(error) else 0
                 level = logging.WARNING if self.is_up else logging.DEBUG
                 logger.log(level, "the link to Redis is down", extra={"error": str(error)})
             finally:
@@ -110,12 +114,22 @@ class RedisLink:
             stack.push_async_callback(teller.aclose)
             stack.push_async_callback(follower.aclose)
             await teller.load()
+            self._outbox.room = Room.of(await teller.max_memory_bytes())
+            await self._relieve(teller)
             await self._rejoin(teller)
             after = await self._feed.learn(follower, self._names.events, self._names.workers)
             self.is_up = True
             self.has_learned.set()
             logger.info("the link to Redis is up")
             await _until_one_fails(self._tell(teller), self._follow(follower, after))
+
+    async def _relieve(self, teller: Connection) -> None:
+        """Of what it has no memory for: the oldest events and snapshots, then all, to be told again."""
+        if self._num_full:
+            self.counters["redis_reliefs"] += 1
+            for reply in await teller.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):
+                if isinstance(reply, Exception):
+                    raise reply
 
     async def _rejoin(self, teller: Connection) -> None:
         self._outbox.open()
@@ -139,6 +153,8 @@ class RedisLink:
             if loop.time() >= snapshot_at_s:
                 snapshot_at_s = loop.time() + SNAPSHOT_S
                 await self._write_snapshot(teller)
+            if not self.num_untold:
+                self._num_full = 0
             if not len(self._outbox):
                 self._news.clear()
                 await self._wait_for_news()
@@ -165,7 +181,7 @@ class RedisLink:
         self._cursor = int(cursor)
         for worker_id in dead:
             self._feed.forget(worker_id.decode())
-            self._outbox.share(SharedLeft(worker=worker_id.decode()))
+            self._outbox.buried(worker_id.decode())
 
     async def _write_snapshot(self, teller: Connection) -> None:
         worker_id = self._outbox.next_to_snapshot()
@@ -233,7 +249,7 @@ class RedisMatcher:
         if not self._is_loaded:
             await self._redis.load()
             self._is_loaded = True
-        reply = await self._redis.run("match", short_keys(keys))
+        reply = await self._redis.run("match", first_halves(keys))
         return {worker.decode(): int(length) for worker, length in zip(reply[::2], reply[1::2], strict=True)}
 
     async def aclose(self) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
+from baton.router.short_keys import SHORT_KEY_BYTES
 from baton.wire_types import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id
 from baton.worker import Worker
 
@@ -29,7 +30,8 @@ class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
     prefill: Annotated[str, Meta(max_length=32)] = ""
     num_prompt_tokens: Count  # that have to be computed, as far as is known
     num_tokens: Count  # that its KV will hold
-    keys: Annotated[bytes, Meta(max_length=16 * MAX_PULLED_PAGES)] = b""  # pages that may be expected there
+    # Of pages that may be expected there, eight bytes each, see short_keys.py: 229 KB for the longest prompt.
+    keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_PULLED_PAGES)] = b""
 
 
 class SharedStarted(SharedMessage, frozen=True):

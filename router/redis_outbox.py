@@ -16,22 +16,21 @@ from typing import Final
 import numpy as np
 
 from baton.control import PageEvents, encode
-from baton.page_keys import KEY_BYTES
 from baton.router.index_holder import HOST_BIT, Values
 from baton.router.index_table import Keys
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Argument, Command, Reply
 from baton.router.redis_messages import AnyShared, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_messages import encode as encode_shared
+from baton.router.redis_room import Room
 from baton.router.redis_scripts import KEEP_MS, Names
+from baton.router.short_keys import first_halves, with_zeros
 from baton.worker import Tier, Worker
 
 MAX_QUEUED: Final = 8192
 MAX_BATCH: Final = 64
 MAX_CHUNKS: Final = 2
 CHUNK_PAGES: Final = 2048  # told at once of a stale worker: a few milliseconds of this process
-STREAM_ENTRIES: Final = 16_384
-MAX_REDIS_PAGES: Final = 2**24
 LEASE_MS: Final = 10_000
 SNAPSHOT_MS: Final = KEEP_MS
 
@@ -40,6 +39,7 @@ class Outbox:
     def __init__(self, names: Names, router_id: str, index: PrefixIndex, counters: Counter[str]) -> None:
         self.workers: dict[str, Worker] = {}  # that are connected here, by id
         self.is_open = False
+        self.room = Room()
         self._names = names
         self._router_id = router_id
         self._index = index
@@ -65,6 +65,10 @@ class Outbox:
         self._stale.pop(worker_id, None)
         self._snapshots.pop(worker_id, None)
         self._put(Command("leave", (worker_id,), worker_id))
+        self.buried(worker_id)
+
+    def buried(self, worker_id: str) -> None:
+        """What it was has ended in Redis; it may have been another router's."""
         self._put(Command("", ("DEL", self.snapshot_key(worker_id)), worker_id))
         self.share(SharedLeft(worker=worker_id))
 
@@ -78,8 +82,9 @@ class Outbox:
             self._put(self._apply(worker_id, events))
 
     def share(self, message: AnyShared) -> None:
-        fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", encode_shared(message))
-        limit: tuple[Argument, ...] = ("MAXLEN", "~", STREAM_ENTRIES)
+        body = encode_shared(message)
+        fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", body)
+        limit: tuple[Argument, ...] = ("MAXLEN", "~", self.room.num_entries(len(body)))
         self._put(Command("", ("XADD", self._names.events, *limit, *fields)))
 
     def open(self) -> None:
@@ -136,6 +141,10 @@ class Outbox:
     def renew(self) -> Command:
         return Command("renew", (LEASE_MS, *self.workers))
 
+    def relieve(self, *, of_all: bool) -> Command:
+        """For a Redis that has no memory left; it costs none. of_all: that was not enough a moment ago."""
+        return Command("relieve", (int(of_all), *map(self.snapshot_key, self.workers)))
+
     def snapshot_key(self, worker_id: str) -> str:
         return f"{self._names.workers}:{worker_id}"
 
@@ -176,18 +185,18 @@ class Outbox:
             self._stale[worker_id] = None
 
     def _apply(self, worker_id: str, events: PageEvents) -> Command:
-        pages = np.array(events.pages, np.int64)
+        pages, body = np.array(events.pages, np.int64), encode(events)
         arguments = (
             worker_id,
             self._router_id,
             events.first,
             int(events.is_afresh),
             int(events.tier is Tier.HOST),
-            short_keys(events.keys),
+            first_halves(events.keys),
             (pages >= 0).astype(np.uint8).tobytes(),
-            encode(events),
-            STREAM_ENTRIES,
-            MAX_REDIS_PAGES,
+            body,
+            self.room.num_entries(len(body)),
+            self.room.num_pages,
         )
         return Command("apply", arguments, worker_id)
 
@@ -206,19 +215,12 @@ class Outbox:
             yield self._apply(worker_id, events_of(keys, values, first, is_afresh=True))
 
 
-def short_keys(page_keys: bytes) -> bytes:
-    """Eight bytes of each, as the index and Redis know them."""
-    return np.frombuffer(page_keys, "<u8").reshape(-1, KEY_BYTES // 8)[:, 0].tobytes()
-
-
 def events_of(keys: Keys, values: Values, first: int, *, is_afresh: bool) -> PageEvents:
-    """All in one tier. What a key has lost by being cut is zeros; nobody looks at it."""
-    whole = np.zeros((keys.size, KEY_BYTES // 8), "<u8")
-    whole[:, 0] = keys
+    """All in one tier."""
     pages = values >> np.uint64(32) & np.uint64(2**31 - 1)
     return PageEvents(
         first=first,
-        keys=whole.tobytes(),
+        keys=with_zeros(keys.astype("<u8").tobytes()),
         pages=tuple(pages.tolist()),
         generations=tuple((values & np.uint64(2**32 - 1)).tolist()),
         tier=Tier.HOST if values.size and values[0] >= HOST_BIT else Tier.DEVICE,

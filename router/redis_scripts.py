@@ -268,6 +268,22 @@ return seen[1]
 """
 )
 
+# 1: all that is here, 0: half of the stream; keys of snapshots ... -> nothing. None of it needs memory.
+# Who is the newest of a name, and who is fenced, stays. Routers find that their workers are unknown, and
+# tell all afresh.
+RELIEVE: Final = (
+    _HEAD
+    + """
+for i = 2, #ARGV do redis.call('UNLINK', ARGV[i]) end
+if ARGV[1] == '0' then
+  redis.call('XTRIM', events, 'MAXLEN', math.floor(redis.call('XLEN', events) / 2))
+else
+  redis.call('UNLINK', workers, numbers, owners, next_of, leases, pages, events)
+end
+return 0
+"""
+)
+
 SCRIPTS: Final = {
     "join": JOIN,
     "leave": LEAVE,
@@ -275,4 +291,5 @@ SCRIPTS: Final = {
     "apply": APPLY,
     "match": MATCH,
     "sweep": SWEEP,
+    "relieve": RELIEVE,
 }

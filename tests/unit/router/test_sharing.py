@@ -141,7 +141,7 @@ def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
     _, one, _ = two_routers()
     one.submit("r", 800)
     (shared,) = one.wire.told
-    assert isinstance(shared, SharedDispatch) and len(shared.keys) == 16 * (800 // 16)
+    assert isinstance(shared, SharedDispatch) and len(shared.keys) == 8 * (800 // 16)
 
 
 def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pytest.MonkeyPatch) -> None:
