@@ -18,7 +18,7 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -49,6 +49,7 @@ from baton.wire_types import (
 from baton.worker import Load, Tier, Worker, WorkerStatus
 
 PROTOCOL: Final = 1
+MAX_AGE_S: Final = 86_400.0  # as Seconds allows
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 
 
@@ -100,6 +101,7 @@ class Submit(Message, frozen=True):
     request: Request
     beside: Annotated[str, Meta(max_length=32)] = ""  # a decode worker that holds the prompt already
     avoid: Ids = ()  # workers that failed this request
+    age_s: Seconds = 0.0  # of the request; see `with_arrival`
     is_begun: bool = False  # workers had an earlier attempt: it was let in, and is not refused any more
 
 
@@ -143,6 +145,7 @@ class Dispatch(Message, frozen=True):
     request: Request
     gateway: Id  # that the tokens go to
     prefill: Annotated[str, Meta(max_length=32)] = ""  # a worker's id; "": compute the prompt here
+    age_s: Seconds = 0.0
     source: PullSource | None = None  # for whoever computes the prompt to pull a prefix from
 
 
@@ -156,6 +159,7 @@ class Prefill(Message, frozen=True):
     gateway: Id
     transfer: TransferId
     num_held_tokens: Count = 0
+    age_s: Seconds = 0.0
     source: PullSource | None = None
 
 
@@ -289,6 +293,20 @@ class Decisions(Message, frozen=True):
     """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
+
+
+def age_s(request: Request, now_s: float) -> float:
+    """How long ago it arrived, by the clock that `arrival_s` is of; as messages carry it."""
+    return min(MAX_AGE_S, max(0.0, now_s - request.arrival_s))
+
+
+_Dated = TypeVar("_Dated", Dispatch, Prefill)
+
+
+def with_arrival(message: _Dated, now_s: float) -> _Dated:
+    """Its request has arrived when it has by the receiver's own clock: no two processes share one."""
+    request = msgspec.structs.replace(message.request, arrival_s=now_s - message.age_s)
+    return msgspec.structs.replace(message, request=request)
 
 
 AnyMessage: TypeAlias = (

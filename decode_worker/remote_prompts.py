@@ -10,8 +10,9 @@
 import secrets
 from typing import Final
 
+from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import Prefill
+from baton.control import Prefill, age_s
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.engine.replica import Replica
@@ -34,12 +35,14 @@ class RemotePrompts:
         colleagues: Colleagues,
         admission: Admission,
         prefixes: PulledPrefixes[Attempt],
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._endpoint = endpoint
         self._colleagues = colleagues
         self._admission = admission
         self._prefixes = prefixes
+        self._clock = clock
         # By transfer: until the endpoint says that it has ended, or it is clear that it will never begin.
         self._attempts: dict[bytes, Attempt] = {}
 
@@ -56,6 +59,7 @@ class RemotePrompts:
             gateway=attempt.gateway,
             transfer=attempt.transfer,
             num_held_tokens=claim.num_tokens,
+            age_s=age_s(attempt.request, self._clock.now_s()),
             source=attempt.source,
         )
         self._colleagues.tell(attempt.prefill, prefill)

@@ -30,6 +30,7 @@ from baton.control import (
     Kind,
     Prefilled,
     PrefillFailed,
+    with_arrival,
 )
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
@@ -69,6 +70,7 @@ class DecodeWorker(WorkerNode):
         local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
         """
         self.counters: Counter[str] = Counter()
+        self._clock = beats.clock
         self._reports = Reports(colleagues, beats.clock)
         super().__init__(colleagues, links, beats, self._reports)
         self._engine = engine
@@ -76,7 +78,9 @@ class DecodeWorker(WorkerNode):
         self._local_prefill_tokens = local_prefill_tokens
         self._admission = Admission(engine)
         self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
-        self._prompts = RemotePrompts(engine, endpoint, colleagues, self._admission, self._prefixes)
+        self._prompts = RemotePrompts(
+            engine, endpoint, colleagues, self._admission, self._prefixes, beats.clock
+        )
         self.admit = self._prompts.admit
         self._answers = Answers(engine, colleagues, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
@@ -173,7 +177,7 @@ class DecodeWorker(WorkerNode):
             if older.number >= dispatch.request.attempt:
                 return  # it has been overtaken on the way
             self._let_go(older)
-        attempt = Attempt.of(dispatch)
+        attempt = Attempt.of(with_arrival(dispatch, self._clock.now_s()))
         if self._early_cancels.has(attempt.request):
             return
         if self.is_draining:

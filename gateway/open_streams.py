@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Ended, Rejected, Routed, Started, Submit
+from baton.control import Cancel, Ended, Rejected, Routed, Started, Submit, age_s
 from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why_not_again
 from baton.gateway.stream_log import State, Stream
@@ -273,8 +273,14 @@ class OpenStreams:
             return
         self.flush()
         try:
-            avoid = tuple(stream.avoid)
-            router.send(Submit(request=request, beside=stream.beside, avoid=avoid, is_begun=stream.is_begun))
+            submit = Submit(
+                request=request,
+                beside=stream.beside,
+                avoid=tuple(stream.avoid),
+                age_s=age_s(request, now_s),
+                is_begun=stream.is_begun,
+            )
+            router.send(submit)
         except WireError as error:
             raise InvalidRequest(f"the request can't be sent on: {error}") from error
         stream.state, stream.heard_s, stream.router = State.SUBMITTED, now_s, router.hello.id

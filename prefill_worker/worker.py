@@ -25,6 +25,7 @@ from baton.control import (
     Prefill,
     Prefilled,
     fits,
+    with_arrival,
 )
 from baton.engine.relief import relief_on
 from baton.engine.replica import Replica
@@ -60,6 +61,7 @@ class PrefillWorker(WorkerNode):
         num_layer_groups: int = 1,
     ) -> None:
         """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
+        self._clock = beats.clock
         self._reports = Reports(colleagues, beats.clock)
         super().__init__(colleagues, links, beats, self._reports)
         self._engine = engine
@@ -153,6 +155,7 @@ class PrefillWorker(WorkerNode):
             self._refuse(peer.hello.id, prefill, Failure.BUSY, "the worker is about to end")
             return
         unit_tokens = min(page_size, link.hello.layout.page_size)
+        prefill = with_arrival(prefill, self._clock.now_s())
         departure = Departure(prefill, peer.hello.id, page_size, unit_tokens)
         try:
             self._engine.check(departure.request)

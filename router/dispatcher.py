@@ -168,7 +168,8 @@ class Dispatcher:
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
-        self._send_out(gateway, submit, pair)
+        age_s = submit.age_s + self._reception.waited_s(waiting)
+        self._send_out(gateway, submit, pair, age_s)
         return True
 
     def _keep_a_worker(self, waiting: Waiting) -> None:
@@ -197,12 +198,12 @@ class Dispatcher:
         self._is_crowded = True
         return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens))
 
-    def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair) -> None:
+    def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair, age_s: float) -> None:
         request = submit.request
         entry = entry_of(gateway.id, request, pair, self._knowledge.model)
         self._books.enter(key_of(request), entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
-        pair.decode.peer.send(dispatch_of(gateway.id, request, pair))
+        pair.decode.peer.send(dispatch_of(gateway.id, request, pair, age_s))
         gateway.peer.send(routed_of(request, pair))
         # Nobody waits for what follows.
         self._knowledge.decided(submit, pair)

@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from baton.control import Dispatch, Routed, fits_beside
+from baton.control import MAX_AGE_S, Dispatch, Routed, fits_beside
 from baton.errors import ProtocolError
 from baton.request import Request
 from baton.router.books import Entry, Key, num_kv_tokens, party_of
@@ -50,11 +50,17 @@ def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) ->
     )
 
 
-def dispatch_of(gateway_id: str, request: Request, pair: Pair) -> Dispatch:
+def dispatch_of(gateway_id: str, request: Request, pair: Pair, age_s: float) -> Dispatch:
     source = pair.choice.source if pair.choice is not None else None
     if source is not None and not fits_beside(request, source):
         source = None  # then all is computed: a hint is not worth the request
-    return Dispatch(request=request, gateway=gateway_id, prefill=prefill_of(pair), source=source)
+    return Dispatch(
+        request=request,
+        gateway=gateway_id,
+        prefill=prefill_of(pair),
+        age_s=min(MAX_AGE_S, age_s),
+        source=source,
+    )
 
 
 def routed_of(request: Request, pair: Pair) -> Routed:
