@@ -1,8 +1,8 @@
 """A short wait that gathers new sequences into one batch, as Triton Inference Server's dynamic batcher.
 
-A new sequence waits until as many as a preferred batch size have gathered, then the largest such size
-is let through, or until the oldest has waited `max_delay_s`, then all are. Decodes never wait for it,
-and neither does a sequence that ran before. With a delay of 0 nothing is held.
+A new sequence waits until as many as a preferred batch size have gathered, then the largest such size is let
+through, or until one has waited `max_delay_s`, or less if its standing says so, then all are. Decodes never
+wait for it, and neither does a sequence that ran before. With a delay of 0 nothing is held.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,10 @@ class QueueWindow:
         """Whether the window is for this sequence at all."""
         return self._max_delay_s > 0 and not sequence.num_preemptions and not sequence.num_computed_tokens
 
+    def _delay_s(self, sequence: Sequence) -> float:
+        own_ms = sequence.standing.max_queue_delay_ms
+        return self._max_delay_s if own_ms is None else min(self._max_delay_s, own_ms / 1e3)
+
     def look(self, waiting: Ordered[Sequence], num_seats: int, now_s: float) -> Opening:
         """Without preferred sizes the preferred size is every seat there is."""
         if self._max_delay_s <= 0:
@@ -36,7 +40,7 @@ class QueueWindow:
         held = list(islice((s for s in waiting if self.holds(s)), sizes[-1]))
         if not held:
             return Opening(0, None)
-        wait_s = min(s.enqueued_s for s in held) + self._max_delay_s - now_s
+        wait_s = min(s.enqueued_s + self._delay_s(s) for s in held) - now_s
         if wait_s <= 0:
             return Opening(len(waiting), None)
         num_released = max((size for size in sizes if size <= len(held)), default=0)

@@ -3,6 +3,7 @@ import pytest
 from baton.engine.queue_window import QueueWindow
 from baton.engine.sequence import Sequence
 from baton.request import Request
+from baton.tenancy import Standing
 
 
 def waiting(*enqueued_s: float) -> list[Sequence]:
@@ -46,3 +47,12 @@ def test_sequence_that_ran_before_is_not_held() -> None:
     sequences[1].num_preemptions = 1
     opening = window.look(sequences, 8, now_s=0.1)
     assert list(window.released(sequences, opening)) == [sequences[1]]
+
+
+def test_who_may_wait_less_opens_the_window_sooner_and_nobody_waits_longer() -> None:
+    window, sequences = QueueWindow(0.5, (4,)), waiting(0.0, 0.1)
+    sequences[1].standing = Standing(max_queue_delay_ms=150.0)
+    assert window.look(sequences, 8, now_s=0.2).wait_s == pytest.approx(0.05)
+    assert released(window, sequences, now_s=0.25) == 2
+    sequences[1].standing = Standing(max_queue_delay_ms=9e3)
+    assert window.look(sequences, 8, now_s=0.2).wait_s == pytest.approx(0.3)
