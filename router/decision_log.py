@@ -6,7 +6,9 @@ Several routers of one machine may share a file: a line is one write, and their 
 """
 
 import base64
+import io
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
@@ -49,22 +51,32 @@ AnyLine: TypeAlias = SentOut | HasEnded
 
 
 class LogFile:
-    """Lines are appended until that fails once: a full disk is no reason to route nothing."""
+    """Lines are appended until that fails once: a full disk is no reason to route nothing.
+
+    A new file is this user's alone. Where an earlier log ends in the middle of a line, it begins a new one.
+    """
 
     def __init__(self, path: Path) -> None:
         """ConfigError when it cannot be written to."""
         self._path = path
         self._is_well = True
         try:
-            self._file = path.open(
-                "ab", buffering=0
-            )  # what has been said is there, whatever ends the process
+            is_cut = _ends_within_a_line(path)
+            # Without a buffer: what has been said is there, whatever ends the process.
+            self._file = io.FileIO(path, "a", opener=_open_for_this_user)
         except OSError as error:
             raise ConfigError(f"router.decision_log: {path} cannot be written to: {error}") from error
+        if is_cut:
+            self.write(b"\n")
 
     def write(self, line: bytes) -> None:
         if self._is_well:
-            self._try(lambda: self._file.write(line))
+            self._try(lambda: self._write_all(line))
+
+    def _write_all(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:  # a disk that is almost full takes the beginning
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         self._try(self._file.close)
@@ -77,6 +89,18 @@ class LogFile:
             logger.warning("the decision log ends here", extra={"path": str(self._path), "error": str(error)})
 
 
+def _open_for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 _ENCODER: Final = msgspec.json.Encoder()
 _DECODER: Final[msgspec.json.Decoder[AnyLine]] = msgspec.json.Decoder(AnyLine)
 
@@ -86,7 +110,7 @@ def encode_line(line: AnyLine) -> bytes:
 
 
 def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[AnyLine]:
-    """name: of the file. ConfigError names the line that cannot be read; the last may be cut off."""
+    """Without lines that were cut off. name: of the file. ConfigError names the line that cannot be read."""
     unread: tuple[int, Exception] | None = None
     for number, line in enumerate(lines, start=1):
         if unread is not None:
@@ -94,9 +118,17 @@ def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[AnyLine]:
         try:
             decoded = _DECODER.decode(line)
         except (msgspec.MsgspecError, ValueError) as error:
-            unread = number, error
+            if _is_cut(line, error):
+                logger.warning("a line was cut off", extra={"log": name, "line": number})
+            else:
+                unread = number, error
             continue
         yield decoded
+
+
+def _is_cut(line: bytes, error: Exception) -> bool:
+    """Whether it is the beginning of one: the disk was full, or its writer was killed."""
+    return line.startswith(b"{") and "truncated" in str(error)
 
 
 def short_keys(keys: bytes) -> str:

@@ -2,8 +2,13 @@
 
 import asyncio
 import base64
+import io
 import json
+import os
+import resource
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +84,51 @@ def test_file_is_appended_to(tmp_path: Path) -> None:
         log.write(line)
         log.close()
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
+    before = os.umask(0o000)
+    try:
+        LogFile(tmp_path / "log").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+def test_a_line_that_a_full_disk_cut_off_costs_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, (line,) = logged()
+    path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number in range(2):
+        log = LogFile(path)
+        log.write(line)
+        if number == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(line) + len(line) // 2, limits[1]))
+        try:
+            log.write(line)  # the first time, half of it
+            log.write(line)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.close()
+    written = path.read_bytes().splitlines(keepends=True)
+    assert [each == line for each in written] == [True, False, True, True, True]
+    caplog.clear()
+    assert len(list(decode_lines(written, "log"))) == 4
+    assert [record.line for record in caplog.records] == [2]  # type: ignore[attr-defined]
+
+
+def test_what_a_disk_takes_in_pieces_is_whole(tmp_path: Path) -> None:
+    class Piecewise(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            return super().write(data[:7])
+
+    log = LogFile(tmp_path / "log")
+    log._file.close()
+    log._file = Piecewise(tmp_path / "log", "ab")
+    log.write(b"a line of more than seven bytes\n")
+    log.close()
+    assert (tmp_path / "log").read_bytes() == b"a line of more than seven bytes\n"
 
 
 def test_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
