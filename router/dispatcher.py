@@ -127,6 +127,9 @@ class Dispatcher:
                 continue
             if passed is not None:
                 break
+            if self._kept is not None and self._kept.key != waiting.key:
+                self._kept = None  # for one whose turn comes later: two would wait for each other
+                continue
             passed = waiting
             self._keep_a_worker(waiting)
             self._reception.pass_over(waiting.tenant)
@@ -173,7 +176,7 @@ class Dispatcher:
         return True
 
     def _keep_a_worker(self, waiting: Waiting) -> None:
-        if self._kept is None or self._kept.key not in self._reception:
+        if self._kept is None:
             worker = self._reception.capacity.roomiest(self._gateways[waiting.gateway].reached)
             self._kept = _Kept(waiting.key, worker)
 
@@ -183,8 +186,6 @@ class Dispatcher:
         capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
         kept = self._kept
         full: frozenset[str] = frozenset()
-        if kept is not None and kept.key not in self._reception:
-            kept = self._kept = None
         if self._is_crowded or kept is not None:
             full = capacity.full(num_tokens)
             self._is_crowded = bool(full)

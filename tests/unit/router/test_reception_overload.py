@@ -199,3 +199,16 @@ def test_room_that_another_router_tells_of_is_used(c: Cluster) -> None:
     assert submit(c, asked("r", num_tokens=LONG)) == []
     c.router.heard(SharedEnded(attempts=((id_of("o"), 0),)))
     assert names(answers(c)) == ["r"]
+
+
+def test_first_does_not_wait_for_a_worker_that_is_kept_for_a_later_one() -> None:
+    """Of one tenant: who is due earlier came later, and both wait for the only worker."""
+    c = cluster()
+    c.add("d0", num_pages=100, page_size=16, max_num_seqs=64)
+    assert isinstance(submit(c, asked("running", num_tokens=1200))[0], Routed)
+    assert submit(c, asked("late", num_tokens=1000, max_queue_delay_ms=50_000)) == []
+    assert submit(c, asked("early", num_tokens=1000, max_queue_delay_ms=1000)) == []
+    end(c, "running")
+    assert names(answers(c)) == ["early"]
+    end(c, "early")
+    assert names(answers(c)) == ["late"]
