@@ -5,6 +5,7 @@ removes.
 """
 
 import asyncio
+import fcntl
 import os
 import shutil
 import sys
@@ -19,6 +20,8 @@ START_DEADLINE_S: Final = 10.0
 STOP_DEADLINE_S: Final = 5.0
 PROGRAMS: Final = ("redis-server", "valkey-server")
 PREFIX: Final = "baton-redis-"
+NEW_PREFIX: Final = "baton-new-redis-"
+LOCK: Final = "lock"
 WRAPPER: Final = (sys.executable, "-I", "-S", str(Path(__file__).with_name("end_with_parent.py")))
 
 
@@ -34,6 +37,7 @@ class PrivateRedis:
         """ConfigError from `start` when there is no program. Past the limit Redis refuses what is written."""
         self._max_memory_bytes = max_memory_bytes
         self._folder: str | None = None
+        self._lock: int | None = None  # on a file in the folder, as long as it is in use
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -67,7 +71,8 @@ class PrivateRedis:
             raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
         if self._folder is None:
             await asyncio.to_thread(_remove_what_others_left)
-            self._folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+            folder, self._lock = await asyncio.to_thread(_new_folder)
+            self._folder = folder
         socket = Path(self._folder, "redis.sock")
         socket.unlink(missing_ok=True)
         # fmt: off
@@ -98,6 +103,9 @@ class PrivateRedis:
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         self._folder = None
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     async def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -120,10 +128,36 @@ class PrivateRedis:
         return answer == b"+PONG\r\n"
 
 
+def _new_folder() -> tuple[str, int]:
+    """With an open file that holds its lock. It has its name once it is locked."""
+    made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
+    lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = made.with_name(PREFIX + made.name.removeprefix(NEW_PREFIX))
+    made.rename(folder)
+    return str(folder), lock
+
+
 def _remove_what_others_left() -> None:
-    """Of processes of this user that are gone."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        is_ours = owner.isdecimal() and folder.is_dir() and folder.stat().st_uid == os.getuid()
-        if is_ours and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    """Folders of this user that nobody holds the lock of any more.
+
+    Process ids would not tell: containers that share this place number theirs alike.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -4,6 +4,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -105,3 +106,31 @@ def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up() 
             assert not folder.exists()
 
     asyncio.run(scene())
+
+
+@needs_redis
+def test_one_that_is_in_use_is_left_whatever_process_ids_say() -> None:
+    """As in another container with the same /tmp, where its owner has an id that nobody has here."""
+
+    async def scene() -> None:
+        async with PrivateRedis() as here:
+            folder = Path(here.url.removeprefix("unix://")).parent
+            no_pid = next(number for number in range(2, 2**22) if not psutil.pid_exists(number))
+            there = folder.rename(folder.with_name(f"{redis_server.PREFIX}{no_pid}-there"))
+            async with PrivateRedis():
+                assert (there / "redis.sock").exists()
+            there.rename(folder)
+
+    asyncio.run(scene())
+
+
+def test_what_is_no_folder_of_a_redis_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unlocked, dead = tmp_path / f"{redis_server.PREFIX}a", tmp_path / f"{redis_server.PREFIX}b"
+    for folder in (unlocked, dead):
+        folder.mkdir()
+    (dead / redis_server.LOCK).touch()
+    (tmp_path / f"{redis_server.PREFIX}c").symlink_to(unlocked)
+    (tmp_path / f"{redis_server.PREFIX}d").touch()
+    redis_server._remove_what_others_left()
+    assert {path.name[-1] for path in tmp_path.iterdir()} == {"a", "c", "d"}
