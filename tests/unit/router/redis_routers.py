@@ -20,6 +20,7 @@ from tests.node_peers import id_of
 RNG = np.random.default_rng(1)
 CHAIN = RNG.bytes(40 * KEY_BYTES)
 DEADLINE_S = 20.0
+SEEN_S = 0.25  # by the other router, as a rule: a few milliseconds, and more where all cores are busy
 
 
 class RouterStandIn:

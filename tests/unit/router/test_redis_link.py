@@ -1,5 +1,6 @@
 """Links between two routers over a real redis-server."""
 
+import statistics
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
     RNG,
+    SEEN_S,
     RouterStandIn,
     pages_in_redis,
     play,
@@ -44,7 +46,7 @@ def test_one_router_learns_of_the_workers_of_another() -> None:
     play(scene)
 
 
-def test_a_dispatch_is_known_to_the_other_router_within_50_ms() -> None:
+def test_a_dispatch_is_soon_known_to_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         dispatch = SharedDispatch(
@@ -53,15 +55,15 @@ def test_a_dispatch_is_known_to_the_other_router_within_50_ms() -> None:
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
             took_s = []
-            for number in range(5):
+            for number in range(9):
                 started_s = time.monotonic()
                 first.link.share(dispatch)
                 await until(lambda number=number: len(second.heard) > number)  # type: ignore[misc]
                 took_s.append(time.monotonic() - started_s)
-            assert min(took_s) < 0.05
+            assert statistics.median(took_s) < SEEN_S
             second.link.share(SharedEnded(attempts=((id_of("r"), 0),)))
             await until(lambda: bool(first.heard))
-        assert second.heard == [dispatch] * 5
+        assert second.heard == [dispatch] * 9
         assert first.heard == [SharedEnded(attempts=((id_of("r"), 0),))]
 
     play(scene)

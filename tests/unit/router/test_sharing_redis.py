@@ -1,6 +1,7 @@
 """Two routers over a real redis-server: what one gives out, the other sees, and does not give out as well."""
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.router.redis_routers import play, until
+from tests.unit.router.redis_routers import SEEN_S, play, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -26,7 +27,6 @@ WORKERS = {
     for name in ("p0", "p1", "d0")
 }
 IDS = tuple(worker.id for worker in WORKERS.values())
-SEEN_S = 0.05
 
 
 class Linked:
@@ -83,11 +83,11 @@ def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
     play(scene)
 
 
-def test_life_of_an_attempt_is_seen_by_the_other_router_within_50_ms() -> None:
+def test_life_of_an_attempt_is_soon_seen_by_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
             took_s, books = [], other.router.books
-            for number in range(5):
+            for number in range(9):
                 key = (id_of(f"r{number}"), 0)
                 begun_s = time.monotonic()
                 prefill = one.submit(number)
@@ -98,7 +98,7 @@ def test_life_of_an_attempt_is_seen_by_the_other_router_within_50_ms() -> None:
                 await until(lambda prefill=prefill: not books.account(prefill).num_computing)  # type: ignore[misc]
                 one.gateway.say(Ended(attempts=(key,)))
                 await until(lambda: not len(books))
-            assert min(took_s) < SEEN_S
+            assert statistics.median(took_s) < SEEN_S
             books.check_integrity()
 
     play(scene)
