@@ -131,7 +131,7 @@ def _is_cut(line: bytes, error: Exception) -> bool:
     return line.startswith(b"{") and "truncated" in str(error)
 
 
-def short_keys(keys: bytes) -> str:
+def keys_as_text(keys: bytes) -> str:
     """Of a prompt's keys, as a line has them."""
     return base64.b64encode(first_halves(keys)).decode()
 

@@ -15,7 +15,7 @@ from baton.router.books import Books, Entry, Key
 from baton.router.chooser import Choice, Chooser
 from baton.router.cost_model import CostModel
 from baton.router.costs import Candidate
-from baton.router.decision_log import HasEnded, SentOut, encode_line, short_keys
+from baton.router.decision_log import HasEnded, SentOut, encode_line, keys_as_text
 from baton.router.decisions import Decisions, weighed
 from baton.router.look import Known
 from baton.router.pairing import Pair
@@ -112,7 +112,7 @@ class Knowledge:
                 decision=self.decisions.full(key),
                 page_size=worker.page_size,
                 num_output_tokens=entry.num_tokens - request.num_tokens,
-                keys=short_keys(keys),
+                keys=keys_as_text(keys),
             )
             self._log(encode_line(line))
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.control import Status, decode, encode
+from baton.control import Beat, Status, StatusQuery, decode, encode
 from baton.pressure import MAX_TENANTS, QueueStatus, TenantStatus
 from baton.router.fitted_status import fitted
 from baton.router_status import RouterStatus
@@ -11,7 +11,8 @@ from baton.seal import MAX_BODY_BYTES
 from baton.tenancy import Refusal
 from baton.wire_types import MAX_WORKERS
 from baton.worker import Load, WorkerStatus
-from tests.node_peers import a_worker, id_of
+from tests.node_peers import TestPeer, a_worker, id_of
+from tests.unit.router.router_cluster import cluster
 
 COUNTERS = {f"a_counter_with_a_long_name_{number}": 10**12 + number for number in range(16)}
 
@@ -43,6 +44,19 @@ def test_of_the_largest_cluster_the_busiest_are_told() -> None:
     assert len(told.workers) == MAX_WORKERS and told.workers[-1] == status.workers[-1]
     assert told.left_out == {"counters": sum(not each.load.counters for each in told.workers)}
     assert told.queue.num_left_out == MAX_TENANTS - len(told.queue.tenants)
+
+
+def test_a_router_tells_no_more_than_a_message_carries() -> None:
+    names = tuple(f"d{number}" for number in range(3))
+    c = cluster(*names)
+    counters = {f"{number:064}": 2**62 for number in range(6000)}
+    for name in names:
+        c[name].say(Beat(load=Load(counters=counters)))
+    operator = TestPeer.operator(c.router)
+    operator.say(StatusQuery())
+    told = operator.only(Status)
+    assert len(encode(told)) <= MAX_BODY_BYTES and len(told.workers) == 3
+    assert told.left_out == {"counters": 1}
 
 
 def test_the_least_busy_tenants_go_first() -> None:
