@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
+from baton.engine.fair_lru import Group
 from baton.engine.host_tier import HostTier
 from baton.engine.page_events import NOWHERE, PageChange, PageChanges
 from baton.engine.pages import PagePool, PageState
@@ -125,7 +126,8 @@ class PrefixCache:
     def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
         """The last page of its table has just been brought back from the host."""
         table = sequence.page_table
-        self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, sequence.cache_salt)
+        group = without_public(sequence.cache_salt)
+        self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, group)
 
     def register(self, sequence: Sequence) -> None:
         """Make the full, computed pages of the sequence known; share the known page where there is one."""
@@ -134,13 +136,14 @@ class PrefixCache:
         num_full = sequence.num_computed_tokens // self.pool.page_size
         self.extend_keys(sequence, num_full)
         table, keys = sequence.page_table, sequence.page_keys
+        group = without_public(sequence.cache_salt)
         for index in range(sequence.num_known_pages, num_full):
             parent = table[index - 1] if index else _NO_PAGE
             if index and self._key[parent] != keys[index - 1]:
                 break  # the chain was cut above: a page below could never be found
             page, known = table[index], self._page_of.get(keys[index])
             if known is None:
-                self._learn(page, keys[index], parent, sequence.cache_salt)
+                self._learn(page, keys[index], parent, group)
             elif known != page:
                 self._replace(sequence, index, known)
         sequence.num_known_pages = num_full
@@ -193,7 +196,7 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def _learn(self, page: int, key: bytes, parent: int, salt: bytes) -> None:
+    def _learn(self, page: int, key: bytes, parent: int, group: Group) -> None:
         self._page_of[key] = page
         self._key[page] = key
         self.changed.note(key)
@@ -202,7 +205,7 @@ class PrefixCache:
             self._num_children[parent] += 1
         if self.host.num_pages:
             self.host.drop(key)
-        self.pool.mark_known(page, without_public(salt))
+        self.pool.mark_known(page, group)
 
     def _replace(self, sequence: Sequence, index: int, known: int) -> None:
         own = sequence.page_table[index]
