@@ -48,8 +48,8 @@ class FairShare:
         """How many tenants wait."""
         return self._num_waiting
 
-    def join(self, tenant: str, weight: float) -> None:
-        """Of one that waits already: its weight from now on."""
+    def join(self, tenant: str, weight: float, *, was_away: bool = True) -> None:
+        """Of one that waits already: its weight from now on. was_away: else it was only not to come next."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = _Account(self._past[0])
@@ -58,7 +58,8 @@ class FairShare:
             account.weight = weight
             return
         account.weight = weight
-        account.clock = max(account.clock, self._past[0])
+        if was_away:
+            account.clock = max(account.clock, self._past[0])
         self._num_waiting += 1
         self.weights += weight
         self._queue(tenant, account)

@@ -113,9 +113,8 @@ class Reception:
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.submit.request):
             return waiting
-        weights = self.queues.weights_of(waiting.rank)
-        can = self.capacity.can_compute(waiting.tenant, waiting.standing.weight, weights)
-        return waiting if can else None
+        weight, weights = waiting.standing.weight, self.queues.weights_of(waiting.rank)
+        return waiting if self.capacity.can_compute(waiting.tenant, weight, weights) else None
 
     def waited_s(self, waiting: Waiting) -> float:
         return max(0.0, self._clock.now_s() - waiting.since_s)
@@ -125,7 +124,8 @@ class Reception:
         self.queues.hold(tenant)
 
     def take_up(self, tenant: str) -> None:
-        self._hold_or_release(tenant)
+        if not self.quotas.is_full(tenant):
+            self.queues.release(tenant, was_away=False)
 
     def hopeless(self, waiting: Waiting) -> Refused | None:
         """Why its turn comes too late; it is refused then."""

@@ -144,6 +144,12 @@ class TenantQueues:
                 return self._lanes[rank, tenant].first()
         return None
 
+    def heads(self) -> Iterator[Waiting]:
+        """Of each tenant that is not held, in each rank, the first."""
+        for (_, tenant), lane in self._lanes.items():
+            if tenant not in self._held:
+                yield lane.first()
+
     def take(self, waiting: Waiting) -> None:
         """Let it out, and charge its tenant its work. It must be the first."""
         self._shares[waiting.rank].serve(waiting.tenant, waiting.work)
@@ -172,12 +178,13 @@ class TenantQueues:
         for rank in self._ranks.get(tenant, ()):
             self._shares[rank].leave(tenant)
 
-    def release(self, tenant: str) -> None:
+    def release(self, tenant: str, *, was_away: bool = True) -> None:
+        """was_away: else it has waited all the while, and loses nothing by it."""
         if tenant not in self._held:
             return
         self._held.remove(tenant)
         for rank in self._ranks.get(tenant, ()):
-            self._shares[rank].join(tenant, self._lanes[rank, tenant].weight)
+            self._shares[rank].join(tenant, self._lanes[rank, tenant].weight, was_away=was_away)
 
     @property
     def work(self) -> float:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.router.fair_share import CREDIT_AGES
 from baton.router.tenant_queues import TenantQueues, Waiting
 from tests.unit.router.queue_cases import PlainQueues, waits
 
@@ -56,6 +57,20 @@ def test_held_tenant_is_passed_and_loses_nothing() -> None:
     queues.check_integrity()
     queues.release("a")
     assert order_of(queues) == ["a0", "a1"]
+
+
+def test_tenant_that_was_passed_over_loses_nothing_and_one_that_was_away_does() -> None:
+    for was_away, expected in ((False, ["a0", "a1", "b9"]), (True, ["a0", "b9", "a1"])):
+        queues = queues_of(waits("a0"), waits("a1"), *(waits(f"b{n}", "b") for n in range(10)))
+        queues.hold("a")
+        for _ in range(9):
+            first = queues.first()
+            assert first is not None
+            queues.take(first)
+        for _ in range(CREDIT_AGES):
+            queues.age()
+        queues.release("a", was_away=was_away)
+        assert order_of(queues) == expected
 
 
 def test_one_that_comes_while_its_tenant_is_held_waits() -> None:
