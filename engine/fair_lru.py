@@ -18,10 +18,10 @@ class FairLru(Generic[Item]):
 
     def add(self, item: Item, group: Group) -> None:
         """As the newest of its group; it must be in none."""
-        items = self._groups.get(group)
-        if items is None:
-            items = self._groups[group] = OrderedDict()
-        items[item] = None
+        try:
+            self._groups[group][item] = None
+        except KeyError:
+            self._groups[group] = OrderedDict(((item, None),))
 
     def remove(self, item: Item, group: Group) -> None:
         items = self._groups[group]
@@ -41,10 +41,11 @@ class FairLru(Generic[Item]):
     def next_out(self) -> Item | None:
         """What to give up next; None when there is nothing."""
         groups = self._groups
-        if not groups:
-            return None
-        group = max(groups, key=self._num_for_weight) if len(groups) > 1 else next(iter(groups))
-        return next(iter(groups[group]))
+        if len(groups) > 1:
+            return next(iter(groups[max(groups, key=self._num_for_weight)]))
+        for items in groups.values():
+            return next(iter(items))
+        return None
 
     def _num_for_weight(self, group: Group) -> float:
         return len(self._groups[group]) / self.weights.get(group, 1.0)
