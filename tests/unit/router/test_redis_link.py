@@ -8,9 +8,11 @@ import pytest
 from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router import redis_link, redis_outbox
+from baton.router.redis_client import Connection
 from baton.router.redis_messages import SharedDispatch, SharedEnded
+from baton.router.redis_scripts import Names
 from baton.router.redis_server import PrivateRedis, find_program
-from baton.worker import Tier
+from baton.worker import Tier, Worker
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -198,7 +200,17 @@ def test_the_workers_of_a_router_that_died_are_dead_when_their_leases_are(
                 first.says(W0, CHAIN)
                 second.says(W1, CHAIN)
                 await until(lambda: second.held(W0) == 40)
+                await until(lambda: first.link.num_untold == 0)
             await until(lambda: second.index.slot(W0.id) is None)
             await until_redis_says(redis, {W1.id: 40})
+            await until(lambda: second.link.num_untold == 0)
+            assert await has_snapshot(redis, W1) and not await has_snapshot(redis, W0)
+
+    async def has_snapshot(redis: PrivateRedis, worker: Worker) -> bool:
+        names = Names.of("f")
+        connection = Connection(redis.url, names)
+        found = await connection.call("EXISTS", f"{names.workers}:{worker.id}")
+        await connection.aclose()
+        return bool(found)
 
     play(scene)
