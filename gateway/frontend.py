@@ -158,6 +158,7 @@ class Frontend:
             self._from_worker(peer, message)
         elif self._colleagues.is_router(peer):
             self._watch.heard(peer)
+            self._streams.hear_router(peer.hello.id)
             self._from_router(peer, message)
         self._streams.flush()
 

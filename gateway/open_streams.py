@@ -48,6 +48,7 @@ class OpenStreams:
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
         self._untold: dict[str, Untold] = {}  # by router
         self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
+        self._router_heard_s: dict[str, float] = {}  # when each said anything
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
 
     def __len__(self) -> int:
@@ -154,9 +155,13 @@ class OpenStreams:
             if stream.lost:
                 stream.retry_s += seconds
 
+    def hear_router(self, router: str) -> None:
+        self._router_heard_s[router] = self._clock.now_s()
+
     def lose_router(self, router: str) -> None:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         now_s = self._clock.now_s()
+        self._router_heard_s.pop(router, None)
         for stream in self._each():
             if stream.router != router:
                 continue
@@ -211,11 +216,13 @@ class OpenStreams:
                     self.again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s:
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
-            elif now_s - stream.homeless_s > self._limits.max_wait_s and (
-                # In a router's queue it may be for longer: that is no want of workers.
-                stream.state is State.WAITING or now_s - stream.heard_s > self._limits.max_silence_s
-            ):
+            elif now_s - stream.homeless_s > self._limits.max_wait_s and not self._is_queued(stream, now_s):
                 self._end(stream, now_s)
+
+    def _is_queued(self, stream: Stream, now_s: float) -> bool:
+        """Whether a router that is well has it: it may be there for long, which is no want of workers."""
+        heard_s = max(stream.heard_s, self._router_heard_s.get(stream.router, 0.0))
+        return stream.state is State.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
 
     def flush(self) -> None:
         """Tell each router what became of the attempts that it was asked for; the others, if it is gone."""

@@ -80,9 +80,7 @@ class Books:
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._waiting: set[Key] = set()  # for their first token
-        self._others: defaultdict[str, dict[Key, float]] = defaultdict(
-            dict
-        )  # by decode worker; when heard of
+        self._entered_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
         self.num_others = 0
 
     def __len__(self) -> int:
@@ -103,9 +101,8 @@ class Books:
         """The key must be new."""
         assert key not in self._entries, key
         self._entries[key] = entry
-        if entry.gateway == OTHERS:
-            self._others[entry.decode][key] = self._clock.now_s()
-            self.num_others += 1
+        self._entered_s[entry.decode][key] = self._clock.now_s()
+        self.num_others += entry.gateway == OTHERS
         self._by_gateway[entry.gateway].add(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts += 1
@@ -145,9 +142,8 @@ class Books:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        if entry.gateway == OTHERS:
-            del self._others[entry.decode][key]
-            self.num_others -= 1
+        del self._entered_s[entry.decode][key]
+        self.num_others -= entry.gateway == OTHERS
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
@@ -172,27 +168,28 @@ class Books:
             self.ended(key)
         self._by_gateway.pop(gateway_id, None)
 
-    def beat(self, worker: Worker, beat: Beat) -> None:
-        """Count what the worker works on that is in no entry; give up what it does not work on any more."""
-        self._give_up_silent(worker.id, frozenset(beat.attempts))
+    def beat(self, worker: Worker, beat: Beat) -> list[Key]:
+        """Count what the worker works on that is in no entry. Returns what is here and it does not work on.
+
+        Such an attempt has ended, and who should say so may have been cut off meanwhile. It is given some
+        time, to be heard of by the worker, and to be told of as ended.
+        """
         account = self._accounts[worker.id]
         account.num_unknown = sum(key not in self._entries for key in beat.attempts)
         num_active_tokens = beat.load.pages.get("active", 0) * worker.page_size
         account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
-
-    def _give_up_silent(self, decode: str, named: frozenset[Key]) -> None:
-        before_s = self._clock.now_s() - SILENCE_S
-        heard = self._others.get(decode, {})
-        for key in [key for key, heard_s in heard.items() if heard_s < before_s and key not in named]:
-            self.ended(key)
+        before_s, named = self._clock.now_s() - SILENCE_S, frozenset(beat.attempts)
+        entered_s = self._entered_s.get(worker.id, {})
+        return [key for key, at_s in entered_s.items() if at_s < before_s and key not in named]
 
     def forget(self, worker_ids: Iterable[str]) -> None:
         """They are gone: so are other routers' attempts there, and accounts that no entry names."""
         gone = set(worker_ids)
         for worker_id in gone:
-            for key in list(self._others.get(worker_id, ())):
+            for key in [key for key in self._entered_s.get(worker_id, ()) if self.is_anothers(key)]:
                 self.ended(key)
-            self._others.pop(worker_id, None)
+            if not self._entered_s.get(worker_id):
+                self._entered_s.pop(worker_id, None)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
         for worker_id in gone:
             if worker_id not in named:
@@ -212,7 +209,8 @@ class Books:
             computed = [key for key in self._waiting if self._entries[key].computer == worker_id]
             assert account.num_computing == len(computed), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
-        assert sum(map(len, self._others.values())) == self.num_others
+        assert sum(map(len, self._entered_s.values())) == len(self._entries)
+        assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others
 
 
 def party_of(request: Request) -> Party:

@@ -198,8 +198,7 @@ class Router:
         match message:
             case Beat():
                 self.members.beat(member, message)
-                self.books.beat(member.worker, message)
-                self._dispatcher.find_room()
+                self._dispatcher.ended(self.books.beat(member.worker, message))
             case Reachable():
                 self.members.reach(member, message.workers)
                 self._dispatcher.find_room()

@@ -13,7 +13,7 @@ from baton.router.membership import Membership
 from baton.router.tenant_queues import TenantQueues
 from baton.worker import WorkerRole
 
-MAX_LOOKED_AT: Final = 256  # of those that wait, the oldest, for how late they are
+MAX_LOOKED_AT: Final = 4096  # tenants, of each the request that is due first
 USED: Final = ("active", "leased", "quarantined")  # states of KV pages
 
 
@@ -74,10 +74,10 @@ def read_strain(
 def _lateness(queues: TenantQueues, now_s: float) -> float:
     """Of what waits for the cluster, not for its own tenant's quota."""
     latest = 0.0
-    for waiting in islice(queues, MAX_LOOKED_AT):
+    for waiting in islice(queues.heads(), MAX_LOOKED_AT):
         request = waiting.submit.request
         is_promised = objective_of(request).is_promised and not request.standing.wishes
-        if is_promised and not queues.is_held(waiting.tenant):
+        if is_promised:
             may_wait_s = max(1e-3, waiting.due_s - waiting.since_s)
             latest = max(latest, (now_s - waiting.since_s) / may_wait_s)
     return latest

@@ -96,7 +96,7 @@ class World:
 
     @property
     def _rest_s(self) -> float:
-        if len(self.deployment.routers) > 1 and self.site.stream.may_lose:
+        if len(self.deployment.routers) > 1 and (self.was_troubled or self.site.stream.may_lose):
             return FORGET_S
         return REST_S if self.was_troubled else QUIET_REST_S
 

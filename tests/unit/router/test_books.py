@@ -4,9 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from baton.clock import ManualClock
 from baton.control import Beat
 from baton.request import Request, SamplingParams
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, Entry, Key, num_kv_tokens
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, SILENCE_S, Books, Entry, Key, num_kv_tokens
 from baton.worker import Load
 from tests.node_peers import a_request, a_worker, id_of
 
@@ -92,6 +93,22 @@ def test_what_only_the_worker_knows_of_weighs_by_its_pages() -> None:
     assert books.account(worker.id).share_of(worker) == 0.1
     books.beat(worker, Beat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0),)))
     assert books.account(worker.id).share_of(worker) == 0.001
+
+
+def test_what_its_worker_does_not_name_for_long_has_ended() -> None:
+    clock = ManualClock()
+    books, worker = Books(clock), a_worker("d0")
+    kept, lost = (id_of("a"), 0), (id_of("b"), 0)
+    for key in (kept, lost):
+        books.enter(key, Entry("g", worker.id, "", 10, 10))
+    beat = Beat(load=Load(), attempts=(kept,))
+    clock.advance(SILENCE_S)
+    assert books.beat(worker, beat) == []
+    clock.advance(0.1)
+    assert books.beat(worker, beat) == [lost]
+    books.ended(lost)
+    assert books.beat(worker, beat) == []
+    books.check_integrity()
 
 
 def test_expected_tokens_are_bounded_by_what_was_asked_for() -> None:
