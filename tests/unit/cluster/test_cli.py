@@ -327,6 +327,7 @@ def test_a_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_bench_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, got in ((["speed"], "'speed'"), ([], "none")):
         status, _, errors = run_here(["bench", *arguments], capsys)
-        assert (status, errors) == (2, f"baton: error: baton bench SUITE: expected kv, prefix, serve, got {got}\n")
+        told = f"baton: error: baton bench SUITE: expected kv, prefix, serve, got {got}\n"
+        assert (status, errors) == (2, told)
     status, out, _ = run_here(["bench", "--help"], capsys)
     assert status == 0 and "baton bench kv" in out and "baton bench serve" in out
