@@ -17,9 +17,7 @@ SERVE_OPTIONS: Final = (
     Option("--host", "host", str, "ADDRESS", "to listen on for clients (127.0.0.1)"),
     Option("--port", "port", int, "N", "to listen on for clients; 0: any that is free (8000)"),
     Option("--gateways", "gateways", int, "N", "processes behind that port (1)"),
-    Option(
-        "--routers", "routers", int, "N", "that choose workers: one goes on when another dies (1)"
-    ),
+    Option("--routers", "routers", int, "N", "that choose workers: one goes on when another dies (1)"),
     Option("--prefill", "prefill.num_workers", int, "N", "prefill workers; 0: decode workers do it all (1)"),
     Option("--decode", "decode.num_workers", int, "N", "decode workers (1)"),
     Option("--prefill-tp", "prefill.tensor_parallel_size", int, "N", "ranks of a prefill worker"),
