@@ -57,7 +57,7 @@ def test_request_waits_for_a_router_and_is_submitted_when_it_comes() -> None:
     g["router"].leave()
     g.open()
     g.join_router("another")
-    assert g.submitted() == Submit(request=a_request())
+    assert g.submitted() == Submit(request=a_request(), age_s=g.clock.now_s())
 
 
 def test_unanswered_attempt_is_submitted_anew_to_the_next_router() -> None:
