@@ -6,7 +6,7 @@ hold most of it and some others by chance. Then the best of either role are comb
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from random import Random
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from baton.clock import Clock
 from baton.decision import PullSource
@@ -14,20 +14,22 @@ from baton.request import Request
 from baton.router.books import num_kv_tokens
 from baton.router.costs import (
     Candidate,
+    Computer,
+    Decoder,
     Filled,
     Load,
     Select,
     cheapest,
-    decode_terms,
+    decoding,
     fill,
     local,
+    local_total_s,
     longest,
     remote,
 )
 from baton.router.fading import Fading
 from baton.router.look import MAX_SOURCES, Known, Look
-from baton.router.membership import Member
-from baton.router.sides import Side
+from baton.router.sides import Side, Station
 
 MAX_COMPARED: Final = 16  # of a role; where there are more:
 MAX_HOLDERS: Final = 4  # those of each way to name pages that hold most
@@ -40,6 +42,7 @@ MOST_BUSY: Final = 0.9
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 
 
+WorthT = TypeVar("WorthT", float, tuple[float, float])
 ArePair: TypeAlias = Callable[[str, str], bool]  # ids of a decode and a prefill worker
 
 
@@ -82,15 +85,17 @@ class Chooser:
         look = Look(self._known, request, self._load(request, field, now_s), now_s)
         decoders = self._compared(look, field.decoders, field.left_out)
         fillers = self._compared(look, field.fillers, field.avoided)
-        members = {member.id: member for member in (*decoders, *fillers)}
+        stations = {station.id: station for station in (*decoders, *fillers)}
+        decoding = [look.decoder(station) for station in decoders]
+        filling = [look.computer(station) for station in fillers]
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
-            candidates = self._candidates(look, decoders, fillers, field.are_pair)
+            candidates = self._candidates(look, decoding, filling, field.are_pair)
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
-            source = look.locate(members[chosen.source]) if chosen.source else None
+            source = look.locate(stations[chosen.source]) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else it is only expected to hold so much: look knows that now
-        keys = {each: look.keys(members[each]) for each in (chosen.prefill, chosen.decode) if each}
+        keys = {each: look.keys(stations[each]) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
         return Choice(chosen, candidates, source, keys, not is_known)
 
@@ -122,47 +127,51 @@ class Chooser:
         num_tokens = request.num_tokens
         return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy))
 
-    def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Member]:
+    def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Station]:
         """In an order that begins with another one each time: what comes first wins where all is alike."""
-        members, random = side.members, self._random.random
-        if len(members) <= MAX_COMPARED:
-            first = int(random() * len(members))
-            return [each for each in (*members[first:], *members[:first]) if each.id not in left_out]
-        holders = look.holders(side, MAX_HOLDERS + len(left_out))
+        stations, random = side.stations(self._known.index), self._random.random
+        num = len(stations)
+        if num <= MAX_COMPARED:
+            first = int(random() * num)
+            return [each for each in (*stations[first:], *stations[:first]) if each.id not in left_out]
+        holders = look.holders(side, MAX_HOLDERS + len(left_out), stations[int(random() * num)])
         found = [each for each in holders if each.id not in left_out][:MAX_HOLDERS]
         for _ in range(MAX_DRAWS if left_out else NUM_DRAWN):
-            drawn = members[int(random() * len(members))]
+            drawn = stations[int(random() * num)]
             if drawn.id not in left_out:
                 found.append(drawn)
             if len(found) >= MAX_HOLDERS + NUM_DRAWN:
                 break
-        found = found or [each for each in members if each.id not in left_out][:MAX_COMPARED]
-        return list({member.id: member for member in found}.values())
+        found = found or [each for each in stations if each.id not in left_out][:MAX_COMPARED]
+        return list({station.id: station for station in found}.values())
 
     def _candidates(
-        self, look: Look, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair
+        self, look: Look, decoders: Sequence[Decoder], computers: Sequence[Computer], are_pair: ArePair
     ) -> list[Candidate]:
         load = look.load
-        sources = [] if self._only_prefix else look.sources((*decoding, *filling))
-        decoders = [look.decoder(member) for member in decoding]
-        candidates = [local(decoder, load, sources) for decoder in decoders]
-        candidates = sorted(candidates, key=_total_s)[:MAX_COMBINED]
-        filled = [fill(look.computer(member), load, sources) for member in filling]
-        filled = sorted(filled, key=self._worth)[:MAX_COMBINED]
-        decoders.sort(key=lambda decoder: decode_terms(decoder, load).total_s)
-        for decoder in decoders[:MAX_COMBINED]:
-            num_moved = max(0, load.num_tokens - decoder.computer.num_held_tokens)
+        both = (*(decoder.computer for decoder in decoders), *computers)
+        sources = [] if self._only_prefix else look.sources(both)
+        decodings = [decoding(decoder, load) for decoder in decoders]
+        filled = [fill(decoder.computer, load, sources) for decoder in decoders]
+        totals_s = [local_total_s(*each) for each in zip(filled, decodings, strict=True)]
+        candidates = [local(filled[row], decodings[row], load) for row in _least(totals_s)]
+        filled = [fill(computer, load, sources) for computer in computers]
+        filled = [filled[row] for row in _least([self._worth(each) for each in filled])]
+        for row in _least([each.total_s for each in decodings]):
+            decode, num_held_tokens = decoders[row].computer.worker, decoders[row].computer.num_held_tokens
+            num_moved = max(0, load.num_tokens - num_held_tokens)
             for each in filled:
-                prefill, decode = each.computer.worker, decoder.computer.worker
+                prefill = each.computer.worker
                 if are_pair(decode, prefill):
                     handoff_s = self._known.model.handoff_s(prefill, decode, num_moved)
-                    candidates.append(remote(each, decoder, handoff_s, load))
+                    candidates.append(remote(each, decodings[row], handoff_s, load))
         return candidates
 
     def _worth(self, filled: Filled) -> tuple[float, float]:
         num_held_tokens = filled.num_held_tokens if self._only_prefix else 0
-        return (-num_held_tokens, filled.terms.total_s)
+        return (-num_held_tokens, filled.total_s)
 
 
-def _total_s(candidate: Candidate) -> float:
-    return candidate.terms.total_s
+def _least(values: Sequence[WorthT]) -> list[int]:
+    """Where the MAX_COMBINED least are; of equals those that come first."""
+    return sorted(range(len(values)), key=values.__getitem__)[:MAX_COMBINED]

@@ -94,58 +94,82 @@ class Filled(NamedTuple):
     computer: Computer
     source: str
     num_held_tokens: int
-    terms: Terms
+    pull_s: float
+    compute_s: float
+    crowd_s: float
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.computer.wait_s, self.pull_s, self.compute_s, crowd_s=self.crowd_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.computer.wait_s + self.pull_s + self.compute_s + self.crowd_s
 
 
 def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
-    """The cheapest of computing all that is missing and of pulling some of it first."""
-    last = load.num_tokens - 1  # which is computed wherever the others come from
-    held = min(computer.num_held_tokens, last)
-    compute_s, pull_s, source = computer.compute_s(load.num_tokens - held, load.num_tokens), 0.0, ""
-    least_s = compute_s + _crowd_s(compute_s, computer, load)
-    for each in sources:
-        num_tokens = min(each.num_tokens, last)
-        if num_tokens <= computer.num_held_tokens or each.worker == computer.worker:
+    """The cheapest of computing all that is missing and of pulling some of it first.
+
+    Asked for every worker that is compared: values are unpacked, and written down once the best is known.
+    """
+    own, wait_s, num_held, compute_s_of, kin = computer
+    num_tokens, _, crowd_rate = load
+    last = num_tokens - 1  # which is computed wherever the others come from
+    held = num_held if num_held < last else last
+    compute_s, pull_s, source = compute_s_of(num_tokens - held, num_tokens), 0.0, ""
+    crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
+    for worker, num_there, pull_s_of, kin_there in sources:
+        num_pulled = num_there if num_there < last else last
+        if num_pulled <= num_held or worker == own or kin_there != kin:
             continue
-        if each.kin != computer.kin:
-            continue
-        pulled_s = each.pull_s(each.worker, computer.worker, num_tokens - computer.num_held_tokens)
-        shown_s = max(0.0, pulled_s - computer.wait_s)
-        left_s = computer.compute_s(load.num_tokens - num_tokens, load.num_tokens)
-        total_s = shown_s + left_s + _crowd_s(left_s, computer, load)
-        if total_s < least_s:
-            least_s, held, source, compute_s, pull_s = total_s, num_tokens, each.worker, left_s, shown_s
-    crowd_s = _crowd_s(compute_s, computer, load)
-    terms = Terms(computer.wait_s, pull_s, compute_s, crowd_s=crowd_s)
-    return Filled(computer, source, held, terms)
+        shown_s = max(0.0, pull_s_of(worker, own, num_pulled - num_held) - wait_s)
+        left_s = compute_s_of(num_tokens - num_pulled, num_tokens)
+        # Whoever comes before this one is done waits that much longer.
+        left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
+        if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
+            held, source = num_pulled, worker
+            pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
+    return Filled(computer, source, held, pull_s, compute_s, crowd_s)
 
 
-def _crowd_s(compute_s: float, computer: Computer, load: Load) -> float:
-    """Whoever comes before this one is done waits that much longer."""
-    return compute_s * (computer.wait_s + compute_s) * load.crowd_rate
+class Decoding(NamedTuple):
+    """What decoding costs alone, wherever the prompt is computed."""
+
+    decoder: Decoder
+    join_s: float
+    harm_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.join_s + self.harm_s
 
 
-def decode_terms(decoder: Decoder, load: Load) -> Terms:
-    """Of decoding alone."""
-    harm_s = decoder.num_running * load.num_output_tokens * decoder.token_harm_s
-    return Terms(join_s=decoder.room_s + 0.5 * decoder.step_s, harm_s=harm_s)
+def decoding(decoder: Decoder, load: Load) -> Decoding:
+    _, num_running, step_s, room_s, token_harm_s = decoder
+    return Decoding(decoder, room_s + 0.5 * step_s, num_running * load.num_output_tokens * token_harm_s)
 
 
-def local(decoder: Decoder, load: Load, sources: Sequence[Source]) -> Candidate:
+def local(filled: Filled, decoding: Decoding, load: Load) -> Candidate:
     """The prompt computed where it is decoded: whoever is in that batch waits for it."""
-    filled = fill(decoder.computer, load, sources)
-    decoding = decode_terms(decoder, load)
-    harm_s = decoding.harm_s + decoder.num_running * filled.terms.compute_s
-    terms = filled.terms._replace(join_s=decoder.room_s, harm_s=harm_s)
-    held = filled.num_held_tokens
-    return Candidate(decoder.computer.worker, "", filled.source, held, load.num_tokens - held, terms)
+    computer, source, held, pull_s, compute_s, crowd_s = filled
+    decoder = decoding.decoder
+    harm_s = decoding.harm_s + decoder.num_running * compute_s
+    terms = Terms(computer.wait_s, pull_s, compute_s, 0.0, decoder.room_s, harm_s, crowd_s)
+    return Candidate(computer.worker, "", source, held, load.num_tokens - held, terms)
 
 
-def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Candidate:
-    decoding = decode_terms(decoder, load)
-    terms = filled.terms._replace(handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
-    prefill, decode, held = filled.computer.worker, decoder.computer.worker, filled.num_held_tokens
-    return Candidate(decode, prefill, filled.source, held, load.num_tokens - held, terms)
+def local_total_s(filled: Filled, decoding: Decoding) -> float:
+    """Of that candidate."""
+    decoder = decoding.decoder
+    return filled.total_s + decoder.room_s + decoding.harm_s + decoder.num_running * filled.compute_s
+
+
+def remote(filled: Filled, decoding: Decoding, handoff_s: float, load: Load) -> Candidate:
+    computer, source, held, pull_s, compute_s, crowd_s = filled
+    decoder, join_s, harm_s = decoding
+    terms = Terms(computer.wait_s, pull_s, compute_s, handoff_s, join_s, harm_s, crowd_s)
+    num_new_tokens = load.num_tokens - held
+    return Candidate(decoder.computer.worker, computer.worker, source, held, num_new_tokens, terms)
 
 
 # Of candidates; a random number; what was given to a worker lately, by any measure.

@@ -25,6 +25,55 @@ class Match(NamedTuple):
     num_pages: Lengths
 
 
+class Holdings:
+    """The same by sets: nobody is asked one by one. A slot is a bit."""
+
+    __slots__ = ("levels",)
+
+    def __init__(self, levels: list[tuple[int, int]]) -> None:
+        """levels: numbers of pages, the most first, and who holds as many or more."""
+        self.levels = levels
+
+    def num_pages(self, slot_bit: int) -> int:
+        for num_pages, holders in self.levels:
+            if holders & slot_bit:
+                return num_pages
+        return 0
+
+    def most(self, among: int, limit: int, first_slot: int) -> list[int]:
+        """At most so many of these slots: none that is left out holds more. Of equals those from the first
+        slot on, and then those before it.
+        """
+        found: list[int] = []
+        before = 0
+        for _, holders in self.levels:
+            holders &= among
+            equals, before = holders ^ before, holders
+            if not equals:
+                continue
+            later = equals >> first_slot << first_slot
+            for part in (later, equals ^ later):
+                while part:
+                    if len(found) == limit:
+                        return found
+                    bit = part & -part
+                    found.append(bit.bit_length() - 1)
+                    part ^= bit
+        return found
+
+
+def holdings(runs: list[tuple[int, Places]], present: int) -> Holdings:
+    """As `measure` counts them, in any tier."""
+    levels = []
+    holding = present & runs[0][1].anywhere
+    for start, places in runs[1:]:
+        still = holding & places.anywhere
+        if still != holding:
+            levels.append((start, holding))
+            holding = still
+    return Holdings(levels[::-1])
+
+
 def runs_along(table: KeyTable, sets: PlaceSets, keys: Keys) -> list[tuple[int, Places]]:
     """Where each run of pages with the same holders begins, and the end."""
     if not keys.size:

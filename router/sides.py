@@ -1,24 +1,38 @@
 """The workers of one role that could serve an attempt, and who of them holds most of a prompt."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from baton.router.index_match import Lengths
+from baton.router.costs import Kin
+from baton.router.index_match import Holdings
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prompt_keys import Family, family_of
+from baton.router.prompt_keys import Family, family_of, kin_of
+from baton.worker import WorkerRole
 
-_ANYWHERE: Final = np.iinfo(np.int32).max  # of a slot: beyond all lengths
+
+class Station(NamedTuple):
+    """What every decision asks of a worker, and no decision changes."""
+
+    id: str
+    family: Family
+    kin: Kin
+    page_size: int
+    num_slots: int  # of KV, at least 1
+    max_num_seqs: int  # at least 1
+    is_prefill: bool
+    slot: int  # in the index; 0 where it does not know it
+    slot_bit: int  # 0: the index does not know it
 
 
-class Kin(NamedTuple):
+class _Kindred:
     """Those of a side that name pages alike."""
 
-    members: Sequence[Member]
-    slots: NDArray[np.int64]  # in a Match; _ANYWHERE: the index does not know it
+    __slots__ = ("by_slot", "slots")
+
+    def __init__(self) -> None:
+        self.by_slot: dict[int, Station] = {}
+        self.slots = 0  # a bit for each
 
 
 class Side:
@@ -26,36 +40,48 @@ class Side:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self._families: dict[Family, list[Member]] = {}
-        for member in members:
-            self._families.setdefault(family_of(member.worker), []).append(member)
-        self._kin: dict[Family, Kin] = {}
+        self.families: Sequence[Family] = list({family_of(member.worker): None for member in members})
+        self._stations: list[Station] = []
+        self._kindred: dict[Family, _Kindred] = {}
         self._version = -1
 
     def __len__(self) -> int:
         return len(self.members)
 
-    @property
-    def families(self) -> Sequence[Family]:
-        return list(self._families)
-
-    def holders(self, index: PrefixIndex, family: Family, lengths: Lengths, most: int) -> list[Member]:
-        """Of this family: at most so many, who hold some of a prompt, and none that is left out holds more.
-
-        lengths: as in a Match of the family's keys.
-        """
-        kin = self._kin_of(index, family)
-        held = np.append(lengths, 0).take(np.minimum(kin.slots, lengths.size))
-        rows = np.argpartition(held, -most)[-most:] if held.size > most else np.arange(held.size)
-        return [kin.members[row] for row in rows.tolist() if held[row]]
-
-    def _kin_of(self, index: PrefixIndex, family: Family) -> Kin:
+    def stations(self, index: PrefixIndex) -> Sequence[Station]:
+        """In the members' order."""
         if self._version != index.version:
             self._version = index.version
-            self._kin.clear()
-        if family not in self._kin:
-            members = self._families[family]
-            slots = [index.slot(member.id) for member in members]
-            numbers = [_ANYWHERE if slot is None else slot for slot in slots]
-            self._kin[family] = Kin(members, np.array(numbers, np.int64))
-        return self._kin[family]
+            self._stations = [_station(member, index) for member in self.members]
+            self._kindred = {family: _Kindred() for family in self.families}
+            for station in self._stations:
+                if station.slot_bit:
+                    kindred = self._kindred[station.family]
+                    kindred.by_slot[station.slot] = station
+                    kindred.slots |= station.slot_bit
+        return self._stations
+
+    def holders(self, family: Family, holdings: Holdings, limit: int, first: Station) -> list[Station]:
+        """Of this family: at most so many, who hold some of a prompt, and none that is left out holds more.
+
+        holdings: of the family's keys, from the index that `stations` was asked with. first: where the search
+        among equals begins.
+        """
+        kindred = self._kindred[family]
+        slots = holdings.most(kindred.slots, limit, first.slot)
+        return [kindred.by_slot[slot] for slot in slots]
+
+
+def _station(member: Member, index: PrefixIndex) -> Station:
+    worker, slot = member.worker, index.slot(member.id)
+    return Station(
+        id=member.id,
+        family=family_of(worker),
+        kin=kin_of(worker),
+        page_size=worker.page_size,
+        num_slots=max(1, worker.num_pages * worker.page_size),
+        max_num_seqs=max(1, worker.max_num_seqs),
+        is_prefill=worker.role is WorkerRole.PREFILL,
+        slot=slot or 0,
+        slot_bit=0 if slot is None else 1 << slot,
+    )

@@ -9,6 +9,7 @@ from baton.router.costs import (
     Source,
     Terms,
     cheapest,
+    decoding,
     fill,
     local,
     longest,
@@ -38,6 +39,10 @@ def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> Source:
 def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:
     computer = a_computer(worker, wait_s, num_held)
     return Decoder(computer, num_running, step_s=0.02, room_s=0.0, token_harm_s=1e-5)
+
+
+def local_at(decoder: Decoder) -> Candidate:
+    return local(fill(decoder.computer, IDLE, []), decoding(decoder, IDLE), IDLE)
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> Candidate:
@@ -89,7 +94,7 @@ def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
 
 
 def test_local_prefill_makes_the_batch_wait() -> None:
-    alone, full = local(a_decoder(), IDLE, []), local(a_decoder(num_running=8), IDLE, [])
+    alone, full = local_at(a_decoder()), local_at(a_decoder(num_running=8))
     assert alone.terms.harm_s == 0.0
     assert full.terms.harm_s >= 8 * full.terms.compute_s
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
@@ -98,15 +103,15 @@ def test_local_prefill_makes_the_batch_wait() -> None:
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
     for num_running, expected in ((0, ""), (16, "p")):
         decoder = a_decoder(num_running=num_running)
-        away = remote(fill(a_computer(), IDLE, []), decoder, 0.05, IDLE)
-        assert cheapest([local(decoder, IDLE, []), away], 0, nothing).prefill == expected
+        away = remote(fill(a_computer(), IDLE, []), decoding(decoder, IDLE), 0.05, IDLE)
+        assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 
 
 def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     sources = [a_source("holder", 900)]
     holder = fill(a_computer("holder", wait_s=3.0, num_held=900), IDLE, sources)
     other = fill(a_computer("other"), IDLE, sources)
-    candidates = [remote(filled, a_decoder(), 0.0, IDLE) for filled in (holder, other)]
+    candidates = [remote(filled, decoding(a_decoder(), IDLE), 0.0, IDLE) for filled in (holder, other)]
     chosen = cheapest(candidates, 0, nothing)
     assert (chosen.prefill, chosen.source) == ("other", "holder")
 

@@ -70,12 +70,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(keys=CHAINS)
     def match(self, keys: bytes) -> None:
-        match = self.index.match(keys)
+        match, holdings = self.index.match(keys), self.index.holdings(keys)
         for worker_id in self.twin.workers:
             slot = self.index.slot(worker_id)
             assert slot is not None
             found = (match.num_device_pages[slot], match.num_pages[slot])
             assert found == self.twin.match(worker_id, keys)
+            assert holdings.num_pages(1 << slot) == match.num_pages[slot]
         assert (match.num_pages > 0).sum() == sum(
             self.twin.match(worker_id, keys)[1] > 0 for worker_id in self.twin.workers
         )

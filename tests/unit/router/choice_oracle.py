@@ -1,0 +1,114 @@
+"""What every pair of workers would cost, worker by worker and term by term: slow, and plainly right."""
+
+from collections.abc import Sequence
+
+from baton.request import Request
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, party_of
+from baton.router.chooser import MAX_COMBINED, ArePair
+from baton.router.costs import Candidate, Load, Terms
+from baton.router.look import MAX_SOURCES, Known
+from baton.router.membership import Member
+from baton.router.prompt_keys import family_of, kin_of
+from baton.worker import WorkerRole
+
+
+class ChoiceOracle:
+    """Of one prompt at one time. Pages that are expected somewhere count as there."""
+
+    def __init__(self, known: Known, request: Request, load: Load, now_s: float) -> None:
+        self._known = known
+        self._request = request
+        self._load = load
+        self._now_s = now_s
+
+    def candidates(
+        self, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair
+    ) -> list[Candidate]:
+        everybody = [*decoding, *filling]
+        held = sorted(((self._held(each), each.id) for each in everybody if self._held(each)), reverse=True)
+        members = {each.id: each for each in everybody}
+        sources = [members[worker] for _, worker in held[:MAX_SOURCES]]
+        locals_ = [self._local(each, self._filled(each, sources)) for each in decoding]
+        filled = sorted((self._filled(each, sources) for each in filling), key=_total_s)
+        decoders = sorted(decoding, key=lambda each: sum(self._decoding(each)))
+        remotes = [
+            self._remote(decoder, each)
+            for decoder in decoders[:MAX_COMBINED]
+            for each in filled[:MAX_COMBINED]
+            if are_pair(decoder.id, each.decode)
+        ]
+        return [*sorted(locals_, key=_total_s)[:MAX_COMBINED], *remotes]
+
+    def _held(self, member: Member) -> int:
+        slot = self._known.index.slot(member.id)
+        if slot is None:
+            return 0
+        keys = self._known.keys.keys(family_of(member.worker), self._request)
+        return int(self._known.index.match(keys).num_pages[slot]) * member.worker.page_size
+
+    def _wait_s(self, member: Member) -> float:
+        account = self._known.books.account(member.id)
+        before = account.prompts.part_before(party_of(self._request), self._load.num_tokens)
+        wait_s = account.wait_s(self._now_s) * before
+        if member.worker.role is WorkerRole.PREFILL:
+            wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s
+        return wait_s
+
+    def _filled(self, member: Member, sources: Sequence[Member]) -> Candidate:
+        """As if it decoded there, which costs nothing yet."""
+        held, last = self._held(member), self._load.num_tokens - 1
+        choices = [self._computed(member, "", min(held, last), 0.0)]
+        for source in sources:
+            num_tokens = min(self._held(source), last)
+            if num_tokens <= held or source.id == member.id:
+                continue
+            if kin_of(source.worker) != kin_of(member.worker):
+                continue
+            pulled_s = self._known.model.pull_s(source.id, member.id, num_tokens - held)
+            shown_s = max(0.0, pulled_s - self._wait_s(member))
+            choices.append(self._computed(member, source.id, num_tokens, shown_s))
+        return min(choices, key=_total_s)
+
+    def _computed(self, member: Member, source: str, held: int, pull_s: float) -> Candidate:
+        wait_s, num_new = self._wait_s(member), self._load.num_tokens - held
+        compute_s = self._known.model.of(member.id).compute_s(num_new, self._load.num_tokens)
+        crowd_s = compute_s * (wait_s + compute_s) * self._load.crowd_rate
+        terms = Terms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
+        return Candidate(member.id, "", source, held, num_new, terms)
+
+    def _decoding(self, member: Member) -> Terms:
+        room_s, step_s = self._room_and_step_s(member)
+        _, sequence_s, context_s, _ = self._known.model.of(member.id).step.coefficients
+        token_harm_s = sequence_s + context_s * self._load.num_tokens
+        harm_s = self._num_running(member) * self._load.num_output_tokens * token_harm_s
+        return Terms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
+
+    def _room_and_step_s(self, member: Member) -> tuple[float, float]:
+        worker, account = member.worker, self._known.books.account(member.id)
+        num_tokens, num_running = account.num_tokens + account.num_unknown_tokens, self._num_running(member)
+        step_s = self._known.model.of(member.id).step.predict(1.0, num_running, num_tokens, 0.0)
+        num_slots = max(1, worker.num_pages * worker.page_size)
+        needed = (num_tokens + num_kv_tokens(self._request)) / num_slots
+        share = max(needed, (num_running + 1) / max(1, worker.max_num_seqs))
+        return max(0.0, share - 1.0) * EXPECTED_OUTPUT_TOKENS * step_s, step_s
+
+    def _num_running(self, member: Member) -> int:
+        account = self._known.books.account(member.id)
+        return account.num_attempts + account.num_unknown
+
+    def _local(self, decoder: Member, filled: Candidate) -> Candidate:
+        harm_s = self._decoding(decoder).harm_s + self._num_running(decoder) * filled.terms.compute_s
+        join_s = self._room_and_step_s(decoder)[0]
+        return filled._replace(terms=filled.terms._replace(join_s=join_s, harm_s=harm_s))
+
+    def _remote(self, decoder: Member, filled: Candidate) -> Candidate:
+        """Filled: its `decode` is where the prompt is computed."""
+        num_moved = max(0, self._load.num_tokens - self._held(decoder))
+        handoff_s = self._known.model.handoff_s(filled.decode, decoder.id, num_moved)
+        decoding = self._decoding(decoder)
+        terms = filled.terms._replace(handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
+        return filled._replace(decode=decoder.id, prefill=filled.decode, terms=terms)
+
+
+def _total_s(candidate: Candidate) -> float:
+    return candidate.terms.total_s

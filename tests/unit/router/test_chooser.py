@@ -1,0 +1,133 @@
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.control import Beat, Measured, PageEvents
+from baton.request import Request
+from baton.router.books import Books, Entry, num_kv_tokens
+from baton.router.chooser import MAX_COMPARED, Chooser, Field
+from baton.router.cost_model import CostModel
+from baton.router.costs import Load, cheapest
+from baton.router.look import Known
+from baton.router.membership import Member
+from baton.router.prefix_index import PrefixIndex
+from baton.router.prompt_keys import PromptKeys, family_of
+from baton.router.sides import Side
+from baton.times import PrefillTimes, StepTimes
+from baton.worker import Load as WorkerLoad
+from baton.worker import WorkerRole
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.unit.router.choice_oracle import ChoiceOracle
+from tests.unit.router.router_cluster import cluster
+
+PROMPT_TOKENS = 400
+
+
+class World:
+    """Workers in a state that the random numbers make up."""
+
+    def __init__(self, random: Random, num_workers: int) -> None:
+        self.random = random
+        self.clock = ManualClock(1.0)
+        self.books, self.model, self.keys = Books(self.clock), CostModel(), PromptKeys()
+        self.index = PrefixIndex(self.clock, 4096)
+        self.known = Known(self.books, self.index, self.model, self.keys)
+        router = cluster().router
+        self.request = a_request(num_tokens=PROMPT_TOKENS)
+        self.members = []
+        for number in range(num_workers):
+            fingerprint = random.choice(("f", "f", "g"))
+            name, num_pages = f"{'dp'[number % 2]}{number}", random.randint(30, 90)
+            worker = a_worker(name, num_pages=num_pages, fingerprint=fingerprint)
+            self.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        for member in self.members:
+            self._fill(member)
+            self._measure(member)
+            self._employ(member)
+        self.clock.advance(random.random())
+
+    def side(self, role: WorkerRole) -> Side:
+        return Side([member for member in self.members if member.worker.role is role])
+
+    def _fill(self, member: Member) -> None:
+        """With some of the prompt's first pages; or it is expected to have them; or it is not known."""
+        keys = self.keys.keys(family_of(member.worker), self.request)
+        num = self.random.choice((0, 0, 3, 9, 24, 25))
+        if self.random.random() < 0.9:
+            self.index.join(member.worker)
+            pages = tuple(range(num))
+            events = PageEvents(first=0, keys=keys[: 16 * num], pages=pages, generations=(1,) * num)
+            self.index.apply(member.id, events)
+
+    def _measure(self, member: Member) -> None:
+        random = self.random
+        for _ in range(random.randint(0, 3)):
+            times = PrefillTimes(
+                request_id=id_of("m"),
+                attempt=0,
+                waited_s=0.0,
+                computed_s=random.uniform(0.01, 0.4),
+                num_new_tokens=200,
+                num_tokens=300,
+                pulled_bytes=10**6,
+                pulled_s=random.uniform(0.001, 0.01),
+                moved_bytes=10**6,
+                exposed_s=random.uniform(0.001, 0.01),
+            )
+            step = StepTimes(2, 0, 900, random.uniform(0.01, 0.1))
+            self.model.learn(member.id, Measured(prefills=(times,), steps=(step,)))
+            other = random.choice(self.members).id
+            self.model.learn_pull(other, member.id, times)
+            self.model.learn_handoff(member.id, other, times)
+
+    def _employ(self, member: Member) -> None:
+        random, is_prefill = self.random, member.worker.role is WorkerRole.PREFILL
+        for number in range(random.choice((0, 0, 1, 4, 12))):
+            decode = id_of("d0") if is_prefill else member.id
+            prefill = member.id if is_prefill else ""
+            num_tokens, compute_s = random.randint(10, 300), random.uniform(0.01, 0.5)
+            entry = Entry("g", decode, prefill, num_tokens, num_tokens, compute_s)
+            self.books.enter((f"{member.id}{number}", 0), entry)
+        if random.random() < 0.3:
+            attempts = tuple((id_of(f"u{number}"), 0) for number in range(random.randint(1, 3)))
+            load = WorkerLoad(pages={"active": random.randint(0, 60)})
+            self.books.beat(member.worker, Beat(load=load, attempts=attempts))
+
+
+def load_of(request: Request) -> Load:
+    """Of a chooser that has given out nothing yet."""
+    return Load(request.num_tokens, num_kv_tokens(request) - request.num_tokens, 0.0)
+
+
+def from_one_on(members: Sequence[Member], random: Random) -> Sequence[Member]:
+    """As a chooser goes round."""
+    first = int(random.random() * len(members))
+    return [*members[first:], *members[:first]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 2 * MAX_COMPARED))
+def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> None:
+    random = Random(seed)
+    world = World(random, num_workers)
+    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    strangers = {(random.choice(world.members).id, random.choice(world.members).id) for _ in range(9)}
+
+    def are_pair(decode: str, prefill: str) -> bool:
+        return (decode, prefill) not in strangers
+
+    oracle = ChoiceOracle(world.known, world.request, load_of(world.request), world.clock.now_s())
+    order = Random(seed)
+    decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
+    expected = oracle.candidates(decoding, filling, are_pair)
+    chooser = Chooser(world.clock, world.known, Random(seed))
+    choice = chooser.choose(world.request, Field(decoders, fillers, are_pair))
+    assert [each[:5] for each in choice.candidates] == [each[:5] for each in expected]
+    for found, wanted in zip(choice.candidates, expected, strict=True):
+        assert found.terms == pytest.approx(wanted.terms)
+    wanted = cheapest(expected, order.getrandbits(32), lambda worker: 0.0)
+    assert choice.candidate[:5] == wanted[:5]
