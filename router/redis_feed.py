@@ -12,7 +12,8 @@ from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from baton.control import PageEvents, decode
+from baton.control import PageEvents
+from baton.control_wire import decode
 from baton.errors import WireError
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Connection
@@ -56,7 +57,7 @@ class Feed:
         """The id of the stream's entry to follow from."""
         follow_from = await last_stream_id(redis, events)
         alive: dict[bytes, bytes] = await redis.call("HGETALL", workers)
-        self._forget_all_but({worker_id.decode() for worker_id in alive})
+        self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
         for body in alive.values():
             worker = self._checked(decode_worker, body)
             if worker is None or worker.id in self._outbox.workers:

@@ -97,16 +97,20 @@ class RedisLink:
         while True:
             try:
                 await _until_one_fails(self._stay_connected())
-            except REDIS_FAILURES as error:
+            except Exception as error:  # whatever others wrote there, it does not end this for good
                 pause_s = LEAST_PAUSE_S if self.is_up else min(2 * pause_s, MOST_PAUSE_S)
-                self.counters["redis_failures"] += 1
-                self._num_full = self._num_full + 1 if is_full(error) else 0
-                level = logging.WARNING if self.is_up else logging.DEBUG
-                logger.log(level, "the link to Redis is down", extra={"error": str(error)})
+                self._failed(error)
             finally:
                 self.is_up = False
                 self._outbox.close()
             await asyncio.sleep(pause_s)
+
+    def _failed(self, error: Exception) -> None:
+        self.counters["redis_failures"] += 1
+        self._num_full = self._num_full + 1 if is_full(error) else 0
+        level = logging.WARNING if self.is_up else logging.DEBUG
+        unforeseen = None if isinstance(error, REDIS_FAILURES) else error
+        logger.log(level, "the link to Redis is down", extra={"error": str(error)}, exc_info=unforeseen)
 
     async def _stay_connected(self) -> None:
         async with AsyncExitStack() as stack:
@@ -180,8 +184,8 @@ class RedisLink:
                 raise reply
         self._cursor = int(cursor)
         for worker_id in dead:
-            self._feed.forget(worker_id.decode())
-            self._outbox.buried(worker_id.decode())
+            self._feed.forget(worker_id.decode(errors="replace"))
+            self._outbox.buried(worker_id.decode(errors="replace"))
 
     async def _write_snapshot(self, teller: Connection) -> None:
         worker_id = self._outbox.next_to_snapshot()

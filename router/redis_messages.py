@@ -65,7 +65,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that a worker holds; keys and values of eight bytes each, as in index_holder.py, little-endian."""
 
     next_number: Count
-    stream_id: Annotated[str, Meta(max_length=64)]  # of an entry before that change
+    stream_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,20}-[0-9]{1,20}\Z")]  # of an entry before that change
     keys: bytes
     values: bytes
 

@@ -78,7 +78,7 @@ if redis.call('HEXISTS', numbers, id) == 0 then
   redis.call('HSET', numbers, id, number)
   redis.call('HSET', owners, number, id)
 end
-return tonumber(redis.call('HGET', next_of, id) or '-1')
+return tonumber(redis.call('HGET', next_of, id) or '-1') or -1
 """
 )
 
@@ -111,7 +111,7 @@ for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, """
 local dead = {}
 local all = redis.call('HGETALL', leases)
 for i = 1, #all, 2 do
-  if tonumber(all[i + 1]) < now then dead[#dead + 1] = all[i]; bury(all[i]) end
+  if (tonumber(all[i + 1]) or 0) < now then dead[#dead + 1] = all[i]; bury(all[i]) end
 end
 return dead
 """
@@ -133,7 +133,7 @@ if ARGV[4] == '1' then
   redis.call('HSET', numbers, id, number)
   redis.call('HSET', owners, number, id)
 else
-  local expected = tonumber(redis.call('HGET', next_of, id) or '0')
+  local expected = tonumber(redis.call('HGET', next_of, id) or '0') or 0
   if first + count <= expected and count > 0 then return 0 end
   if first ~= expected then return -2 end
 end

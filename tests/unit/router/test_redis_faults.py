@@ -7,10 +7,12 @@ import signal
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from baton.page_keys import KEY_BYTES
 from baton.router.redis_client import Connection
+from baton.router.redis_messages import Snapshot
 from baton.router.redis_scripts import Names
 from baton.router.redis_server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
@@ -139,6 +141,37 @@ def test_what_others_wrote_into_redis_is_counted_and_passed_over() -> None:
             first.says(W0, CHAIN)
             await until(lambda: second.held(W0) == 40)
             assert second.link.counters["redis_malformed"] >= 3
+        await connection.aclose()
+
+    play(scene)
+
+
+def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        names = Names.of("f")
+        connection = Connection(redis.url, names)
+        async with running(first, second):
+            await until(lambda: first.link.is_up and second.link.is_up)
+            first.join(W0)
+            first.says(W0, CHAIN[: 10 * KEY_BYTES])
+            await until(lambda: second.held(W0) == 10)
+            misplaced = Snapshot(2**40, "1-1", b"", b"")
+            odd = msgspec.msgpack.encode({**msgspec.structs.asdict(misplaced), "stream_id": "here"})
+            await connection.call("SET", f"{names.workers}:{W0.id}", odd)
+            for name in (names.workers, names.names, names.numbers, names.next, names.leases):
+                await connection.call("HSET", name, W0.id, b"\xfe junk", b"\xff\xfe", b"\xff")
+            await connection.call("HSET", names.leases, b"\xff\xfd", "1")
+            await connection.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            failed = first.link.counters["redis_failures"]
+            await until(lambda: first.link.counters["redis_failures"] > failed)
+            first.says(W0, CHAIN[10 * KEY_BYTES :])
+            await until(lambda: first.link.is_up and second.link.is_up and second.held(W0) == 40)
+            await connection.call("DEL", names.next)
+            await connection.call("HSET", names.next, W0.id, "9" * 400)
+            await connection.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await connection.call("FLUSHALL")
+            await until_redis_says(redis, {W0.id: 40})
         await connection.aclose()
 
     play(scene)
