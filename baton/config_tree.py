@@ -17,6 +17,8 @@ from baton.errors import ConfigError
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
+MAX_SHOWN: Final = 500  # characters of a value that is wrong
+
 BYTE_UNITS: Final = {
     "B": 1,
     "KB": 10**3,
@@ -161,7 +163,12 @@ def _bounds(meta: object) -> str:
 
 
 def _show(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    try:
+        shown = repr(value)
+    except ValueError:  # a number, of more digits than Python writes
+        shown = "a number of too many digits"
+    end = "..." if len(shown) > MAX_SHOWN else ""
+    return f"{shown[:MAX_SHOWN]}{end} ({type(value).__name__})"
 
 
 def check_between(key: str, value: float, low: float, high: float) -> None:

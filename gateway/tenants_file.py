@@ -35,6 +35,7 @@ from baton.tenancy import MAX_CLASSES, ONLY_CLASS, ClassName, TenantName, Tenant
 KEY_FORM: Final = re.compile(r"sha256:([0-9a-f]{64})")
 NAME_FORM: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_FILE_BYTES: Final = 16 * 2**20
+MAX_VALUES: Final = 2**22  # that a file spells out, of all it names by an alias again and again
 
 KeyDigest: TypeAlias = Annotated[str, Meta(pattern=f"^{KEY_FORM.pattern}$")]
 
@@ -67,12 +68,15 @@ class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def read_tenants(path: Path) -> TenantsFile:
     """Raises ConfigError, which names the file and the key, on anything that is not as above."""
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: expected at most {MAX_FILE_BYTES} bytes, got {size}")
-        text = path.read_text(encoding="utf-8")
+        if not path.is_file() and path.exists():  # a pipe would hold up its reader, a device has no end
+            raise ConfigError(f"{path}: expected a plain file")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: expected at most {MAX_FILE_BYTES} bytes")
     return parse_tenants(text, str(path))
 
 
@@ -88,13 +92,48 @@ def parse_tenants(text: str, name: str) -> TenantsFile:
 def load(text: str) -> Any:
     """What YAML says, plain values; ConfigError where it is none, or a mapping has one key twice."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return None
+            _check_size(root)
+            return loader.construct_document(root)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:  # without its excerpt of the file, where there may be a key
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"cannot be read: {where}{error.problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
+    except (AttributeError, LookupError, TypeError):  # of PyYAML, and it may have a key's text
+        raise ConfigError("cannot be read: a tag does not go with its value") from None
+
+
+def _check_size(root: yaml.Node) -> None:
+    """ConfigError where aliases make a small file stand for a huge one, or one without an end."""
+    num_values: dict[int, int] = {}  # of each node with all that is in it; 0 while it is being counted
+
+    def count(node: yaml.Node) -> int:
+        known = num_values.get(id(node))
+        if known == 0:
+            raise ConfigError(f"line {node.start_mark.line + 1}: what the anchor names is in itself")
+        if known is not None:
+            return known
+        num_values[id(node)] = 0
+        num_values[id(node)] = found = 1 + sum(map(count, _inside(node)))
+        if found > MAX_VALUES:
+            raise ConfigError(f"expected at most {MAX_VALUES} values, aliases spell out more")
+        return found
+
+    count(root)
+
+
+def _inside(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return (each for pair in node.value for each in pair)
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,7 +189,7 @@ def _prefixes(given: object) -> dict[str, str]:
 
 def _name(where: str, name: object) -> str:
     if not isinstance(name, str) or not NAME_FORM.fullmatch(name):
-        raise ConfigError(f"{where}: a name matches {NAME_FORM.pattern}, got {name!r}")
+        raise ConfigError(f"{where}: a name matches {NAME_FORM.pattern}, got {str(name)[:64]!r}")
     return name
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,56 @@ def test_what_may_be_a_key_itself_is_never_shown() -> None:
 def test_no_code_runs() -> None:
     with pytest.raises(ConfigError, match="could not determine a constructor"):
         parse("!!python/object/apply:os.system ['true']")
+
+
+@pytest.mark.parametrize(
+    "tagged", ["!!bool sk-secret", "!!timestamp sk-secret", "!!set [sk-secret]", "!!map [a]"]
+)
+def test_a_tag_that_does_not_go_with_its_value_is_refused(tagged: str) -> None:
+    with pytest.raises(ConfigError, match="a tag does not go with its value") as refused:
+        parse(f"tenants: {{acme: {{keys: {tagged}}}}}")
+    assert "sk-secret" not in str(refused.value)
+
+
+LISTS = "&a0 [x, x]"
+for number in range(1, 12):
+    LISTS = f"&a{number} [{LISTS}{f', *a{number - 1}' * 9}]"
+MERGED = "\n".join(
+    f"  t{number}: &t{number} {{<<: [{', '.join([f'*t{number - 1}'] * 10)}]}}" for number in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"classes: [{LISTS}]\ntenants: {{}}",
+        f"tenants: {{acme: {{keys: [], models: {LISTS}}}}}",
+        "tenants:\n  t0: &t0 {keys: []}\n" + MERGED,
+    ],
+)
+def test_aliases_do_not_make_a_small_file_huge(text: str) -> None:
+    with pytest.raises(ConfigError, match="aliases spell out more"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["tenants: &a {<<: *a}", "classes: &c [*c]\ntenants: {}"])
+def test_an_alias_in_what_it_names_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="line 1: what the anchor names is in itself"):
+        parse(text)
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, "0x" + "f" * 10_000])
+def test_what_is_wrong_is_not_shown_at_full_length(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.acme\.weight: expected float") as refused:
+        entry(f"weight: {value}")
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="expected a plain file"):
+        read_tenants(path)
 
 
 def test_merged_mappings_are_no_duplicates() -> None:
