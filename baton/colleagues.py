@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from baton.control import AnyMessage, Hello, Kind, Members, Reachable, Tokens
+from baton.control import Hello, Kind, Members, Reachable, Tokens
+from baton.control_wire import AnyMessage
 from baton.node import Dial, Peer
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole

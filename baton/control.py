@@ -18,39 +18,33 @@ integer has a bound in its type, so it is refused while it is decoded. Times are
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from baton.decision import Decision, PullSource
-from baton.errors import WireError
-from baton.pressure import QueueStatus, Rung, joined
+from baton.decision import PullSource
+from baton.pressure import Rung
 from baton.request import Request
-from baton.router_status import RouterStatus
-from baton.seal import MAX_BODY_BYTES
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
 from baton.wire_types import (
     MAX_EVENTS,
-    MAX_ROUTERS,
     MAX_WORKERS,
     Attempt,
     Count,
     Generation,
     Id,
     Ids,
-    Name,
     Reason,
     Seconds,
     TransferId,
 )
-from baton.worker import Load, Tier, Worker, WorkerStatus
+from baton.worker import Load, Tier, Worker
 
 PROTOCOL: Final = 1
 MAX_AGE_S: Final = 86_400.0  # as Seconds allows
-MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 
 
 class Message(
@@ -250,49 +244,10 @@ class Measured(Message, frozen=True):
     steps: Annotated[tuple[StepTimes, ...], Meta(max_length=1024)] = ()
 
 
-class Drain(Message, frozen=True):
-    """Operator to router, router to worker: take nothing new, finish what runs, then end."""
-
-    worker: Name  # its name or id
-
-
 class Pressure(Message, frozen=True):
     """Router to workers: the rung that the cluster is on, when it changes and to each that joins."""
 
     rung: Rung
-
-
-class StatusQuery(Message, frozen=True):
-    """Operator to router."""
-
-
-class Status(Message, frozen=True):
-    """Router to operator or gateway."""
-
-    workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
-    num_gateways: Count = 0
-    num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
-    num_attempts: Count = 0
-    routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
-    # For want of room: how many "workers", and of how many more the "counters".
-    left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = {}
-
-    @property
-    def queue(self) -> QueueStatus:
-        """Of all these routers together."""
-        return joined(router.queue for router in self.routers)
-
-
-class Explain(Message, frozen=True):
-    """Operator or gateway to router: how was this request routed? Answered by Decisions."""
-
-    request_id: Id
-
-
-class Decisions(Message, frozen=True):
-    """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
-
-    decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
 
 
 def age_s(request: Request, now_s: float) -> float:
@@ -307,78 +262,3 @@ def with_arrival(message: _Dated, now_s: float) -> _Dated:
     """Its request has arrived when it has by the receiver's own clock: no two processes share one."""
     request = msgspec.structs.replace(message.request, arrival_s=now_s - message.age_s)
     return msgspec.structs.replace(message, request=request)
-
-
-AnyMessage: TypeAlias = (
-    Hello
-    | Members
-    | Reachable
-    | Submit
-    | Routed
-    | Rejected
-    | Started
-    | Ended
-    | Dispatch
-    | Prefill
-    | Tokens
-    | Prefilled
-    | PrefillFailed
-    | AttemptFailed
-    | Cancel
-    | Beat
-    | PageEvents
-    | PagesWanted
-    | Measured
-    | Drain
-    | Pressure
-    | StatusQuery
-    | Status
-    | Explain
-    | Decisions
-)
-
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: AnyMessage) -> bytes:
-    """A frame's body. WireError for what no frame holds: nothing of it has been sent then."""
-    try:
-        body = _ENCODER.encode(message)
-    except (OverflowError, TypeError, ValueError) as error:  # a number of too many bits, half a character
-        what = f"a {type(message).__name__} that can't be written: {error}"
-        raise WireError(what, reason="message") from error
-    if len(body) > MAX_BODY_BYTES:
-        raise WireError(
-            f"a {type(message).__name__} of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length"
-        )
-    return body
-
-
-TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer, or for a shorter prompt's"
-
-
-def fits(event: TokenEvent) -> bool:
-    """Whether a message can carry it; only the log probabilities of a long prompt may be too many."""
-    return event.prompt_logprobs is None or len(_ENCODER.encode(Tokens(events=(event,)))) <= MAX_BODY_BYTES
-
-
-def fits_request(request: Request) -> bool:
-    """Whether all messages that carry a request can carry this one, with what they say beside it."""
-    sampling = request.sampling
-    num_integers = request.num_tokens + len(sampling.stop_token_ids)
-    most_bytes = 9 * num_integers + 18 * len(sampling.logit_bias)
-    return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
-
-
-def fits_beside(request: Request, source: PullSource) -> bool:
-    """Whether a message can carry both."""
-    return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
-
-
-def decode(body: bytes) -> AnyMessage:
-    """WireError for anything that is no message, or has a value out of its bounds."""
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"a message that can't be read: {error}", reason="message") from error

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
-from baton.control import PROTOCOL, AnyMessage, Hello, decode, encode
+from baton.control import PROTOCOL, Hello
+from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import FrameReader, encode_frame
 from baton.node import TICK_S, Node

@@ -7,7 +7,8 @@ its host's `Dial`. Peers are known by the id in their Hello; who reconnects come
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from baton.control import AnyMessage, Hello
+from baton.control import Hello
+from baton.control_wire import AnyMessage
 from baton.worker import Address
 
 TICK_S = 0.25  # between two calls of `tick`

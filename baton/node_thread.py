@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from baton.control import AnyMessage, Hello
+from baton.control import Hello
+from baton.control_wire import AnyMessage
 from baton.errors import WireError
 from baton.hub import Hub, HubLink
 from baton.node import Node, Peer

@@ -6,8 +6,10 @@ from typing import Protocol
 
 from baton.beats import Beats
 from baton.colleagues import Colleagues
-from baton.control import AnyMessage, Drain, Members, PagesWanted, Pressure
+from baton.control import Members, PagesWanted, Pressure
+from baton.control_wire import AnyMessage
 from baton.node import Peer
+from baton.operating import Drain
 from baton.pressure import Rung
 from baton.reports import WorkerReports
 from baton.worker import Load, Worker

@@ -22,7 +22,8 @@ from baton.bench.machine import machine_description, one_line
 from baton.bench.prefix_index import PROMPT_PAGES, Loaded, load
 from baton.bench.report import Row, at_most, print_table, write_json
 from baton.clock import ManualClock
-from baton.control import AnyMessage, Hello, Kind
+from baton.control import Hello, Kind
+from baton.control_wire import AnyMessage
 from baton.request import Request, SamplingParams
 from baton.router.books import Books
 from baton.router.chooser import Chooser, Field

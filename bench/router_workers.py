@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from baton.bench.router_machine import Machine, PageStore
-from baton.control import AnyMessage, Dispatch, Hello, Measured, PageEvents, PagesWanted
+from baton.control import Dispatch, Hello, Measured, PageEvents, PagesWanted
+from baton.control_wire import AnyMessage
 from baton.request import Request
 from baton.times import PrefillTimes, StepTimes
 

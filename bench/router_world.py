@@ -15,7 +15,8 @@ from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, PrefillSim, SimWorker
 from baton.bench.traces import TraceRequest
 from baton.clock import ManualClock
-from baton.control import AnyMessage, Beat, Ended, Hello, Kind, Reachable, Started, Submit
+from baton.control import Beat, Ended, Hello, Kind, Reachable, Started, Submit
+from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.page_keys import KEY_BYTES
 from baton.request import Request, SamplingParams

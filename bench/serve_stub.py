@@ -24,18 +24,8 @@ from baton.clock import SystemClock
 from baton.cluster.process import die_with_parent
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
-from baton.control import (
-    AnyMessage,
-    Cancel,
-    Dispatch,
-    Hello,
-    Kind,
-    Members,
-    PageEvents,
-    PagesWanted,
-    Prefill,
-    Prefilled,
-)
+from baton.control import Cancel, Dispatch, Hello, Kind, Members, PageEvents, PagesWanted, Prefill, Prefilled
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.hub import Hub
 from baton.node import Dial, Peer

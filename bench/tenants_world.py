@@ -16,7 +16,8 @@ import msgspec
 from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, Job, PrefillSim, SimWorker
 from baton.clock import ManualClock
-from baton.control import AnyMessage, Beat, Ended, Hello, Kind, Reachable, Rejected, Started, Submit
+from baton.control import Beat, Ended, Hello, Kind, Reachable, Rejected, Started, Submit
+from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.request import Request, SamplingParams
 from baton.router.fair_share import FairShare

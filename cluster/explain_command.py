@@ -13,9 +13,9 @@ import msgspec
 from baton.cluster import standard_output
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
-from baton.control import Status
 from baton.decision import Decision, Weighed
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.operating import Status
 from baton.router.decisions import regret_s, total_s, ttft_s
 from baton.worker import Routers
 

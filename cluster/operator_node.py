@@ -13,11 +13,13 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from baton.control import AnyMessage, Decisions, Drain, Explain, Hello, Kind, Status, StatusQuery
+from baton.control import Hello, Kind
+from baton.control_wire import AnyMessage
 from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
 from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0

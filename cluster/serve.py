@@ -18,8 +18,8 @@ from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve_plan import Site, router_ports, specs
 from baton.cluster.supervisor import Supervised
-from baton.control import Status
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.operating import Status
 from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
 from baton.worker import Address, Routers

@@ -11,8 +11,8 @@ from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
 from baton.cluster.queue_lines import queue_lines
 from baton.cluster.router_options import add_router_options, routers_of, spelled
-from baton.control import Status
 from baton.errors import PeerGone, WorkerLost
+from baton.operating import Status
 from baton.router_status import RouterStatus
 from baton.worker import Routers, WorkerStatus
 

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from baton.colleagues import Colleagues
-from baton.control import TOO_LARGE, Failure, fits
+from baton.control import Failure
+from baton.control_wire import TOO_LARGE, fits
 from baton.decode_worker.attempt import Attempt, Stage
 from baton.decode_worker.reports import Reports
 from baton.engine.replica import Replica

@@ -22,16 +22,8 @@ import msgspec
 
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
-from baton.control import (
-    AnyMessage,
-    Cancel,
-    Dispatch,
-    Failure,
-    Kind,
-    Prefilled,
-    PrefillFailed,
-    with_arrival,
-)
+from baton.control import Cancel, Dispatch, Failure, Kind, Prefilled, PrefillFailed, with_arrival
+from baton.control_wire import AnyMessage
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
 from baton.decode_worker.attempt import Attempt, Stage

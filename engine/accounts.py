@@ -4,16 +4,18 @@ An account is a name with a weight and perhaps a quota of pages. The engine know
 behind it, and where all sequences are on one account nothing of this makes a difference.
 
 1. `open` puts a new sequence on its account. What it says of the weight holds from now on.
-2. While there are several, `charge` adds what each has computed, in tokens for its weight: of one class, the
-   account that has had least comes next.
-3. `close` ends a sequence. An account that has none any more is as far ahead of the others when it comes back
-   as it was, so that it gains nothing by leaving; nor does it get anything for the time that it was away.
+2. `charge` adds what each has computed in a step, in tokens for its weight: of one class, the account that
+   has had least comes next. The present is the least that any had.
+3. `close` ends a sequence. An account that has none any more and comes back is as far ahead of the others as
+   it was, so that it gains nothing by leaving. One that was away begins at what was the present CREDIT_STEPS
+   steps ago: what its share would have been since then it may still have, at once, for requests come in
+   bursts; it gets nothing for the time before. The router's queues do the same (router/fair_share.py).
 
 A quota bounds the pages that an account's sequences use in the ledger (page_accounts.py). Each sequence may
 count on the one that it came with: so the largest holds, and a lesser one from when those have ended.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
@@ -21,6 +23,7 @@ from typing import Final, Protocol
 
 from baton.tenancy import Standing
 
+CREDIT_STEPS: Final = 64  # a second or two, of prompts and of tokens
 MAX_AHEAD: Final = 4096  # accounts without sequences that are remembered
 
 
@@ -53,7 +56,9 @@ class Accounts:
     def __init__(self) -> None:
         self.live: dict[str, Account] = {}  # those with a sequence
         self.have_quotas = False
-        self._ahead: dict[str, float] = {}  # work of others, where it was more than the least of the live
+        self._present = 0.0  # the least work of the live; it never goes back
+        self._past = deque([0.0], maxlen=CREDIT_STEPS)  # the present, at the last steps; the oldest first
+        self._ahead: dict[str, float] = {}  # work of others, where it was more than the past
 
     @property
     def are_several(self) -> bool:
@@ -65,15 +70,15 @@ class Accounts:
 
     def clear(self) -> None:
         self.live.clear()
-        self._ahead.clear()
         self.have_quotas = False
+        self._forget()
 
     def open(self, name: str, standing: Standing) -> Account:
         """The account of a sequence that comes."""
         account = self.live.get(name)
         if account is None:
-            least = self._least()
-            account = Account(name, work=max(least, self._ahead.pop(name, least)))
+            past = self._past[0]
+            account = Account(name, work=max(past, self._ahead.pop(name, past)))
             self.live[name] = account
         account.weight = standing.weight
         quota = standing.quotas.max_kv_pages
@@ -94,21 +99,34 @@ class Accounts:
         self.have_quotas = any(each.max_pages < inf for each in self.live.values())
 
     def charge(self, computed: Iterable[tuple[Account, int]]) -> None:
-        """Tokens that have been computed."""
+        """Tokens that have been computed in one step."""
+        self._age()
         for account, num_tokens in computed:
             account.work += num_tokens / account.weight
 
+    def charge_only(self, num_tokens: int) -> None:
+        """The same where there is one account."""
+        self._age()
+        for account in self.live.values():
+            account.work += num_tokens / account.weight
+
+    def _age(self) -> None:
+        self._present = max(self._present, min((each.work for each in self.live.values()), default=0.0))
+        self._past.append(self._present)
+
     def _leave(self, account: Account) -> None:
         del self.live[account.name]
-        least = self._least()
+        past = self._past[0]
         if not self.live:
-            self._ahead.clear()  # nobody is behind whom it could be ahead of
-        elif account.work > least:
+            self._forget()  # nobody is behind whom it could be ahead of
+        elif account.work > past:
             self._ahead[account.name] = account.work
         if len(self._ahead) > MAX_AHEAD:
-            self._ahead = {name: work for name, work in self._ahead.items() if work > least}
+            self._ahead = {name: work for name, work in self._ahead.items() if work > past}
             while len(self._ahead) > MAX_AHEAD:
                 del self._ahead[next(iter(self._ahead))]
 
-    def _least(self) -> float:
-        return min((account.work for account in self.live.values()), default=0.0)
+    def _forget(self) -> None:
+        self._ahead.clear()
+        self._present = 0.0
+        self._past = deque([0.0], maxlen=CREDIT_STEPS)

@@ -186,6 +186,8 @@ class Scheduler:
         sequences = [by_key[key] for key in plan.scheduled]
         if accounts.are_several:
             accounts.charge((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
+        else:
+            accounts.charge_only(sum(plan.scheduled.values()))
         starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()
         return Batch(

@@ -11,9 +11,9 @@ from typing import Any, Final
 import minijinja
 
 from baton.clock import Clock
-from baton.control import Status
 from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.metrics import ITL_BOUNDS_S, TTFT_BOUNDS_S
+from baton.operating import Status
 from baton.pressure import TenantStatus
 from baton.worker import WorkerStatus
 

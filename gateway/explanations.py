@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from baton.control import Explain
 from baton.decision import Decision
 from baton.node import Peer
+from baton.operating import Explain
 
 MAX_ASKED: Final = 64  # at once
 

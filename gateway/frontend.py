@@ -15,21 +15,8 @@ import msgspec
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import (
-    AnyMessage,
-    AttemptFailed,
-    Cancel,
-    Decisions,
-    Failure,
-    Hello,
-    Kind,
-    Members,
-    Rejected,
-    Routed,
-    Status,
-    Tokens,
-    fits_request,
-)
+from baton.control import AttemptFailed, Cancel, Failure, Hello, Kind, Members, Rejected, Routed, Tokens
+from baton.control_wire import AnyMessage, fits_request
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
 from baton.gateway.open_streams import OpenStreams
@@ -38,6 +25,7 @@ from baton.gateway.router_watch import RouterWatch
 from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
+from baton.operating import Decisions, Status
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole

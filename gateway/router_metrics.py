@@ -6,7 +6,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from baton.control import Status
+from baton.operating import Status
 from baton.router_status import ROUTING_BOUNDS_S, RouterStatus
 
 ROUTER: Final = ("router",)

@@ -10,8 +10,8 @@ import msgspec
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import Status, StatusQuery
 from baton.node import Peer
+from baton.operating import Status, StatusQuery
 
 SILENT_S: Final = 3.0
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from baton.control import Status
 from baton.errors import BatonError
+from baton.operating import Status
 from baton.request import Request
 from baton.token_event import TokenEvent
 from baton.worker import Worker

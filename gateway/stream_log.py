@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from baton.control import fits_request
+from baton.control_wire import fits_request
 from baton.errors import InvalidRequest, ProtocolError
 from baton.gateway.service import Sink
 from baton.request import Request

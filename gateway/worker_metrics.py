@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from baton.control import Status
+from baton.operating import Status
 from baton.worker import Load, WorkerStatus
 
 Reading: TypeAlias = tuple[str, str, Callable[[Load], int]]  # name, documentation, of a worker's own count

@@ -16,17 +16,8 @@ import msgspec
 
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
-from baton.control import (
-    TOO_LARGE,
-    AnyMessage,
-    Cancel,
-    Failure,
-    Kind,
-    Prefill,
-    Prefilled,
-    fits,
-    with_arrival,
-)
+from baton.control import Cancel, Failure, Kind, Prefill, Prefilled, with_arrival
+from baton.control_wire import TOO_LARGE, AnyMessage, fits
 from baton.engine.relief import relief_on
 from baton.engine.replica import Replica
 from baton.engine.sought_prefix import SoughtPrefix

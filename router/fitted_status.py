@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from baton.control import Status
+from baton.operating import Status
 from baton.seal import MAX_BODY_BYTES
 from baton.worker import WorkerStatus
 

@@ -4,7 +4,8 @@ from typing import Final
 
 import msgspec
 
-from baton.control import MAX_AGE_S, Dispatch, Routed, fits_beside
+from baton.control import MAX_AGE_S, Dispatch, Routed
+from baton.control_wire import fits_beside
 from baton.errors import ProtocolError
 from baton.request import Request
 from baton.router.books import Entry, Key, num_kv_tokens, party_of

@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from baton.control import PageEvents, encode
+from baton.control import PageEvents
+from baton.control_wire import encode
 from baton.router.index_holder import HOST_BIT, Values
 from baton.router.index_table import Keys
 from baton.router.prefix_index import PrefixIndex

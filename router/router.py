@@ -11,12 +11,8 @@ from typing import Final
 
 from baton.clock import Clock
 from baton.control import (
-    AnyMessage,
     Beat,
-    Decisions,
-    Drain,
     Ended,
-    Explain,
     Hello,
     Kind,
     Measured,
@@ -25,12 +21,12 @@ from baton.control import (
     Pressure,
     Reachable,
     Started,
-    Status,
-    StatusQuery,
     Submit,
 )
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
 from baton.pressure import Rung
 from baton.router.books import Books
 from baton.router.dispatcher import Dispatcher, Gateway

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton.cluster.model_directory import resolve_model
 from baton.config import EngineConfig, SchedulerConfig
-from baton.control import Status
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.errors import BatonError, InvalidRequest
 from baton.gateway.service import Sink
+from baton.operating import Status
 from baton.request import Request, StepOutput
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
-from baton.control import AnyMessage, Hello, decode, encode
+from baton.control import Hello
+from baton.control_wire import AnyMessage, decode, encode
 from baton.engine.pages import PagePool
 from baton.engine.plan import Batch, ScheduledChunk
 from baton.engine.sequence import Sequence

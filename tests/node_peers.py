@@ -2,7 +2,8 @@
 
 from typing import Any, TypeVar
 
-from baton.control import AnyMessage, Hello, Kind, encode
+from baton.control import Hello, Kind
+from baton.control_wire import AnyMessage, encode
 from baton.node import Node
 from baton.request import Request, SamplingParams
 from baton.worker import Address, Worker, WorkerRole

@@ -14,8 +14,8 @@ from typing import Any, Final, Self, TypeVar
 from baton.clock import SystemClock
 from baton.cluster.local_runtime import LocalProcess, LocalRuntime
 from baton.cluster.serve import Cluster, Serving
-from baton.control import Status
 from baton.gateway.frontend import Frontend
+from baton.operating import Status
 from baton.request import Request
 from baton.serve_config import ServeConfig
 from tests.cluster_threads import KEY, Answer, Threads, wait_for

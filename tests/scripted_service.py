@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from baton.control import Status
 from baton.errors import BatonError
 from baton.gateway.service import Sink
+from baton.operating import Status
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole

@@ -19,7 +19,7 @@ import psutil
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
-from baton.control import Status
+from baton.operating import Status
 from baton.router_status import RouterStatus
 from baton.worker import WorkerStatus
 

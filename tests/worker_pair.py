@@ -12,7 +12,8 @@ from typing import Any, Final
 from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.colleagues import Colleagues
-from baton.control import AnyMessage, AttemptFailed, Cancel, Dispatch, Hello, Kind, Members, Reachable, Tokens
+from baton.control import AttemptFailed, Cancel, Dispatch, Hello, Kind, Members, Reachable, Tokens
+from baton.control_wire import AnyMessage
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.loading import load_engine
 from baton.engine.pages import PageState

@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pytest
 
-from baton.control import AnyMessage, Prefill, Prefilled
+from baton.control import Prefill, Prefilled
+from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
 from baton.kvtransfer.messages import Commit
 from baton.request import FinishReason, Request, SamplingParams, StepOutput

@@ -8,7 +8,8 @@ from typing import Protocol
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
-from baton.control import AnyMessage, Hello, decode, encode
+from baton.control import Hello
+from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.node import TICK_S, Node
 from baton.worker import Address

@@ -5,7 +5,6 @@ from typing import Final
 
 from baton.cluster.sim.events import Events
 from baton.control import (
-    AnyMessage,
     AttemptFailed,
     Beat,
     Cancel,
@@ -19,12 +18,12 @@ from baton.control import (
     Rejected,
     Routed,
     Started,
-    Status,
-    StatusQuery,
     Submit,
     Tokens,
 )
+from baton.control_wire import AnyMessage
 from baton.errors import WireError
+from baton.operating import Status, StatusQuery
 from baton.token_event import TokenEvent
 
 SHOWN: Final = 8  # of an id

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
-from baton.control import AnyMessage, Hello, Kind, Tokens, decode, encode
+from baton.control import Hello, Kind, Tokens
+from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
 from baton.hub import Hub

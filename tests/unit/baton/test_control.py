@@ -7,9 +7,10 @@ import msgspec
 import pytest
 
 from baton import control as c
-from baton.control import decode, encode
+from baton.control_wire import AnyMessage, decode, encode
 from baton.decision import Decision, Weighed
 from baton.errors import WireError
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.router_status import RouterStatus
@@ -40,7 +41,7 @@ def worker(**changes: Any) -> Worker:
     return Worker(**{**settings, **changes})
 
 
-def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
+def one_of_each(rng: random.Random) -> list[AnyMessage]:
     request = Request(
         request_id=ID,
         token_ids=tuple(rng.randrange(2**17) for _ in range(rng.randrange(1, 50))),
@@ -77,17 +78,17 @@ def one_of_each(rng: random.Random) -> list[c.AnyMessage]:
             prefills=(PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),
             steps=(StepTimes(3, 0, 500, 0.01),),
         ),
-        c.Drain(worker="decode-0"),
+        Drain(worker="decode-0"),
         c.Pressure(rung=Rung.SWAP_OUT),
-        c.StatusQuery(),
-        c.Status(
+        StatusQuery(),
+        Status(
             workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
             num_gateways=1,
             routers=(RouterStatus(id=ID, redis="up", counters={"routed": 5}, queue=queue_status()),),
             left_out={"counters": 3},
         ),
-        c.Explain(request_id=ID),
-        c.Decisions(decisions=(decision(),)),
+        Explain(request_id=ID),
+        Decisions(decisions=(decision(),)),
     ]
 
 
@@ -113,7 +114,7 @@ def decision() -> Decision:
 
 def test_every_message_survives_the_wire() -> None:
     messages = one_of_each(random.Random(1))
-    assert {type(message) for message in messages} == set(c.AnyMessage.__args__)
+    assert {type(message) for message in messages} == set(AnyMessage.__args__)
     for message in messages:
         assert decode(encode(message)) == message
 
@@ -170,7 +171,7 @@ def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
         c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
     ],
 )
-def test_what_a_sender_does_not_check_its_receiver_does(message: c.AnyMessage) -> None:
+def test_what_a_sender_does_not_check_its_receiver_does(message: AnyMessage) -> None:
     with pytest.raises(WireError):
         decode(encode(message))
 

@@ -15,7 +15,7 @@ import pytest
 
 from baton import control as c
 from baton.clock import ManualClock
-from baton.control import AnyMessage, decode, encode
+from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import BatonError, WireError
 from baton.frames import FrameReader, encode_frame
 from baton.gateway.frontend import Frontend

@@ -6,9 +6,10 @@ import socket
 import pytest
 
 from baton import hub as hub_module
-from baton.control import Ended, Members, Started, StatusQuery
+from baton.control import Ended, Members, Started
 from baton.errors import WireError
 from baton.hub import Hub
+from baton.operating import StatusQuery
 from baton.wire_types import MAX_EVENTS
 from tests.unit.baton.peers import Recorder, hosted, rogue_after_hello, tokens, until
 from tests.unit.baton.test_control import worker

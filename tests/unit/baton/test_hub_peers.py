@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton import hub as hub_module
-from baton.control import Ended, Hello, Kind, StatusQuery
+from baton.control import Ended, Hello, Kind
 from baton.frames import encode_frame
+from baton.operating import StatusQuery
 from baton.wire_types import MAX_EVENTS
 from tests.unit.baton.peers import Recorder, Rogue, hosted, rogue_after_hello, tokens, until
 

@@ -7,9 +7,11 @@ import pytest
 from baton.beats import Beats
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import AnyMessage, Beat, Cancel, Drain, Hello, Kind, Members, PagesWanted, Reachable
+from baton.control import Beat, Cancel, Hello, Kind, Members, PagesWanted, Reachable
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import Peer
+from baton.operating import Drain
 from baton.reports import WorkerReports
 from baton.worker import Address, Load, Worker, WorkerRole
 from baton.worker_node import WorkerNode

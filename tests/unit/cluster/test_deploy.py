@@ -16,11 +16,11 @@ from baton.cluster.cli import main
 from baton.cluster.command_line import parser_of
 from baton.cluster.settings import Settings
 from baton.config_tree import build
-from baton.control import Status
 from baton.gateway.exporter import Exporter
 from baton.gateway.gate import PUBLIC_PATHS
 from baton.gateway.metrics import Metrics
 from baton.gateway_config import GatewayConfig
+from baton.operating import Status
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
 from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus

@@ -8,9 +8,9 @@ import pytest
 from baton.clock import SystemClock
 from baton.cluster import operator_node
 from baton.cluster.operator_node import connected
-from baton.control import Drain
 from baton.errors import ConfigError
 from baton.hub import Hub
+from baton.operating import Drain
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Address

@@ -1,6 +1,6 @@
 from baton.cluster.queue_lines import MAX_LINES, queue_lines
 from baton.cluster.status_command import table
-from baton.control import Status
+from baton.operating import Status
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.router_status import RouterStatus
 from baton.tenancy import Refusal

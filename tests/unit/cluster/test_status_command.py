@@ -1,6 +1,6 @@
 from baton.cluster.listeners import Listener
 from baton.cluster.status_command import table
-from baton.control import Status
+from baton.operating import Status
 from baton.router_status import RouterStatus
 from baton.worker import Load, WorkerStatus
 from tests.node_peers import a_worker, id_of

@@ -2,8 +2,9 @@
 
 import pytest
 
-from baton.control import Beat, Drain, Failure
+from baton.control import Beat, Failure
 from baton.engine.engine import Engine
+from baton.operating import Drain
 from baton.request import Request
 from tests.worker_pair import DECODE, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import STAGES, MakePair, Said, a_request, answer_alone, begun, bring_to, said

@@ -3,23 +3,22 @@
 import pytest
 
 from baton.control import (
-    AnyMessage,
     AttemptFailed,
     Beat,
     Cancel,
     Dispatch,
-    Drain,
     Failure,
     Hello,
     Kind,
     Prefill,
     Prefilled,
     PrefillFailed,
-    StatusQuery,
 )
+from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.messages import Commit
+from baton.operating import Drain, StatusQuery
 from baton.request import Request
 from baton.token_event import TokenEvent
 from tests.tiny_models import MAX_MODEL_LEN

@@ -7,7 +7,7 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import AnyMessage
+from baton.control_wire import AnyMessage
 from baton.errors import BatonError, InvalidRequest, Overloaded, WireError, WorkerLost
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits

@@ -7,11 +7,9 @@ from baton.beats import Beats
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.control import (
-    AnyMessage,
     AttemptFailed,
     Cancel,
     Dispatch,
-    Drain,
     Failure,
     Hello,
     Kind,
@@ -21,7 +19,9 @@ from baton.control import (
     Prefill,
     Prefilled,
 )
+from baton.control_wire import AnyMessage
 from baton.node import Dial, Peer
+from baton.operating import Drain
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
 from baton.worker import Address, Load, Worker, WorkerRole

@@ -4,10 +4,10 @@ from html.parser import HTMLParser
 import msgspec
 
 from baton.clock import ManualClock
-from baton.control import Status
 from baton.gateway.counts import Counts
 from baton.gateway.dashboard import HEADERS, Dashboard, quantile, rates
 from baton.gateway.metrics import TTFT_BOUNDS_S, Metrics
+from baton.operating import Status
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.router_status import RouterStatus
 from baton.worker import Load, WorkerStatus

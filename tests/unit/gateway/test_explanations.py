@@ -1,6 +1,6 @@
-from baton.control import Decisions, Explain
 from baton.decision import Decision, Weighed
 from baton.gateway.explanations import MAX_ASKED
+from baton.operating import Decisions, Explain
 from tests.node_peers import TestPeer, id_of
 from tests.unit.gateway.frontend_peers import gateway
 

@@ -3,19 +3,8 @@
 import pytest
 from msgspec.structs import force_setattr
 
-from baton.control import (
-    MAX_REQUEST_BYTES,
-    AttemptFailed,
-    Cancel,
-    Dispatch,
-    Ended,
-    Failure,
-    Prefill,
-    Started,
-    Submit,
-    encode,
-    fits_request,
-)
+from baton.control import AttemptFailed, Cancel, Dispatch, Ended, Failure, Prefill, Started, Submit
+from baton.control_wire import MAX_REQUEST_BYTES, encode, fits_request
 from baton.errors import InvalidRequest, Overloaded
 from baton.request import FinishReason, Request, SamplingParams
 from tests.node_peers import a_request, id_of

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from baton.control import AnyMessage, Beat, Reachable, Rejected, Routed, Status, StatusQuery, Submit
+from baton.control import Beat, Reachable, Rejected, Routed, Submit
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
+from baton.operating import Status, StatusQuery
 from baton.request import FinishReason
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of

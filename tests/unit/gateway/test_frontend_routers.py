@@ -1,7 +1,8 @@
 """A gateway of several routers: each attempt is one router's, and another takes over where that is lost."""
 
-from baton.control import Ended, Members, Routed, Started, Status, StatusQuery, Submit
+from baton.control import Ended, Members, Routed, Started, Submit
 from baton.gateway.router_watch import SILENT_S
+from baton.operating import Status, StatusQuery
 from baton.request import FinishReason
 from baton.router_status import RouterStatus
 from tests.node_peers import TestPeer, a_request, a_worker, id_of

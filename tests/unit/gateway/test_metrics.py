@@ -4,10 +4,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.control import Status
 from baton.gateway.counts import Counts, HistogramCounts
 from baton.gateway.exporter import Exporter
 from baton.gateway.metrics import Histogram, Metrics
+from baton.operating import Status
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.router_status import RouterStatus
 from baton.tenancy import Refusal

@@ -1,5 +1,5 @@
-from baton.control import Status
 from baton.gateway.metrics import Metrics
+from baton.operating import Status
 from baton.router_status import ROUTING_BOUNDS_S, RouterStatus, RoutingTimes
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService

@@ -6,10 +6,8 @@ That its pair answers as it should is tested with the decode worker.
 import pytest
 
 from baton.control import (
-    AnyMessage,
     Cancel,
     Dispatch,
-    Drain,
     Failure,
     Hello,
     Members,
@@ -18,9 +16,11 @@ from baton.control import (
     PrefillFailed,
     Reachable,
 )
+from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.messages import Reserve, Wrote
+from baton.operating import Drain
 from baton.request import Request
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair

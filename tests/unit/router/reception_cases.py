@@ -2,15 +2,8 @@
 
 from collections.abc import Iterator
 
-from baton.control import (
-    Ended,
-    Rejected,
-    Routed,
-    Started,
-    Status,
-    StatusQuery,
-    Submit,
-)
+from baton.control import Ended, Rejected, Routed, Started, Submit
+from baton.operating import Status, StatusQuery
 from baton.pressure import TenantStatus
 from baton.router.capacity import MIN_COMPUTING
 from tests.node_peers import TestPeer, id_of

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.control import Beat, Drain, Members
+from baton.control import Beat, Members
+from baton.operating import Drain
 from baton.worker import Load
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.router_cluster import cluster

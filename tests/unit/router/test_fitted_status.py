@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
-from baton.control import Beat, Status, StatusQuery, decode, encode
+from baton.control import Beat
+from baton.control_wire import decode, encode
+from baton.operating import Status, StatusQuery
 from baton.pressure import MAX_TENANTS, QueueStatus, TenantStatus
 from baton.router.fitted_status import fitted
 from baton.router_status import RouterStatus

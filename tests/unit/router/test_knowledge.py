@@ -2,19 +2,9 @@
 
 import pytest
 
-from baton.control import (
-    Beat,
-    Decisions,
-    Dispatch,
-    Ended,
-    Explain,
-    Measured,
-    PageEvents,
-    PagesWanted,
-    Routed,
-    Started,
-)
+from baton.control import Beat, Dispatch, Ended, Measured, PageEvents, PagesWanted, Routed, Started
 from baton.decision import Decision
+from baton.operating import Decisions, Explain
 from baton.request import Request
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router_config import PolicyName

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from baton.control import Dispatch, encode, fits_beside, fits_request
+from baton.control import Dispatch
+from baton.control_wire import encode, fits_beside, fits_request
 from baton.decision import PullSource
 from baton.wire_types import MAX_PULLED_PAGES
 from tests.node_peers import a_request, id_of

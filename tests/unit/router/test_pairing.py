@@ -1,6 +1,7 @@
 import pytest
 
-from baton.control import Beat, Dispatch, Drain, Ended, Reachable, Rejected, Routed, Started, Status, Submit
+from baton.control import Beat, Dispatch, Ended, Reachable, Rejected, Routed, Started, Submit
+from baton.operating import Drain, Status
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, id_of
 from tests.unit.router.router_cluster import cluster

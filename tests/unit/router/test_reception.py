@@ -4,13 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.control import (
-    Dispatch,
-    Ended,
-    Rejected,
-    Routed,
-    Started,
-)
+from baton.control import Dispatch, Ended, Rejected, Routed, Started
 from baton.errors import ProtocolError
 from baton.router.capacity import MIN_COMPUTING
 from baton.tenancy import Refusal

@@ -5,15 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from baton.control import (
-    Dispatch,
-    Measured,
-    PageEvents,
-    Pressure,
-    Reachable,
-    Rejected,
-    Routed,
-)
+from baton.control import Dispatch, Measured, PageEvents, Pressure, Reachable, Rejected, Routed
 from baton.pressure import Rung
 from baton.router.deadlines import MIN_KEPT
 from baton.router.overload import PRESSED_LOCAL_TOKENS

@@ -4,13 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.control import (
-    Ended,
-    Measured,
-    Rejected,
-    Routed,
-    Started,
-)
+from baton.control import Ended, Measured, Rejected, Routed, Started
 from baton.tenancy import Degradation, Quotas, Refusal, Sla
 from baton.times import PrefillTimes
 from tests.node_peers import id_of

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
-from baton.control import PageEvents, decode
+from baton.control import PageEvents
+from baton.control_wire import decode
 from baton.page_keys import KEY_BYTES
 from baton.router import redis_outbox
 from baton.router.prefix_index import PrefixIndex

@@ -1,11 +1,9 @@
 import pytest
 
 from baton.control import (
-    AnyMessage,
     AttemptFailed,
     Beat,
     Cancel,
-    Drain,
     Ended,
     Failure,
     Hello,
@@ -13,12 +11,12 @@ from baton.control import (
     Members,
     Routed,
     Started,
-    Status,
-    StatusQuery,
     Submit,
     Tokens,
 )
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
+from baton.operating import Drain, Status, StatusQuery
 from baton.request import Request
 from baton.router.router import SETTLE_S
 from baton.worker import Load

@@ -10,7 +10,7 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.kv_link import SimLink
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import AnyMessage
+from baton.control_wire import AnyMessage
 from baton.engine.pages import PageState
 from baton.errors import WireError
 from baton.kvtransfer.ended import Ended

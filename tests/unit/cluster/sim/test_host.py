@@ -6,9 +6,11 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import AnyMessage, Hello, Kind, Started, StatusQuery
+from baton.control import Hello, Kind, Started
+from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
 from baton.node import TICK_S, Peer
+from baton.operating import StatusQuery
 from baton.worker import Address
 from tests.node_peers import id_of
 

@@ -1,0 +1,54 @@
+"""What those who run a cluster ask of it: how it is, why a request went where, and that a worker ends."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.control import Message
+from baton.decision import Decision
+from baton.pressure import QueueStatus, joined
+from baton.router_status import RouterStatus
+from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name
+from baton.worker import WorkerStatus
+
+
+class Drain(Message, frozen=True):
+    """Operator to router, router to worker: take nothing new, finish what runs, then end."""
+
+    worker: Name  # its name or id
+
+
+class StatusQuery(Message, frozen=True):
+    """Operator to router."""
+
+
+class Status(Message, frozen=True):
+    """Router to operator or gateway."""
+
+    workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
+    num_gateways: Count = 0
+    num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
+    num_attempts: Count = 0
+    routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
+    # For want of room: how many "workers", and of how many more the "counters".
+    left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
+        default_factory=dict
+    )
+
+    @property
+    def queue(self) -> QueueStatus:
+        """Of all these routers together."""
+        return joined(router.queue for router in self.routers)
+
+
+class Explain(Message, frozen=True):
+    """Operator or gateway to router: how was this request routed? Answered by Decisions."""
+
+    request_id: Id
+
+
+class Decisions(Message, frozen=True):
+    """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
+
+    decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
