@@ -7,33 +7,24 @@ works on an attempt that is not the present one is told to stop when that shows.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Ended, Rejected, Routed, Started, Submit, age_s
+from baton.control import Cancel, Rejected, Routed, Submit, age_s
 from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
+from baton.gateway.attempt_reports import AttemptReports
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why_not_again
 from baton.gateway.stream_log import State, Stream
 from baton.node import Peer
 from baton.request import Request
 from baton.tenancy import Quotas, Refusal
-from baton.wire_types import MAX_EVENTS
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
 NO_QUOTAS: Final = Quotas()
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 
-Key: TypeAlias = tuple[str, int]  # request id, attempt
-
 logger = logging.getLogger(__name__)
-
-
-class Untold(NamedTuple):
-    """To a router."""
-
-    started: list[Key]
-    ended: list[tuple[Key, int]]  # with the tokens that each has answered
 
 
 class OpenStreams:
@@ -46,7 +37,7 @@ class OpenStreams:
         self._limits = limits
         self._streams: dict[str, Stream] = {}
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
-        self._untold: dict[str, Untold] = {}  # by router
+        self._reports = AttemptReports(colleagues)
         self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
         self._router_heard_s: dict[str, float] = {}  # when each said anything
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
@@ -78,11 +69,11 @@ class OpenStreams:
     def started(self, stream: Stream) -> None:
         """The present attempt's first token is there."""
         stream.is_reported = True
-        self._to_tell(stream).started.append(stream.key)
+        self._reports.started(stream)
 
     def finished(self, stream: Stream) -> None:
         self.counters["finished"] += 1
-        self._to_tell(stream).ended.append((stream.key, stream.num_answered))
+        self._reports.ended(stream)
         self._forget(stream)
 
     def fail(self, stream: Stream, error: BatonError) -> None:
@@ -225,19 +216,8 @@ class OpenStreams:
         return stream.state is State.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
 
     def flush(self) -> None:
-        """Tell each router what became of the attempts that it was asked for; the others, if it is gone."""
-        if not self._untold:
-            return
-        untold, self._untold = self._untold, {}
-        for router_id, (started, ended) in untold.items():
-            router = self._colleagues.peer(router_id)
-            for told in [router] if router is not None else self._colleagues.routers:
-                for first in range(0, len(started), MAX_EVENTS):
-                    told.send(Started(attempts=tuple(started[first : first + MAX_EVENTS])))
-                for first in range(0, len(ended), MAX_EVENTS):
-                    part = ended[first : first + MAX_EVENTS]
-                    num_tokens = tuple(num_answered for _, num_answered in part)
-                    told.send(Ended(attempts=tuple(key for key, _ in part), num_tokens=num_tokens))
+        """Tell routers what is to be told."""
+        self._reports.flush()
 
     def is_connected(self, worker: str) -> bool:
         return self._colleagues.peer(worker) is not None
@@ -247,9 +227,6 @@ class OpenStreams:
         for stream in list(self._streams.values()):
             if self.is_open(stream):
                 yield stream
-
-    def _to_tell(self, stream: Stream) -> "Untold":
-        return self._untold.setdefault(stream.router, Untold([], []))
 
     def _end(self, stream: Stream, now_s: float) -> None:
         """If there is a reason to."""
@@ -305,7 +282,7 @@ class OpenStreams:
         request_id, attempt = stream.key
         if stream.decode:
             self._colleagues.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
-        self._to_tell(stream).ended.append((stream.key, stream.num_answered))
+        self._reports.ended(stream)
 
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]

@@ -1,5 +1,4 @@
-"""A replica's place in the traffic of pages, less what carries it: which transfers
-there are, and who may ask.
+"""A replica's place in the traffic of pages, less what carries it: its transfers, and who may ask for them.
 
 The life of a transfer, in the calls of the two sides' owners:
 
