@@ -1,6 +1,6 @@
 import pytest
 
-from baton.engine.accounts import MAX_AHEAD, Accounts
+from baton.engine.accounts import CREDIT_STEPS, MAX_AHEAD, Accounts
 from baton.engine.sequence import Sequence
 from baton.request import Request
 from baton.tenancy import Standing
@@ -21,11 +21,20 @@ def test_work_is_counted_for_its_weight() -> None:
     assert (light.work, heavy.work) == (8.0, 4.0)
 
 
-def test_who_comes_gets_nothing_for_the_time_that_it_was_away() -> None:
+def test_who_was_away_has_what_its_share_of_the_last_steps_would_have_been() -> None:
     accounts = Accounts()
     first, second = open_one(accounts, "first"), open_one(accounts, "second")
-    accounts.charge([(first.account, 100), (second.account, 70)])
-    assert open_one(accounts, "third").account.work == 70.0
+    for _ in range(CREDIT_STEPS + 50):
+        accounts.charge([(first.account, 10), (second.account, 7)])
+    assert open_one(accounts, "third").account.work == 7.0 * 50
+
+
+def test_one_account_alone_moves_the_present() -> None:
+    accounts = Accounts()
+    open_one(accounts, "first")
+    for _ in range(CREDIT_STEPS + 50):
+        accounts.charge_only(10)
+    assert open_one(accounts, "second").account.work == 10.0 * 50
 
 
 def test_who_is_ahead_gains_nothing_by_leaving() -> None:
@@ -35,7 +44,7 @@ def test_who_is_ahead_gains_nothing_by_leaving() -> None:
     accounts.close(first)
     assert open_one(accounts, "first").account.work == 100.0
     accounts.close(second)
-    assert open_one(accounts, "second").account.work == 100.0  # was behind: it has not waited meanwhile
+    assert open_one(accounts, "second").account.work == 70.0
 
 
 def test_nobody_is_ahead_of_an_empty_house() -> None:

@@ -1,0 +1,96 @@
+"""What a tenant that always wants more does to others, whose requests come in bursts; in steps."""
+
+from random import Random
+from typing import Final
+
+from baton.clock import ManualClock
+from baton.config import SchedulerConfig
+from baton.engine.accounts import CREDIT_STEPS
+from baton.engine.host_tier import HostTier
+from baton.engine.pages import PagePool
+from baton.engine.prefix_cache import PrefixCache
+from baton.engine.scheduler import Scheduler
+from baton.engine.sequence import Sequence, SequenceKey
+from baton.request import Request, SamplingParams
+
+STEP_TOKENS: Final = 128
+NUM_QUIET: Final = 4
+QUIET_LOAD: Final = 0.5  # of all that can be computed
+LONG: Final = 2000
+
+
+class Prefill:
+    """Prompts to their first token; who waits for what, in steps."""
+
+    def __init__(self) -> None:
+        cache = PrefixCache(PagePool(4000, 16), None, HostTier(0))
+        self._scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=STEP_TOKENS), cache, ManualClock())
+        self._began: dict[SequenceKey, int] = {}
+        self.num_steps = 0
+        self.num_computed = {"quiet": 0, "noisy": 0}
+        self.waited: list[int] = []  # the quiet ones
+
+    def add(self, tenant: str, num_tokens: int) -> None:
+        request = Request(
+            request_id=f"{len(self._began):x}",
+            token_ids=(5,) * num_tokens,
+            tenant=tenant,
+            sampling=SamplingParams(max_tokens=1),
+        )
+        sequence = Sequence.from_request(request, 0, max_model_len=1 << 16)
+        self._scheduler.add(sequence)
+        self._began[sequence.key] = self.num_steps
+
+    def step(self) -> None:
+        self.num_steps += 1
+        batch = self._scheduler.apply(self._scheduler.plan())
+        for chunk in batch.chunks:
+            self.num_computed[chunk.sequence.account_name.split("-")[0]] += chunk.num_tokens
+        for advance in self._scheduler.commit(batch, [7] * len(batch.chunks)):
+            if advance.sequence.account_name != "noisy":
+                self.waited.append(self.num_steps - self._began[advance.sequence.key])
+
+    @property
+    def num_noisy(self) -> int:
+        return sum(each.account_name == "noisy" for each in self._scheduler.sequences())
+
+
+def quiet_tenants(num_steps: int, seed: int, *, is_noisy: bool) -> list[int]:
+    """How many steps each of their prompts took, sorted."""
+    random, prefill, due = Random(seed), Prefill(), 0.0
+    mean_tokens = 305
+    while prefill.num_steps < num_steps:
+        while due <= prefill.num_steps:
+            due += random.expovariate(QUIET_LOAD * STEP_TOKENS / mean_tokens)
+            num_tokens = max(16, min(LONG, round(random.lognormvariate(5.4, 0.8))))
+            prefill.add(f"quiet-{random.randrange(NUM_QUIET)}", num_tokens)
+        while is_noisy and prefill.num_noisy < 3:
+            prefill.add("noisy", LONG)
+        prefill.step()
+    return sorted(prefill.waited)
+
+
+def test_bursts_of_quiet_tenants_hardly_notice_one_that_always_wants_more() -> None:
+    for seed in range(2):
+        alone = quiet_tenants(1500, seed, is_noisy=False)
+        beside = quiet_tenants(1500, seed, is_noisy=True)
+        assert len(beside) > 0.98 * len(alone)
+        slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, beside))
+        assert slow <= 1.35 * slow_alone + 1, (seed, slow, slow_alone)
+
+
+def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
+    prefill = Prefill()
+    for _ in range(40):
+        prefill.add("noisy", LONG)
+    for _ in range(2 * CREDIT_STEPS):
+        prefill.step()
+    noisy_before = prefill.num_computed["noisy"]
+    for _ in range(40):
+        prefill.add("quiet-0", LONG)
+    for _ in range(4 * CREDIT_STEPS):
+        prefill.step()
+    noisy = prefill.num_computed["noisy"] - noisy_before
+    credit = CREDIT_STEPS * STEP_TOKENS
+    assert prefill.num_computed["quiet"] - noisy <= credit + 2 * STEP_TOKENS
+    assert prefill.num_computed["quiet"] - noisy >= 0.9 * credit
