@@ -27,6 +27,7 @@ class Answer:
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
     ended_s: float = 0.0
+    retry_after: str = ""  # the header, where a server refuses
 
     @property
     def body(self) -> bytes:
@@ -106,6 +107,10 @@ class Connection(asyncio.Protocol):
         self._end(PeerGone(f"the server closed the connection in the middle of an answer: {error}"))
 
     # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(name) == 11 and name.lower() == b"retry-after" and self._answer is not None:
+            self._answer.retry_after = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:

@@ -1,6 +1,7 @@
 """Whether tenants keep out of each other's way: the production router and its queues on simulated workers.
 
 python -m baton.bench.tenants [--trace FILE] [--quick] [--seed 0] [--json FILE] [--plot FILE]
+python -m baton.bench.tenants --real [--seed 0] [--json FILE]    the same of real processes (tenants_real.py)
 
 Four prefill and two decode workers of an 8B model each on a GPU (bench/tenants_world.py); all times are the
 simulation's but those of queue operations, which are this machine's. Goodput: requests a second that keep
@@ -8,6 +9,7 @@ both objectives, TTFT and TPOT, from when their client sent them; what was refus
 """
 
 import argparse
+import asyncio
 import gc
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +28,9 @@ from baton.bench.tenants_cases import (
     victims,
 )
 from baton.bench.tenants_queue import operation_times_us
+from baton.bench.tenants_real import Size, as_json, measure
+from baton.bench.tenants_real import noisy_rows as real_noisy_rows
+from baton.bench.tenants_real import overload_rows as real_overload_rows
 from baton.bench.tenants_world import Call, Outcome, TenantWorld
 from baton.bench.traces import TraceRequest, read_trace
 
@@ -218,12 +223,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, default=3000, metavar="N", help="its first N requests (3000)")
     parser.add_argument("--quick", action="store_true", help="a minute of each case, fewer requests")
+    parser.add_argument("--real", action="store_true", help="processes, HTTP and keys: some four minutes")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the overload there")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.real:
+        run_real(arguments)
+        return
     seed, is_quick = arguments.seed, arguments.quick
     rows = noisy_rows(60.0 if is_quick else 120.0, seed)
     rows += share_rows(20.0 if is_quick else 60.0, seed)
@@ -238,6 +247,15 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, title, rows, {"seed": seed, **series})
     if arguments.plot is not None:
         plot(series, arguments.plot)
+
+
+def run_real(arguments: argparse.Namespace) -> None:
+    pairs, overload = asyncio.run(measure(Size(), arguments.seed))
+    rows = real_noisy_rows(pairs) + real_overload_rows(overload)
+    title = "tenants of real processes"
+    print_table(title, rows)
+    if arguments.json is not None:
+        write_json(arguments.json, title, rows, {"seed": arguments.seed, **as_json(pairs, overload)})
 
 
 def plot(series: dict[str, object], path: Path) -> None:

@@ -1,0 +1,210 @@
+"""Whether tenants keep out of each other's way where all is real: processes of `baton serve`, HTTP and keys.
+
+One prefill and one decode worker of `tiny`, a router, a gateway and the client share this machine's cores. So
+every load is a part of what they were found to do together, in the same run.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from typing import Final, NamedTuple
+
+from baton.bench.report import Row, at_least, at_most
+from baton.bench.serve_figures import quantile
+from baton.bench.tenants_real_cases import NOISY, SLO, SLOS, VICTIMS, noisy, renewed, service, victims
+from baton.bench.tenants_real_world import Call, Outcome, Server, serving
+
+VICTIM_LOAD: Final = 0.5  # of what there can be
+TIMES_SHARE: Final = 50.0
+LOADS: Final = (0.6, 0.8, 1.0)  # of which one is the peak
+OVERLOAD: Final = 3.0
+AFTER: Final = 0.5
+AT_ONCE: Final = 8
+MOST_TOKENS: Final = 20_000  # of prompts, to find what there can be
+WARM_S: Final = 2.0  # of each load, which no figure is of
+GRACE_S: Final = 5.0  # after a load, for its last answers
+BIN_S: Final = 10.0
+MOMENT_S: Final = 2.0
+
+
+class Size(NamedTuple):
+    """How long it takes."""
+
+    rounds: int = 5
+    round_s: float = 8.0
+    point_s: float = 8.0  # of a load that may be the peak
+    overload_s: float = 60.0
+    after_s: float = 20.0
+
+
+class Pair(NamedTuple):
+    """The same victims' first requests, one by one."""
+
+    alone: list[Outcome]
+    beside: list[Outcome]  # the noisy tenant
+
+    @property
+    def ttft_ratio(self) -> float:
+        return ttft_p99_s(self.beside) / ttft_p99_s(self.alone)
+
+    @property
+    def kept_ratio(self) -> float:
+        return kept(self.beside) / kept(self.alone)
+
+
+class Overload(NamedTuple):
+    points: list[list[Outcome]]  # loads of which one is the peak, some before and some after the overload
+    outcomes: list[Outcome]
+    size: Size
+
+
+async def measure(size: Size, seed: int) -> tuple[list[Pair], Overload]:
+    """WorkerLost when `baton serve` does not come up."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(SLOS, Path(folder)) as server:
+            await _most(server, "victims", Random(seed))  # workers have not met their shapes before
+            pairs = [await _pair(server, size, Random(f"{seed} {number}")) for number in range(size.rounds)]
+            overload = await _overload(server, size, Random(seed))
+    return pairs, overload
+
+
+async def _pair(server: Server, size: Size, random: Random) -> Pair:
+    most, until_s = await _most(server, "victims", random), WARM_S + size.round_s
+    calls = victims(VICTIM_LOAD * most, until_s, random)
+    flood = noisy(TIMES_SHARE * most / (len(VICTIMS) + 1), until_s, random)
+    loads = {"alone": calls, "beside": sorted([*calls, *flood], key=lambda call: call.job.arrival_s)}
+    found = {}
+    for name in random.sample(sorted(loads), 2):
+        outcomes = await server.load(renewed(loads[name], random), until_s + GRACE_S)
+        found[name] = [
+            each
+            for each in outcomes
+            if each.call.tenant != NOISY and not each.retry and each.asked_s >= WARM_S
+        ]
+        await server.settle(calls[0])
+    return Pair(**found)
+
+
+async def _overload(server: Server, size: Size, random: Random) -> Overload:
+    most = await _most(server, "service", random)
+
+    async def points() -> list[list[Outcome]]:
+        found = []
+        for load in LOADS:
+            span_s = WARM_S + size.point_s
+            outcomes = await server.load(service([(span_s, load * most)], random), span_s + GRACE_S)
+            found.append([each for each in outcomes if each.asked_s >= WARM_S])
+        return found
+
+    before = await points()
+    calls = service([(size.overload_s, OVERLOAD * most), (size.after_s, AFTER * most)], random)
+    outcomes = await server.load(calls, size.overload_s + size.after_s + GRACE_S)
+    await server.settle(calls[0])
+    return Overload(before + await points(), outcomes, size)
+
+
+async def _most(server: Server, kind: str, random: Random) -> float:
+    """Prompt tokens a second that there can be now."""
+    calls: list[Call]
+    calls = victims(MOST_TOKENS, 1.0, random) if kind == "victims" else service([(1.0, MOST_TOKENS)], random)
+    return await server.most(calls, AT_ONCE)
+
+
+# What came of it.
+
+
+def noisy_rows(pairs: Sequence[Pair]) -> list[Row]:
+    alone = [each for pair in pairs for each in pair.alone]
+    beside = [each for pair in pairs for each in pair.beside]
+    p99s = f"all: {ttft_p99_s(beside):.3f} s, alone {ttft_p99_s(alone):.3f} s; {len(alone)} requests"
+    parts = f"{kept(beside):.3f} of all, alone {kept(alone):.3f}"
+    halves = f"{_ttft_s(beside, 50):.3f} s, alone {_ttft_s(alone, 50):.3f} s"
+    ratio, kept_ratio = (
+        median(pair.ttft_ratio for pair in pairs),
+        median(pair.kept_ratio for pair in pairs),
+    )
+    half = median(_ttft_s(pair.beside, 50) / _ttft_s(pair.alone, 50) for pair in pairs)
+    return [
+        at_most("noisy tenant: victims' TTFT p99 / alone", ratio, "x", 1.15, p99s),
+        Row("noisy tenant: victims' TTFT p50 / alone", half, "x", note=halves),
+        at_least("noisy tenant: victims' SLO attainment / alone", kept_ratio, "x", 0.95, parts),
+    ]
+
+
+def overload_rows(overload: Overload) -> list[Row]:
+    outcomes, size = overload.outcomes, overload.size
+    end_s = size.overload_s
+    peak = max(_num_good(point) / size.point_s for point in overload.points)
+    during = goodputs(outcomes, min(BIN_S, end_s / 2), end_s)
+    good_again_s = recovery_s(outcomes, end_s, end_s + size.after_s)
+    refused = [each for each in outcomes if each.is_refused]
+    told = sum(each.is_told for each in refused) / max(1, len(refused))
+    num_calls = sum(not each.retry for each in outcomes)
+    returned = [each for each in outcomes if each.retry and each.asked_s < end_s]
+    statuses = Counter(each.status for each in outcomes if not each.is_good(SLO))
+    others = "not good: " + ", ".join(f"{num} x {status}" for status, num in sorted(statuses.items()))
+    return [
+        Row("overload: peak goodput", peak, "req/s", note=f"of loads {LOADS[0]:g} to {LOADS[-1]:g}"),
+        at_least("overload: least goodput of any 10 s / peak", min(during) / peak, "x", 0.9, others),
+        at_most("overload: until 95 % are good again", good_again_s, "s", 10.0),
+        at_least("overload: refused with a time", 100 * told, "%", 100.0, f"{len(refused)} refused"),
+        Row("overload: HTTP requests a call", len(outcomes) / max(1, num_calls), "", note="3 if all retried"),
+        Row(
+            "overload: returned during it, and good",
+            100 * kept(returned),
+            "%",
+            note=f"{len(returned)} returned",
+        ),
+    ]
+
+
+def goodputs(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> list[float]:
+    """Good requests a second, in spans of BIN_S by when they were asked; a rest is left out."""
+    num_bins = max(1, int((until_s - since_s) / BIN_S))
+    width_s = min(BIN_S, until_s - since_s)
+    counts = Counter(int((each.asked_s - since_s) // width_s) for each in outcomes if each.is_good(SLO))
+    return [counts[number] / width_s for number in range(num_bins)]
+
+
+def recovery_s(outcomes: Sequence[Outcome], end_s: float, until_s: float) -> float:
+    """From the overload's end, until of what is asked in every later MOMENT_S 95 % are good."""
+    recovered_s = 0.0
+    for number in range(int((until_s - end_s) / MOMENT_S)):
+        since_s = end_s + number * MOMENT_S
+        span = [each for each in outcomes if since_s <= each.asked_s < since_s + MOMENT_S]
+        if span and kept(span) < 0.95:
+            recovered_s = (number + 1) * MOMENT_S
+    return recovered_s
+
+
+def kept(outcomes: Sequence[Outcome]) -> float:
+    """How many of one keep their objectives."""
+    return fmean(each.is_good(SLO) for each in outcomes) if outcomes else 1.0
+
+
+def ttft_p99_s(outcomes: Sequence[Outcome]) -> float:
+    return _ttft_s(outcomes, 99)
+
+
+def _ttft_s(outcomes: Sequence[Outcome], percent: float) -> float:
+    """Of those that have an answer; inf where none has."""
+    found = [each.sample.ttft_s for each in outcomes if each.sample is not None]
+    return quantile(found, percent) if found else float("inf")
+
+
+def _num_good(outcomes: Sequence[Outcome]) -> int:
+    return sum(each.is_good(SLO) for each in outcomes)
+
+
+def as_json(pairs: Sequence[Pair], overload: Overload) -> dict[str, object]:
+    """What the rows are made of."""
+    end_s = overload.size.overload_s + overload.size.after_s
+    return {
+        "ttft_p99_alone_s": [ttft_p99_s(pair.alone) for pair in pairs],
+        "ttft_p99_beside_s": [ttft_p99_s(pair.beside) for pair in pairs],
+        "goodput_of_points": [_num_good(point) / overload.size.point_s for point in overload.points],
+        "goodput_every_10_s": goodputs(overload.outcomes, 0.0, end_s),
+    }
