@@ -143,10 +143,11 @@ class Frontend:
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         if peer.hello.process is Kind.WORKER:
+            self._streams.hear(peer.hello.id)
             self._from_worker(peer, message)
         elif self._colleagues.is_router(peer):
             self._watch.heard(peer)
-            self._streams.hear_router(peer.hello.id)
+            self._streams.hear(peer.hello.id)
             self._from_router(peer, message)
         self._streams.flush()
 

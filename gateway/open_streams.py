@@ -5,6 +5,7 @@ works on an attempt that is not the present one is told to stop when that shows.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -21,6 +22,7 @@ from baton.request import Request
 from baton.tenancy import Quotas, Refusal
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
+MAX_AHEAD: Final = 10  # times as long as a worker may be silent, for the first token of one that talks
 NO_QUOTAS: Final = Quotas()
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 
@@ -39,7 +41,7 @@ class OpenStreams:
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
         self._reports = AttemptReports(colleagues)
         self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
-        self._router_heard_s: dict[str, float] = {}  # when each said anything
+        self._heard_s: dict[str, float] = {}  # routers and workers, when each said anything
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
 
     def __len__(self) -> int:
@@ -121,6 +123,7 @@ class OpenStreams:
         self.again(stream, "lost")
 
     def lose_worker(self, worker: str) -> None:
+        self._heard_s.pop(worker, None)
         self._left_s[worker] = self._clock.now_s()
         if len(self._left_s) > MAX_REMEMBERED:
             del self._left_s[next(iter(self._left_s))]
@@ -146,13 +149,14 @@ class OpenStreams:
             if stream.lost:
                 stream.retry_s += seconds
 
-    def hear_router(self, router: str) -> None:
-        self._router_heard_s[router] = self._clock.now_s()
+    def hear(self, process: str) -> None:
+        """A router, or a worker, has said something."""
+        self._heard_s[process] = self._clock.now_s()
 
     def lose_router(self, router: str) -> None:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         now_s = self._clock.now_s()
-        self._router_heard_s.pop(router, None)
+        self._heard_s.pop(router, None)
         for stream in self._each():
             if stream.router != router:
                 continue
@@ -205,15 +209,22 @@ class OpenStreams:
                 silence_s = now_s - stream.heard_s
                 if not stream.has_started and now_s - stream.doubted_s > UNHEARD_S:
                     self.again(stream, "unheard")
-                elif silence_s > self._limits.max_silence_s:
+                elif silence_s > self._limits.max_silence_s and not self._is_ahead(stream, now_s):
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
             elif now_s - stream.homeless_s > self._limits.max_wait_s and not self._is_queued(stream, now_s):
                 self._end(stream, now_s)
 
     def _is_queued(self, stream: Stream, now_s: float) -> bool:
         """Whether a router that is well has it: it may be there for long, which is no want of workers."""
-        heard_s = max(stream.heard_s, self._router_heard_s.get(stream.router, 0.0))
+        heard_s = max(stream.heard_s, self._heard_s.get(stream.router, 0.0))
         return stream.state is State.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
+
+    def _is_ahead(self, stream: Stream, now_s: float) -> bool:
+        """Whether it may still wait for its turn at a worker, which goes on with what came before it."""
+        if stream.has_started or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
+            return False
+        heard_s = self._heard_s.get(stream.decode, -math.inf)
+        return now_s - heard_s <= self._limits.max_silence_s
 
     def flush(self) -> None:
         """Tell routers what is to be told."""

@@ -2,6 +2,7 @@
 
 from baton.control import Ended, Failure, Submit
 from baton.request import FinishReason
+from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import event, failed, gateway, running
 
 
@@ -23,6 +24,31 @@ def test_router_that_never_answers_is_not_waited_for_without_end() -> None:
     for _ in range(70):
         g.tick(1.0)
     assert sink.error is not None
+
+
+def test_time_behind_others_at_a_worker_is_no_silence_of_it() -> None:
+    g = gateway("d0", max_wait_s=5.0, max_silence_s=10.0)
+    before, behind = g.open(a_request(name="a")), g.open(a_request(name="b"))
+    g.route("d0", request=a_request(name="a"))
+    g.route("d0", request=a_request(name="b"))
+    for index in range(40):
+        g.say("d0", event(index, name="a"))
+        g.tick(1.0)
+    assert before.error is None and behind.error is None
+    g.say("d0", event(0, FinishReason.STOP, name="b"))
+    assert behind.finish is FinishReason.STOP and g.frontend.counters["replays_error"] == 0
+
+
+def test_worker_that_goes_on_with_others_is_not_waited_for_without_end() -> None:
+    g = gateway("d0", max_silence_s=10.0)
+    g.open(a_request(name="a"))
+    forgotten = g.open(a_request(name="b"))
+    g.route("d0", request=a_request(name="a"))
+    g.route("d0", request=a_request(name="b"))
+    for index in range(110):
+        g.say("d0", event(index, name="a"))
+        g.tick(1.0)
+    assert forgotten.error is not None
 
 
 def test_router_is_told_what_each_attempt_has_answered() -> None:
