@@ -9,7 +9,6 @@ import pytest
 from baton.bench.serve_figures import Sample, Slo
 from baton.bench.serve_workload import Job
 from baton.bench.tenants_real import (
-    SLO,
     Overload,
     Pair,
     Size,
