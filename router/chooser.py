@@ -153,23 +153,25 @@ class Chooser:
         sources = [] if self._only_prefix else look.sources(both)
         decodings = [decoding(decoder, load) for decoder in decoders]
         filled = [fill(decoder.computer, load, sources) for decoder in decoders]
-        totals_s = [local_total_s(*each) for each in zip(filled, decodings, strict=True)]
+        totals_s = list(map(local_total_s, filled, decodings))
         candidates = [local(filled[row], decodings[row], load) for row in _least(totals_s)]
         filled = [fill(computer, load, sources) for computer in computers]
-        filled = [filled[row] for row in _least([self._worth(each) for each in filled])]
+        filled = [filled[row] for row in self._best(filled)]
+        handoff_s_of = self._known.model.handoff_s
         for row in _least([each.total_s for each in decodings]):
-            decode, num_held_tokens = decoders[row].computer.worker, decoders[row].computer.num_held_tokens
-            num_moved = max(0, load.num_tokens - num_held_tokens)
+            decoding_there, there = decodings[row], decoders[row].computer
+            num_moved = max(0, load.num_tokens - there.num_held_tokens)
             for each in filled:
                 prefill = each.computer.worker
-                if are_pair(decode, prefill):
-                    handoff_s = self._known.model.handoff_s(prefill, decode, num_moved)
-                    candidates.append(remote(each, decodings[row], handoff_s, load))
+                if are_pair(there.worker, prefill):
+                    handoff_s = handoff_s_of(prefill, there.worker, num_moved)
+                    candidates.append(remote(each, decoding_there, handoff_s, load))
         return candidates
 
-    def _worth(self, filled: Filled) -> tuple[float, float]:
-        num_held_tokens = filled.num_held_tokens if self._only_prefix else 0
-        return (-num_held_tokens, filled.total_s)
+    def _best(self, filled: Sequence[Filled]) -> list[int]:
+        if self._only_prefix:
+            return _least([(-each.num_held_tokens, each.total_s) for each in filled])
+        return _least([each.total_s for each in filled])
 
 
 def _least(values: Sequence[WorthT]) -> list[int]:

@@ -14,6 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 Kin: TypeAlias = tuple[str, str]  # fingerprint, kv_dtype: only of the same are pages of use to a worker
 
+# Seconds; a new token; a pair of a new token and one that it attends to. See cost_model.py.
+Coefficients: TypeAlias = tuple[float, ...]
+
 TIE: Final = 0.02  # costs this close, as a share, are alike: predictions are no better
 
 
@@ -57,7 +60,7 @@ class Computer(NamedTuple):
     worker: str
     wait_s: float  # until it could begin
     num_held_tokens: int  # of the prompt, that it has
-    compute_s: Callable[[int, int], float]  # new tokens, all tokens
+    coefficients: Coefficients  # of what computing takes
     kin: Kin = ("", "")
 
 
@@ -91,6 +94,7 @@ class Load(NamedTuple):
 class Filled(NamedTuple):
     """What the prompt costs where it is computed."""
 
+    total_s: float
     computer: Computer
     source: str
     num_held_tokens: int
@@ -102,56 +106,55 @@ class Filled(NamedTuple):
     def terms(self) -> Terms:
         return Terms(self.computer.wait_s, self.pull_s, self.compute_s, crowd_s=self.crowd_s)
 
-    @property
-    def total_s(self) -> float:
-        return self.computer.wait_s + self.pull_s + self.compute_s + self.crowd_s
-
 
 def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
     """The cheapest of computing all that is missing and of pulling some of it first.
 
-    Asked for every worker that is compared: values are unpacked, and written down once the best is known.
+    Asked for every worker that is compared, so nothing is called for what a line can say.
     """
-    own, wait_s, num_held, compute_s_of, kin = computer
+    own, wait_s, num_held, (fixed_s, token_s, pair_s), kin = computer
     num_tokens, _, crowd_rate = load
     last = num_tokens - 1  # which is computed wherever the others come from
     held = num_held if num_held < last else last
-    compute_s, pull_s, source = compute_s_of(num_tokens - held, num_tokens), 0.0, ""
+    num_new, pull_s, source = num_tokens - held, 0.0, ""
+    compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
     crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
     for worker, num_there, pull_s_of, kin_there in sources:
         num_pulled = num_there if num_there < last else last
         if num_pulled <= num_held or worker == own or kin_there != kin:
             continue
-        shown_s = max(0.0, pull_s_of(worker, own, num_pulled - num_held) - wait_s)
-        left_s = compute_s_of(num_tokens - num_pulled, num_tokens)
+        shown_s = pull_s_of(worker, own, num_pulled - num_held) - wait_s
+        if shown_s < 0.0:
+            shown_s = 0.0
+        num_left = num_tokens - num_pulled
+        left_s = fixed_s + num_left * (token_s + pair_s * (num_tokens - 0.5 * num_left))
         # Whoever comes before this one is done waits that much longer.
         left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
         if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
             held, source = num_pulled, worker
             pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
-    return Filled(computer, source, held, pull_s, compute_s, crowd_s)
+    total_s = wait_s + pull_s + compute_s + crowd_s
+    return Filled(total_s, computer, source, held, pull_s, compute_s, crowd_s)
 
 
 class Decoding(NamedTuple):
     """What decoding costs alone, wherever the prompt is computed."""
 
+    total_s: float
     decoder: Decoder
     join_s: float
     harm_s: float
 
-    @property
-    def total_s(self) -> float:
-        return self.join_s + self.harm_s
-
 
 def decoding(decoder: Decoder, load: Load) -> Decoding:
     _, num_running, step_s, room_s, token_harm_s = decoder
-    return Decoding(decoder, room_s + 0.5 * step_s, num_running * load.num_output_tokens * token_harm_s)
+    join_s, harm_s = room_s + 0.5 * step_s, num_running * load.num_output_tokens * token_harm_s
+    return Decoding(join_s + harm_s, decoder, join_s, harm_s)
 
 
 def local(filled: Filled, decoding: Decoding, load: Load) -> Candidate:
     """The prompt computed where it is decoded: whoever is in that batch waits for it."""
-    computer, source, held, pull_s, compute_s, crowd_s = filled
+    _, computer, source, held, pull_s, compute_s, crowd_s = filled
     decoder = decoding.decoder
     harm_s = decoding.harm_s + decoder.num_running * compute_s
     terms = Terms(computer.wait_s, pull_s, compute_s, 0.0, decoder.room_s, harm_s, crowd_s)
@@ -160,13 +163,13 @@ def local(filled: Filled, decoding: Decoding, load: Load) -> Candidate:
 
 def local_total_s(filled: Filled, decoding: Decoding) -> float:
     """Of that candidate."""
-    decoder = decoding.decoder
-    return filled.total_s + decoder.room_s + decoding.harm_s + decoder.num_running * filled.compute_s
+    _, (_, num_running, _, room_s, _), _, harm_s = decoding
+    return filled.total_s + room_s + harm_s + num_running * filled.compute_s
 
 
 def remote(filled: Filled, decoding: Decoding, handoff_s: float, load: Load) -> Candidate:
-    computer, source, held, pull_s, compute_s, crowd_s = filled
-    decoder, join_s, harm_s = decoding
+    _, computer, source, held, pull_s, compute_s, crowd_s = filled
+    _, decoder, join_s, harm_s = decoding
     terms = Terms(computer.wait_s, pull_s, compute_s, handoff_s, join_s, harm_s, crowd_s)
     num_new_tokens = load.num_tokens - held
     return Candidate(decoder.computer.worker, computer.worker, source, held, num_new_tokens, terms)
@@ -182,9 +185,10 @@ def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str]
     Drawn, as what all took for the best would not be it for long. Waiting for what a sibling computes costs
     the same as computing it again: who computes less goes first.
     """
-    totals_s = [candidate.terms.total_s for candidate in candidates]
-    tie_s = min(totals_s) * TIE
-    most_s = min(totals_s) + tie_s
+    totals_s = [sum(candidate.terms) for candidate in candidates]
+    least_s = min(totals_s)
+    tie_s = least_s * TIE
+    most_s = least_s + tie_s
     equals = [each for each, total_s in zip(candidates, totals_s, strict=True) if total_s <= most_s]
     if len(equals) > 1:
         most_s = min(each.terms.compute_s for each in equals) + tie_s

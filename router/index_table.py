@@ -50,6 +50,8 @@ class KeyTable:
         self.values: NDArray[Any] = np.zeros(self.keys.size, value_type)
         self.stamps: NDArray[np.uint32] = np.zeros(self.keys.size if has_stamps else 0, np.uint32)
         self.count = 0
+        self._multiplier = int(self._mixer)
+        self._views = self.keys.data, self.values.data  # of single cells
 
     def __len__(self) -> int:
         return self.count
@@ -65,6 +67,17 @@ class KeyTable:
         cells = np.full(keys.size, -1, np.int64)
         cells[rows % max(1, keys.size)] = (groups[rows] << 3) + (hits & 7)
         return cells
+
+    def value_of(self, key: int) -> int | None:
+        """Of one key, as `keys_of` gives it: of a few, sooner than `find` would have made its arrays."""
+        keys, values = self._views
+        mixed = key * self._multiplier
+        for half in (mixed >> 32 & 0xFFFFFFFF, mixed & 0xFFFFFFFF):
+            first = (half * self._num_groups >> 32) * WIDTH
+            group = keys[first : first + WIDTH].tolist()
+            if key in group:
+                return int(values[first + group.index(key)])
+        return None
 
     def place(self, keys: Keys) -> tuple[Cells, Cells]:
         """Distinct keys' cells, and the rows of those that were not there; -1 for one that found no room."""

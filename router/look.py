@@ -6,8 +6,8 @@ from typing import Final
 
 from baton.decision import PullSource
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, num_kv_tokens, party_of
-from baton.router.cost_model import CostModel
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Account, Books, num_kv_tokens, party_of
+from baton.router.cost_model import CostModel, Speeds
 from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Holdings
 from baton.router.prefix_index import PrefixIndex
@@ -52,39 +52,45 @@ class Look:
         return self._found[station.family][0]
 
     def computer(self, station: Station) -> Computer:
-        worker, account = station.id, self._account(station.id)
-        speeds = self._speeds_of(worker)
-        wait_s = account.wait_s(self._now_s) if account.num_computing else 0.0
-        if wait_s:
-            wait_s *= account.prompts.part_before(party_of(self._request), self.load.num_tokens)
-        if station.is_prefill and account.num_unknown:
-            wait_s += account.num_unknown * speeds.mean_compute_s
-        num_held_tokens = self._holdings(station.family).num_pages(station.slot_bit) * station.page_size
-        return Computer(worker, wait_s, num_held_tokens, speeds.compute_s, station.kin)
+        return self._computer(station, self._account(station.id), self._speeds_of(station.id))
 
     def decoder(self, station: Station) -> Decoder:
-        account = self._account(station.id)
+        account, speeds = self._account(station.id), self._speeds_of(station.id)
         num_running = account.num_attempts + account.num_unknown
         num_tokens = account.num_tokens + account.num_unknown_tokens
-        fixed_s, sequence_s, context_s, _ = self._speeds_of(station.id).step.coefficients
+        fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
         step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
         share = (num_tokens + self._num_kv_tokens) / station.num_slots
         seats = (num_running + 1) / station.max_num_seqs
         excess = (seats if seats > share else share) - 1.0
         room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
         token_harm_s = sequence_s + context_s * self.load.num_tokens
-        return Decoder(self.computer(station), num_running, step_s, room_s, token_harm_s)
+        computer = self._computer(station, account, speeds)
+        return Decoder(computer, num_running, step_s, room_s, token_harm_s)
+
+    def _computer(self, station: Station, account: Account, speeds: Speeds) -> Computer:
+        worker, family, kin, page_size, _, _, is_prefill, _, slot_bit = station
+        wait_s = account.wait_s(self._now_s) if account.num_computing else 0.0
+        if wait_s:
+            wait_s *= account.prompts.part_before(party_of(self._request), self.load.num_tokens)
+        if is_prefill and account.num_unknown:
+            wait_s += account.num_unknown * speeds.mean_compute_s
+        num_held_tokens = self._holdings(family).num_pages(slot_bit) * page_size
+        return Computer(worker, wait_s, num_held_tokens, speeds.prefill.coefficients, kin)
 
     def sources(self, computers: Iterable[Computer]) -> Sequence[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""
-        held = [(self._num_at(each), each.worker, each.kin) for each in computers]
-        most = sorted((each for each in held if each[0]), reverse=True)[:MAX_SOURCES]
-        return [Source(worker, num, self._known.model.pull_s, kin) for num, worker, kin in most]
+        held = [(num_held, worker, kin) for worker, _, num_held, _, kin in computers if num_held]
+        if self._located:
+            held = [(self._num_at(worker, num_held), worker, kin) for num_held, worker, kin in held]
+        held.sort(reverse=True)
+        pull_s = self._known.model.pull_s
+        return [Source(worker, num, pull_s, kin) for num, worker, kin in held[:MAX_SOURCES] if num]
 
-    def _num_at(self, computer: Computer) -> int:
-        if computer.worker not in self._located:
-            return computer.num_held_tokens
-        source = self._located[computer.worker]
+    def _num_at(self, worker: str, num_held_tokens: int) -> int:
+        if worker not in self._located:
+            return num_held_tokens
+        source = self._located[worker]
         return 0 if source is None else source.num_tokens
 
     def locate(self, station: Station) -> PullSource | None:

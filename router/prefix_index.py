@@ -28,7 +28,7 @@ from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
-from baton.router.index_match import Holdings, Match, holdings, measure, runs_along
+from baton.router.index_match import Holdings, Match, few_runs_along, holdings, measure, runs_along
 from baton.router.index_sets import EMPTY, MAX_SLOTS, PlaceSets
 from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 from baton.worker import Tier, Worker
@@ -154,7 +154,8 @@ class PrefixIndex:
 
     def holdings(self, keys: bytes) -> Holdings:
         """What `match` says, for who asks about a few of many workers."""
-        return holdings(runs_along(self._table, self._sets, keys_of(keys)), self._present)
+        runs = few_runs_along(self._table, self._sets, keys) if keys else None
+        return holdings(runs or runs_along(self._table, self._sets, keys_of(keys)), self._present)
 
     def locate(self, worker_id: str, keys: bytes) -> Located:
         """Where the worker has the first of these pages, as many as it has told of."""
