@@ -93,12 +93,15 @@ class RedisLink:
 
     async def run(self) -> None:
         """Until cancelled."""
-        pause_s = LEAST_PAUSE_S
+        pause_s, loop = LEAST_PAUSE_S, asyncio.get_running_loop()
         while True:
+            began_s = loop.time()
             try:
                 await _until_one_fails(self._stay_connected())
             except Exception as error:  # whatever others wrote there, it does not end this for good
-                pause_s = LEAST_PAUSE_S if self.is_up else min(2 * pause_s, MOST_PAUSE_S)
+                # Where our keys hold something else, each link comes up, to fail at once.
+                was_well = self.is_up and loop.time() - began_s > MOST_PAUSE_S
+                pause_s = LEAST_PAUSE_S if was_well else min(2 * pause_s, MOST_PAUSE_S)
                 self._failed(error)
             finally:
                 self.is_up = False

@@ -177,6 +177,25 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
     play(scene)
 
 
+def test_a_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        connection = Connection(redis.url, Names.of("f"))
+        await connection.call("SET", Names.of("f").pages, "somebody else's")
+        router.join(W0)
+        router.says(W0, CHAIN)
+        async with running(router):
+            await until(lambda: router.link.counters["redis_failures"] == 1)
+            first_s = time.monotonic()
+            await until(lambda: router.link.counters["redis_failures"] == 4)
+            assert time.monotonic() - first_s >= 0.2 + 0.4 + 0.8
+            await connection.call("FLUSHALL")
+            await until_redis_says(redis, {W0.id: 40})
+        await connection.aclose()
+
+    play(scene)
+
+
 def test_scripts_that_redis_has_forgotten_are_loaded_again() -> None:
     async def scene(redis: PrivateRedis) -> None:
         router = RouterStandIn(redis.url, "first")
