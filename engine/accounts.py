@@ -5,7 +5,8 @@ behind it, and where all sequences are on one account nothing of this makes a di
 
 1. `open` puts a new sequence on its account. What it says of the weight holds from now on.
 2. `charge` adds what each has computed in a step, in tokens for its weight: of one class, the account that
-   has had least comes next. The present is the least that any had.
+   has had least comes next. The present is the least that any of those had that were computed: one that
+   waits behind a higher class or at its quota does not hold it up.
 3. `close` ends a sequence. An account that has none any more and comes back is as far ahead of the others as
    it was, so that it gains nothing by leaving. One that was away begins at what was the present CREDIT_STEPS
    steps ago: what its share would have been since then it may still have, at once, for requests come in
@@ -56,7 +57,7 @@ class Accounts:
     def __init__(self) -> None:
         self.live: dict[str, Account] = {}  # those with a sequence
         self.have_quotas = False
-        self._present = 0.0  # the least work of the live; it never goes back
+        self._present = 0.0  # the least work of those computed last; it never goes back
         self._past = deque([0.0], maxlen=CREDIT_STEPS)  # the present, at the last steps; the oldest first
         self._ahead: dict[str, float] = {}  # work of others, where it was more than the past
 
@@ -100,18 +101,20 @@ class Accounts:
 
     def charge(self, computed: Iterable[tuple[Account, int]]) -> None:
         """Tokens that have been computed in one step."""
-        self._age()
-        for account, num_tokens in computed:
+        served = list(computed)
+        self._age(account for account, _ in served)
+        for account, num_tokens in served:
             account.work += num_tokens / account.weight
 
     def charge_only(self, num_tokens: int) -> None:
         """The same where there is one account."""
-        self._age()
+        self._age(self.live.values())
         for account in self.live.values():
             account.work += num_tokens / account.weight
 
-    def _age(self) -> None:
-        self._present = max(self._present, min((each.work for each in self.live.values()), default=0.0))
+    def _age(self, served: Iterable[Account]) -> None:
+        least = min((account.work for account in served), default=self._present)
+        self._present = max(self._present, least)
         self._past.append(self._present)
 
     def _leave(self, account: Account) -> None:

@@ -29,6 +29,14 @@ def test_who_was_away_has_what_its_share_of_the_last_steps_would_have_been() -> 
     assert open_one(accounts, "third").account.work == 7.0 * 50
 
 
+def test_one_that_waits_behind_others_does_not_hold_up_the_present() -> None:
+    accounts = Accounts()
+    first, _ = open_one(accounts, "first"), open_one(accounts, "of a lower class")
+    for _ in range(CREDIT_STEPS + 50):
+        accounts.charge([(first.account, 10)])
+    assert open_one(accounts, "third").account.work == 10.0 * 50
+
+
 def test_one_account_alone_moves_the_present() -> None:
     accounts = Accounts()
     open_one(accounts, "first")
