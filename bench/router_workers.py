@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from baton.bench.router_machine import Machine, PageStore
-from baton.control import Dispatch, Hello, Measured, PageEvents, PagesWanted
+from baton.control import Beat, Dispatch, Hello, Measured, PageEvents, PagesWanted
 from baton.control_wire import AnyMessage
 from baton.request import Request
 from baton.times import PrefillTimes, StepTimes
+from baton.worker import Load
 
 STEPS_A_REPORT: Final = 64
 
@@ -58,6 +59,7 @@ class SimWorker:
         self.num_given = 0
         self.busy_s = 0.0
         self.is_keeping = True  # pages, for later prompts
+        self.attempts: dict[tuple[str, int], None] = {}  # that it was given and that have not ended
         self._num_changes = 0
 
     def send(self, message: AnyMessage) -> None:
@@ -66,7 +68,11 @@ class SimWorker:
                 self, PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True)
             )
         elif isinstance(message, Dispatch):
+            self.attempts[message.request.request_id, message.request.attempt] = None
             self.dispatched(message)
+
+    def beat(self) -> Beat:
+        return Beat(load=Load(), attempts=tuple(self.attempts))
 
     def close(self) -> None:
         raise AssertionError("the router gave up a worker that was well")

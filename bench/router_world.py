@@ -15,7 +15,7 @@ from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, PrefillSim, SimWorker
 from baton.bench.traces import TraceRequest
 from baton.clock import ManualClock
-from baton.control import Beat, Ended, Hello, Kind, Reachable, Started, Submit
+from baton.control import Ended, Hello, Kind, Reachable, Started, Submit
 from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.page_keys import KEY_BYTES
@@ -24,7 +24,7 @@ from baton.router.costs import Select
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
-from baton.worker import Address, Load, Worker, WorkerRole
+from baton.worker import Address, Worker, WorkerRole
 
 TICK_S: Final = 0.5
 GATEWAY: Final = f"{7:032x}"
@@ -154,6 +154,8 @@ class RouterWorld:
     def ended(self, request: Request) -> None:
         self.outcomes[request.request_id].ended_s = self.now_s()
         del self._output[request.request_id], self._known_keys[request.request_id]
+        for worker in self.workers.values():
+            worker.attempts.pop((request.request_id, request.attempt), None)
         self.router.received(self._gateway, Ended(attempts=((request.request_id, 0),)))
 
     # The run.
@@ -180,7 +182,7 @@ class RouterWorld:
 
     def _tick(self) -> None:
         for worker in self.workers.values():
-            self.router.received(worker, Beat(load=Load()))
+            self.router.received(worker, worker.beat())
         self.router.tick()
         self.at(self.now_s() + TICK_S, self._tick)
 

@@ -16,7 +16,7 @@ import msgspec
 from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, Job, PrefillSim, SimWorker
 from baton.clock import ManualClock
-from baton.control import Beat, Ended, Hello, Kind, Reachable, Rejected, Started, Submit
+from baton.control import Ended, Hello, Kind, Reachable, Rejected, Started, Submit
 from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.request import Request, SamplingParams
@@ -24,7 +24,7 @@ from baton.router.fair_share import FairShare
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.tenancy import Refusal, Sla, Standing
-from baton.worker import Address, Load, Worker, WorkerRole
+from baton.worker import Address, Worker, WorkerRole
 
 TICK_S: Final = 0.5
 GATEWAY: Final = f"{7:032x}"
@@ -257,6 +257,8 @@ class TenantWorld:
         num_tokens = outcome.call.num_answered
         self.answered.append((self.now_s(), request.tenant, num_tokens))
         key = (request.request_id, request.attempt)
+        for worker in self.workers.values():
+            worker.attempts.pop(key, None)
         self.router.received(self._gateway, Ended(attempts=(key,), num_tokens=(num_tokens,)))
 
     # Clients.
@@ -319,7 +321,7 @@ class TenantWorld:
 
     def _tick(self) -> None:
         for worker in self.workers.values():
-            self.router.received(worker, Beat(load=Load()))
+            self.router.received(worker, worker.beat())
             if isinstance(worker, FairPrefillSim):
                 worker.age()
         self.router.tick()
