@@ -210,10 +210,10 @@ class Frontend:
             return
         if not self._streams.is_open(stream):
             return  # its sink has cancelled it
+        if not stream.is_reported and stream.num_answered:
+            self._streams.started(stream)
         if due[-1].finish_reason is not None:
             self._streams.finished(stream)
-        elif not stream.is_reported:
-            self._streams.started(stream)
 
     def _stray(self, peer: Peer, event: TokenEvent) -> None:
         """Of an attempt that is over, or was never here: its worker works for nobody."""

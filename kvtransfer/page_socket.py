@@ -224,8 +224,8 @@ def unpace(sock: socket.socket) -> None:
     Congestion control that is made for the world outside may pace what it sends: over loopback, where nothing
     can be congested, BBR costs a third of the rate. Reno does not pace, and every Linux has it.
     """
-    if sock.getsockname()[0] == sock.getpeername()[0]:
-        with contextlib.suppress(OSError):  # an operator may forbid the choice
+    with contextlib.suppress(OSError):  # the peer has left already, or an operator forbids the choice
+        if sock.getsockname()[0] == sock.getpeername()[0]:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 

@@ -182,5 +182,6 @@ class Pieces:
         self._conclude(piece, None, reason)
 
     def _conclude(self, piece: Piece, digests: bytes | None, reason: str) -> None:
+        piece.is_stopped = True  # what was about to be read is not
         if self._going.pop(piece, None) is not None:
             self._process.post(lambda: piece.on_end(digests, reason))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -53,8 +54,15 @@ def test_status_shows_both_workers(cluster: Served) -> None:
 def test_what_a_request_was_routed_by_is_told_by_http_and_by_the_command_line(cluster: Served) -> None:
     status, answer = cluster.post("/v1/completions", {"prompt": COPY[0] * 8, "max_tokens": 2})
     assert status == 200
-    with urllib.request.urlopen(f"{cluster.url}/admin/decisions/{answer['id']}", timeout=10) as reply:
-        (decision,) = json.load(reply)["data"]
+
+    def decided() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{cluster.url}/admin/decisions/{answer['id']}", timeout=10) as reply:
+            (decision,) = json.load(reply)["data"]
+        assert isinstance(decision, dict)
+        return decision
+
+    until(lambda: decided()["first_token_s"] is not None)  # its gateway says so a moment after the answer
+    decision = decided()
     assert decision["reason"] == "prefix" and decision["chosen"] in decision["weighed"]
     assert decision["first_token_s"] > 0 and decision["chosen"]["terms"]["compute_s"] > 0
     told = cluster.baton("explain", answer["id"], "--port", str(cluster.port))

@@ -1,6 +1,6 @@
 """What waits in a router's queue, and what the router is told of its work."""
 
-from baton.control import Ended, Failure, Submit
+from baton.control import Ended, Failure, Started, Submit
 from baton.request import FinishReason
 from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import event, failed, gateway, running
@@ -64,3 +64,13 @@ def test_router_is_told_what_each_attempt_has_answered() -> None:
     (ended,) = g["router"].take(Ended)
     assert ended.attempts == ((request.request_id, 1),) and ended.num_tokens == (2,)
     assert sink.error is None
+
+
+def test_router_hears_of_the_first_token_of_an_answer_of_one() -> None:
+    g = gateway("d0")
+    g.open()
+    g.route("d0")
+    g.say("d0", event(0, FinishReason.STOP))
+    g.tick()
+    (started,), (ended,) = g["router"].take(Started), g["router"].take(Ended)
+    assert started.attempts == ended.attempts and ended.num_tokens == (1,)

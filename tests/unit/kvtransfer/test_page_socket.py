@@ -1,5 +1,6 @@
 import ctypes
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -170,3 +171,17 @@ def test_only_a_connection_within_the_host_has_its_congestion_control_chosen(
             for end in (source, destination):
                 unpace(end)
                 assert control(end) == (b"reno" if is_same_host else systems_choice)
+
+
+def test_a_peer_that_has_left_already_is_no_error_before_anything_is_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # by a reset
+        with accepted:
+            with pytest.raises(OSError, match="reset"):
+                accepted.recv(1)
+            with pytest.raises(OSError, match="not connected"):
+                accepted.getpeername()
+            unpace(accepted)
