@@ -38,6 +38,7 @@ class NodeThread:
         self._thread.start()
         self._hub = self._wait(_make_hub(key))
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
+        self._is_closed = False
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -60,12 +61,15 @@ class NodeThread:
         try:
             self._wait(self._hub.close())
         finally:
+            self._is_closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     def call(self, call: Call) -> None:
-        """Have the loop make the call."""
+        """Have the loop make the call; after `close` nobody hears it."""
+        if self._is_closed:
+            return
         self._calls.append(call)
         if len(self._calls) == 1:
             self._loop.call_soon_threadsafe(self._make_calls)

@@ -85,7 +85,7 @@ class Threads:
             raise error
 
     def close(self) -> None:
-        self.net.close()
+        self.call(self.net.close)  # on its own thread: whatever is posted there meanwhile comes after it
         self._calls.put(None)
         self._thread.join()
 

@@ -177,3 +177,15 @@ def test_an_address_where_nobody_listens_is_forgotten(make_site: Callable[..., S
     one.thread.dial(Address(other.address.host, other.address.port))
     pump_until(lambda: bool(one.node.peers), one, other)
     assert one.node.peers[0].hello == Hello(process=Kind.GATEWAY, id="c" * 32)
+
+
+def test_what_is_said_after_the_end_is_said_to_nobody(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    closing = Site("c")
+    closing.thread.dial(other.address)
+    pump_until(lambda: bool(closing.node.peers), closing, other)
+    closing.thread.close()
+    closing.node.peers[0].send(tokens(5))
+    closing.thread.dial(one.address)
+    pump_until(lambda: other.node.num_left == 1, one, other)
+    assert other.node.messages == []
