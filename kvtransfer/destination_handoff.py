@@ -293,8 +293,7 @@ class DestinationHandoff:
             return self._confirm_all()
         if not isinstance(message, Commit | Released) or message.part >= len(self._parts):
             return []
-        is_stopped = self._parts[message.part].is_stopped
-        return [] if is_stopped else [CloseLanding(message.part, is_confirmed=True)]
+        return [] if self._parts[message.part].is_stopped else [CloseLanding(message.part, is_confirmed=True)]
 
     def _confirm_all(self) -> list[Action]:
         writing = [number for number, part in enumerate(self._parts) if not part.is_stopped]

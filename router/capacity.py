@@ -69,8 +69,8 @@ class Capacity:
         return frozenset(each.id for each in decoders if not self.can_decode(each, num_tokens))
 
     def roomiest(self, reached: frozenset[str]) -> str:
-        """The decode worker, of those reached, with the most room; "": there is none."""
-        decoders = [each for each in self._members.of_role(WorkerRole.DECODE) if each.id in reached]
+        """The decode worker that takes work, of those reached, with the most room; "": there is none."""
+        decoders = [each for each in self._taking(WorkerRole.DECODE) if each.id in reached]
         books = self._books
         shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")

@@ -2,9 +2,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
+from baton.control import Beat
 from baton.router.books import Books, Entry
 from baton.router.capacity import MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
 from baton.router.membership import Membership
+from baton.worker import Load
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
@@ -116,3 +118,15 @@ def test_sums_stay_exact(steps: list[tuple[int, int, bool]]) -> None:
         if is_done:
             fleet.start(str(number // 2))
         fleet.capacity.check_integrity()
+
+
+def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
+    fleet = Fleet("p0", "d0", "d1")
+    reached = frozenset((id_of("d0"), id_of("d1")))
+    fleet.dispatch("first")  # at d0
+    assert fleet.capacity.roomiest(reached) == id_of("d1")
+    draining = fleet.members.get(id_of("d1"))
+    assert draining is not None
+    draining.beat(Beat(load=Load(), is_draining=True), fleet.clock.now_s())
+    assert fleet.capacity.roomiest(reached) == id_of("d0")
+    assert fleet.capacity.roomiest(frozenset()) == ""
