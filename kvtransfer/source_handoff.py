@@ -2,8 +2,8 @@
 
 The life of a hand-off, seen from here:
 
-1. `start` sends Reserve; nothing is computed for the destination before its Grant. `accept_pull` begins at 2
-   instead, with pages that exist: a lease pins them if they are still the ones that were asked for.
+1. `start` sends Reserve; what is offered before its Grant waits for that. `accept_pull` begins at 2 instead,
+   with pages that exist: a lease pins them if they are still the ones that were asked for.
 2. `offer` adds pages as the prompt is computed; a lease holds them. Each becomes a Push to every part. Pages
    under a push have a second owner, the reader, who lets go when the transport does and not by time.
 3. When all units of a part are written, Commit tells their digests, and that nothing is under way any more.

@@ -1,10 +1,11 @@
 """One prompt that is computed here for a decode worker.
 
-1. ASKING: the decode worker has been asked for pages; nothing is computed before it has granted them.
+1. The decode worker, which has kept room for it, is asked for pages. Computing does not wait for its answer;
+   no page leaves before it.
 2. PULLING: a prefix of it comes from another worker that holds it; not all prompts have such a one.
 3. COMPUTING: the engine has the sequence. After each step the pages that are full leave.
 4. LEAVING: the first token has been said, or why there is none; pages may be on their way. It lasts until the
-   decode worker has ended the transfer.
+   decode worker has ended the transfer. One that refuses pages after all has to be told: it has no transfer.
 
 A sequence computes [0, num_tokens) and samples one token. The decode worker holds [0, num_held_tokens); the
 transfer counts units of `unit_tokens` from there on.
@@ -23,7 +24,6 @@ from baton.request import FinishReason, Request
 
 
 class Stage(Enum):
-    ASKING = "asking"
     PULLING = "pulling"
     COMPUTING = "computing"
     LEAVING = "leaving"
@@ -42,7 +42,8 @@ class Departure:
     decode: str  # the worker that asked
     page_size: int  # of the pages here
     unit_tokens: int
-    stage: Stage = Stage.ASKING
+    stage: Stage = Stage.COMPUTING
+    is_granted: bool = False  # the decode worker has given pages
     progress: Progress | None = None  # from COMPUTING on
     _num_taken_pages: int = 0
 

@@ -88,11 +88,12 @@ class PrefillWorker(WorkerNode):
 
     def step(self) -> None:
         """Do what can be done now."""
-        for ended in self._endpoint.poll():
+        all_ended = self._endpoint.poll()
+        for transfer in self._endpoint.take_granted():
+            self._granted(transfer)
+        for ended in all_ended:
             self._pulled(ended)
             self._transfer_ended(ended)
-        for transfer in self._endpoint.take_granted():
-            self._compute(transfer)
         if self._engine.has_work():
             self._reports.step_begins()
             for output in self._engine.step(self._last_chunks):
@@ -164,12 +165,15 @@ class PrefillWorker(WorkerNode):
         else:
             self._departures[prefill.transfer] = departure
             self._reports.arrived(departure)
+            self._compute(departure)
 
-    def _compute(self, transfer: bytes) -> None:
-        """Its pages have been granted."""
+    def _granted(self, transfer: bytes) -> None:
         departure = self._departures.get(transfer)
-        if departure is None or departure.stage is not Stage.ASKING:
-            return
+        if departure is not None:
+            departure.is_granted = True
+
+    def _compute(self, departure: Departure) -> None:
+        """At once: the decode worker has kept the room that it is being asked for."""
         prefix = SoughtPrefix(self._engine, departure.request, departure.engine_id)
         if self._prefixes.begin(departure, departure.prefill.source, prefix):
             departure.stage = Stage.PULLING
@@ -241,7 +245,7 @@ class PrefillWorker(WorkerNode):
         if departure is None:
             return
         self._reports.ended(departure, ended)
-        if departure.stage is not Stage.LEAVING:
+        if departure.stage is not Stage.LEAVING or not departure.is_granted:
             self._let_engine_go(departure)
             self._refuse(departure.decode, departure.prefill, Failure.BUSY, ended.reason)
 

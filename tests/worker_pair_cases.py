@@ -9,7 +9,7 @@ import pytest
 from baton.control import Prefill, Prefilled
 from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
-from baton.kvtransfer.messages import Commit
+from baton.kvtransfer.messages import Commit, Reserve
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
 from baton.token_event import TokenEvent
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
@@ -88,7 +88,7 @@ def begun(answer: list[Said], num_tokens: int) -> tuple[int, ...]:
 
 
 # The stages of an attempt whose prompt is computed by the prefill worker, in order.
-STAGES: Final = ("asked", "computing", "computed", "pages-only", "token-only", "running")
+STAGES: Final = ("asked", "computing", "unreserved", "computed", "pages-only", "token-only", "running")
 
 
 def bring_to(pair: WorkerPair, request: Request, stage: str) -> None:
@@ -101,10 +101,13 @@ def bring_to(pair: WorkerPair, request: Request, stage: str) -> None:
     pair.hold(*held.get(stage, ()))
     if stage in ("computed", "token-only"):
         pair.decode.endpoint.holds = Commit
+    if stage == "unreserved":  # it has its first token, and the decode worker has yet to give pages
+        pair.decode.endpoint.holds = Reserve
     pair.dispatch(request)
     there: dict[str, Callable[[], bool]] = {
         "asked": lambda: pair.holds(Prefill),
         "computing": pair.prefill.engine.has_work,
+        "unreserved": lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding,
         "computed": lambda: pair.holds(Prefilled) and pair.decode.endpoint.is_holding,
         "pages-only": lambda: pair.holds(Prefilled) and not pair.prefill.node.attempts,
         "token-only": lambda: bool(pair.heard(request)) and pair.decode.endpoint.is_holding,

@@ -41,22 +41,39 @@ def refusals(pair: WorkerPair) -> list[tuple[Failure, str]]:
     return [(each.failure, each.reason) for each in said_ if isinstance(each, PrefillFailed)]
 
 
-def test_nothing_is_computed_before_pages_are_granted(make_pair: MakePair) -> None:
+def test_a_prompt_is_computed_while_pages_are_asked_for(make_pair: MakePair) -> None:
     pair, request = make_pair(), a_request()
     pair.decode.endpoint.holds = Reserve
     pair.dispatch(request)
-    pair.turns_until(lambda: pair.decode.endpoint.is_holding)
-    pair.turn()
-    assert not pair.prefill.engine.has_work() and pair.prefill.node.attempts
+    pair.turns_until(lambda: pair.decode.endpoint.is_holding and bool(pair.heard(request)))
+    assert not pair.decode.endpoint.num_open and len(pair.heard(request)) == 1
     pair.decode.endpoint.release()
     pair.turns_until(lambda: pair.is_answered(request))
+    assert not pair.decode_worker.counters["recomputed_prefills"]
+
+
+def test_pages_refused_after_the_first_token_are_computed_where_they_were_refused(
+    make_pair: MakePair, alone: Engine
+) -> None:
+    pair, request = make_pair(), a_request()
+    bring_to(pair, request, "unreserved")
+    pair.decode.endpoint._admit = lambda reserve, num_pages: None
+    pair.decode.endpoint.release()
+    pair.turns_until(lambda: pair.is_answered(request))
+    assert said(pair.heard(request)) == answer_alone(alone, request)
+    assert pair.decode_worker.counters["recomputed_prefills"] == 1
 
 
 def test_pages_leave_while_the_rest_is_computed(make_pair: MakePair) -> None:
     pair, request = make_pair(**SMALL_STEPS), a_request(prompt=tuple(range(90)), max_tokens=2)
     pair.decode.endpoint.holds = Wrote
     pair.dispatch(request)
-    pair.turns_until(lambda: pair.decode.endpoint.is_holding)
+    pair.turns_until(pair.prefill.engine.has_work)
+    pair.turn()  # a first step
+    while not pair.decode.endpoint.is_holding:  # no other: the rest cannot be done before
+        for host in (pair.prefill, pair.decode):
+            assert not host.endpoint.poll()
+            host.endpoint.wait(0.001)
     assert pair.prefill.engine.has_work() and not pair.heard(request)
     pair.decode.endpoint.release()
     pair.turns_until(lambda: pair.is_answered(request))
