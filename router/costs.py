@@ -10,7 +10,9 @@ by its next reader: that is how hot prefixes spread.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
+
+import msgspec
 
 Kin: TypeAlias = tuple[str, str]  # fingerprint, kv_dtype: only of the same are pages of use to a worker
 
@@ -20,7 +22,7 @@ Coefficients: TypeAlias = tuple[float, ...]
 TIE: Final = 0.02  # costs this close, as a share, are alike: predictions are no better
 
 
-class Terms(NamedTuple):
+class Terms(msgspec.Struct, frozen=True, gc=False):
     """Seconds."""
 
     queue_s: float = 0.0  # behind other prompts
@@ -37,10 +39,11 @@ class Terms(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        return sum(self)
+        ttft_s = self.queue_s + self.pull_s + self.compute_s
+        return ttft_s + self.handoff_s + self.join_s + self.harm_s + self.crowd_s
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     decode: str
     prefill: str  # "": the decode worker computes the prompt
     source: str  # of a prefix to be pulled; "": none
@@ -54,7 +57,7 @@ class Candidate(NamedTuple):
         return self.prefill or self.decode
 
 
-class Computer(NamedTuple):
+class Computer(msgspec.Struct, frozen=True, gc=False):
     """A worker that could compute the prompt."""
 
     worker: str
@@ -64,7 +67,7 @@ class Computer(NamedTuple):
     kin: Kin = ("", "")
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, gc=False):
     """A worker that holds the first tokens of the prompt, for others to pull."""
 
     worker: str
@@ -73,7 +76,7 @@ class Source(NamedTuple):
     kin: Kin = ("", "")
 
 
-class Decoder(NamedTuple):
+class Decoder(msgspec.Struct, frozen=True, gc=False):
     """A worker that could decode, and perhaps compute the prompt too."""
 
     computer: Computer
@@ -83,7 +86,7 @@ class Decoder(NamedTuple):
     token_harm_s: float  # that it lengthens each step by
 
 
-class Load(NamedTuple):
+class Load(msgspec.Struct, frozen=True, gc=False):
     """What the prompt is, and what the cluster has to do anyway."""
 
     num_tokens: int
@@ -91,7 +94,7 @@ class Load(NamedTuple):
     crowd_rate: float  # prompts a second that come to a worker, and more where these hold up others in turn
 
 
-class Filled(NamedTuple):
+class Filled(msgspec.Struct, frozen=True, gc=False):
     """What the prompt costs where it is computed."""
 
     total_s: float
@@ -112,18 +115,19 @@ def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
 
     Asked for every worker that is compared, so nothing is called for what a line can say.
     """
-    own, wait_s, num_held, (fixed_s, token_s, pair_s), kin = computer
-    num_tokens, _, crowd_rate = load
+    wait_s, num_held = computer.wait_s, computer.num_held_tokens
+    fixed_s, token_s, pair_s = computer.coefficients
+    num_tokens, crowd_rate = load.num_tokens, load.crowd_rate
     last = num_tokens - 1  # which is computed wherever the others come from
     held = num_held if num_held < last else last
     num_new, pull_s, source = num_tokens - held, 0.0, ""
     compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
     crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
-    for worker, num_there, pull_s_of, kin_there in sources:
-        num_pulled = num_there if num_there < last else last
-        if num_pulled <= num_held or worker == own or kin_there != kin:
+    for each in sources:
+        num_pulled = each.num_tokens if each.num_tokens < last else last
+        if num_pulled <= num_held or each.worker == computer.worker or each.kin != computer.kin:
             continue
-        shown_s = pull_s_of(worker, own, num_pulled - num_held) - wait_s
+        shown_s = each.pull_s(each.worker, computer.worker, num_pulled - num_held) - wait_s
         if shown_s < 0.0:
             shown_s = 0.0
         num_left = num_tokens - num_pulled
@@ -131,13 +135,13 @@ def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
         # Whoever comes before this one is done waits that much longer.
         left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
         if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
-            held, source = num_pulled, worker
+            held, source = num_pulled, each.worker
             pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
     total_s = wait_s + pull_s + compute_s + crowd_s
     return Filled(total_s, computer, source, held, pull_s, compute_s, crowd_s)
 
 
-class Decoding(NamedTuple):
+class Decoding(msgspec.Struct, frozen=True, gc=False):
     """What decoding costs alone, wherever the prompt is computed."""
 
     total_s: float
@@ -147,32 +151,33 @@ class Decoding(NamedTuple):
 
 
 def decoding(decoder: Decoder, load: Load) -> Decoding:
-    _, num_running, step_s, room_s, token_harm_s = decoder
-    join_s, harm_s = room_s + 0.5 * step_s, num_running * load.num_output_tokens * token_harm_s
+    join_s = decoder.room_s + 0.5 * decoder.step_s
+    harm_s = decoder.num_running * load.num_output_tokens * decoder.token_harm_s
     return Decoding(join_s + harm_s, decoder, join_s, harm_s)
 
 
 def local(filled: Filled, decoding: Decoding, load: Load) -> Candidate:
     """The prompt computed where it is decoded: whoever is in that batch waits for it."""
-    _, computer, source, held, pull_s, compute_s, crowd_s = filled
-    decoder = decoding.decoder
-    harm_s = decoding.harm_s + decoder.num_running * compute_s
-    terms = Terms(computer.wait_s, pull_s, compute_s, 0.0, decoder.room_s, harm_s, crowd_s)
-    return Candidate(computer.worker, "", source, held, load.num_tokens - held, terms)
+    decoder, computer, held = decoding.decoder, filled.computer, filled.num_held_tokens
+    harm_s = decoding.harm_s + decoder.num_running * filled.compute_s
+    terms = Terms(
+        computer.wait_s, filled.pull_s, filled.compute_s, 0.0, decoder.room_s, harm_s, filled.crowd_s
+    )
+    return Candidate(computer.worker, "", filled.source, held, load.num_tokens - held, terms)
 
 
 def local_total_s(filled: Filled, decoding: Decoding) -> float:
     """Of that candidate."""
-    _, (_, num_running, _, room_s, _), _, harm_s = decoding
-    return filled.total_s + room_s + harm_s + num_running * filled.compute_s
+    decoder = decoding.decoder
+    return filled.total_s + decoder.room_s + decoding.harm_s + decoder.num_running * filled.compute_s
 
 
 def remote(filled: Filled, decoding: Decoding, handoff_s: float, load: Load) -> Candidate:
-    _, computer, source, held, pull_s, compute_s, crowd_s = filled
-    _, decoder, join_s, harm_s = decoding
-    terms = Terms(computer.wait_s, pull_s, compute_s, handoff_s, join_s, harm_s, crowd_s)
-    num_new_tokens = load.num_tokens - held
-    return Candidate(decoder.computer.worker, computer.worker, source, held, num_new_tokens, terms)
+    computer, held = filled.computer, filled.num_held_tokens
+    join_s, harm_s = decoding.join_s, decoding.harm_s
+    terms = Terms(computer.wait_s, filled.pull_s, filled.compute_s, handoff_s, join_s, harm_s, filled.crowd_s)
+    decode = decoding.decoder.computer.worker
+    return Candidate(decode, computer.worker, filled.source, held, load.num_tokens - held, terms)
 
 
 # Of candidates; a random number; what was given to a worker lately, by any measure.
@@ -185,7 +190,7 @@ def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str]
     Drawn, as what all took for the best would not be it for long. Waiting for what a sibling computes costs
     the same as computing it again: who computes less goes first.
     """
-    totals_s = [sum(candidate.terms) for candidate in candidates]
+    totals_s = [candidate.terms.total_s for candidate in candidates]
     least_s = min(totals_s)
     tie_s = least_s * TIE
     most_s = least_s + tie_s

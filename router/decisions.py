@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from baton.clock import Clock
 from baton.decision import Decision, Weighed
@@ -23,7 +24,7 @@ def weighed(candidate: Candidate) -> Weighed:
         prefill=candidate.prefill,
         source=candidate.source,
         num_held_tokens=candidate.num_held_tokens,
-        terms={name: min(max(value, 0.0), _DAY_S) for name, value in candidate.terms._asdict().items()},
+        terms={name: min(max(value, 0.0), _DAY_S) for name, value in asdict(candidate.terms).items()},
     )
 
 

@@ -91,10 +91,10 @@ def few_runs_along(table: KeyTable, sets: PlaceSets, page_keys: bytes) -> list[t
 
     page_keys: of at least one page.
     """
-    num_pages = len(page_keys) // KEY_BYTES
-    page, set_id = 0, _set_of(table, page_keys, 0)
+    num_pages, set_at = len(page_keys) // KEY_BYTES, table.value_at
+    page, set_id = 0, set_at(page_keys, 0) or EMPTY
     runs = [(0, sets.places(set_id))]
-    ahead = [(num_pages - 1, _set_of(table, page_keys, num_pages - 1))]  # that are known, the nearest last
+    ahead = [(num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)]  # that are known, the nearest last
     for _ in range(MAX_BISECTED):
         while ahead and ahead[-1][1] == set_id:
             page = ahead.pop()[0]
@@ -102,17 +102,11 @@ def few_runs_along(table: KeyTable, sets: PlaceSets, page_keys: bytes) -> list[t
             return [*runs, (num_pages, _NOWHERE)]
         middle = (page + ahead[-1][0]) // 2
         if middle > page:
-            ahead.append((middle, _set_of(table, page_keys, middle)))
+            ahead.append((middle, set_at(page_keys, middle) or EMPTY))
         else:
             page, set_id = ahead.pop()
             runs.append((page, sets.places(set_id)))
     return None
-
-
-def _set_of(table: KeyTable, page_keys: bytes, page: int) -> int:
-    first = page * KEY_BYTES
-    key = int.from_bytes(page_keys[first : first + KEY_BYTES // 2], "little")
-    return table.value_of(key or 1) or EMPTY  # as keys_of would say
 
 
 def _sets_along(table: KeyTable, keys: Keys) -> SetIds:

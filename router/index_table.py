@@ -10,10 +10,13 @@ Keys are first halves of page keys, uniform by themselves; they are multiplied b
 same, so that who makes up keys does not choose their cells. 0 marks an empty cell; key 0 is stored as 1.
 """
 
+from struct import Struct
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from baton.page_keys import KEY_BYTES
 
 Keys: TypeAlias = NDArray[np.uint64]
 Cells: TypeAlias = NDArray[np.int64]  # -1: nowhere
@@ -25,6 +28,8 @@ _FEW: Final = 128
 _HALF: Final = np.uint64(32)
 _LOW_HALF: Final = np.uint64(0xFFFFFFFF)
 _MIXER: Final = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
+_first_half = Struct("<Q").unpack_from  # of a page key
+_group = Struct(f"={WIDTH}Q").unpack_from
 
 
 def keys_of(page_keys: bytes) -> Keys:
@@ -51,7 +56,7 @@ class KeyTable:
         self.stamps: NDArray[np.uint32] = np.zeros(self.keys.size if has_stamps else 0, np.uint32)
         self.count = 0
         self._multiplier = int(self._mixer)
-        self._views = self.keys.data, self.values.data  # of single cells
+        self._views = self.keys.data, self.values.data  # of bytes, and of single cells
 
     def __len__(self) -> int:
         return self.count
@@ -68,15 +73,17 @@ class KeyTable:
         cells[rows % max(1, keys.size)] = (groups[rows] << 3) + (hits & 7)
         return cells
 
-    def value_of(self, key: int) -> int | None:
-        """Of one key, as `keys_of` gives it: of a few, sooner than `find` would have made its arrays."""
-        keys, values = self._views
+    def value_at(self, page_keys: bytes, page: int) -> int | None:
+        """Of one of a prompt's pages: of a few, sooner than `find` would have made its arrays."""
+        key = _first_half(page_keys, page * KEY_BYTES)[0] or 1
         mixed = key * self._multiplier
-        for half in (mixed >> 32 & 0xFFFFFFFF, mixed & 0xFFFFFFFF):
-            first = (half * self._num_groups >> 32) * WIDTH
-            group = keys[first : first + WIDTH].tolist()
+        lines, values = self._views
+        for half in (mixed >> 32, mixed):
+            first = ((half & 0xFFFFFFFF) * self._num_groups >> 32) * WIDTH
+            group = _group(lines, 8 * first)
             if key in group:
-                return int(values[first + group.index(key)])
+                value: int = values[first + group.index(key)]
+                return value
         return None
 
     def place(self, keys: Keys) -> tuple[Cells, Cells]:

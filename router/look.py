@@ -69,18 +69,17 @@ class Look:
         return Decoder(computer, num_running, step_s, room_s, token_harm_s)
 
     def _computer(self, station: Station, account: Account, speeds: Speeds) -> Computer:
-        worker, family, kin, page_size, _, _, is_prefill, _, slot_bit = station
         wait_s = account.wait_s(self._now_s) if account.num_computing else 0.0
         if wait_s:
             wait_s *= account.prompts.part_before(party_of(self._request), self.load.num_tokens)
-        if is_prefill and account.num_unknown:
+        if station.is_prefill and account.num_unknown:
             wait_s += account.num_unknown * speeds.mean_compute_s
-        num_held_tokens = self._holdings(family).num_pages(slot_bit) * page_size
-        return Computer(worker, wait_s, num_held_tokens, speeds.prefill.coefficients, kin)
+        num_held_tokens = self._holdings(station.family).num_pages(station.slot_bit) * station.page_size
+        return Computer(station.id, wait_s, num_held_tokens, speeds.prefill.coefficients, station.kin)
 
     def sources(self, computers: Iterable[Computer]) -> Sequence[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""
-        held = [(num_held, worker, kin) for worker, _, num_held, _, kin in computers if num_held]
+        held = [(each.num_held_tokens, each.worker, each.kin) for each in computers if each.num_held_tokens]
         if self._located:
             held = [(self._num_at(worker, num_held), worker, kin) for num_held, worker, kin in held]
         held.sort(reverse=True)

@@ -1,7 +1,8 @@
 """The workers of one role that could serve an attempt, and who of them holds most of a prompt."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from baton.router.costs import Kin
 from baton.router.index_match import Holdings
@@ -11,7 +12,7 @@ from baton.router.prompt_keys import Family, family_of, kin_of
 from baton.worker import WorkerRole
 
 
-class Station(NamedTuple):
+class Station(msgspec.Struct, frozen=True, gc=False):
     """What every decision asks of a worker, and no decision changes."""
 
     id: str

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from baton.request import Request
 from baton.router.books import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, party_of
 from baton.router.chooser import MAX_COMBINED, ArePair
@@ -30,7 +32,7 @@ class ChoiceOracle:
         sources = [members[worker] for _, worker in held[:MAX_SOURCES]]
         locals_ = [self._local(each, self._filled(each, sources)) for each in decoding]
         filled = sorted((self._filled(each, sources) for each in filling), key=_total_s)
-        decoders = sorted(decoding, key=lambda each: sum(self._decoding(each)))
+        decoders = sorted(decoding, key=lambda each: self._decoding(each).total_s)
         remotes = [
             self._remote(decoder, each)
             for decoder in decoders[:MAX_COMBINED]
@@ -99,15 +101,15 @@ class ChoiceOracle:
     def _local(self, decoder: Member, filled: Candidate) -> Candidate:
         harm_s = self._decoding(decoder).harm_s + self._num_running(decoder) * filled.terms.compute_s
         join_s = self._room_and_step_s(decoder)[0]
-        return filled._replace(terms=filled.terms._replace(join_s=join_s, harm_s=harm_s))
+        return replace(filled, terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
 
     def _remote(self, decoder: Member, filled: Candidate) -> Candidate:
         """Filled: its `decode` is where the prompt is computed."""
         num_moved = max(0, self._load.num_tokens - self._held(decoder))
         handoff_s = self._known.model.handoff_s(filled.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
-        terms = filled.terms._replace(handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
-        return filled._replace(decode=decoder.id, prefill=filled.decode, terms=terms)
+        terms = replace(filled.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
+        return replace(filled, decode=decoder.id, prefill=filled.decode, terms=terms)
 
 
 def _total_s(candidate: Candidate) -> float:

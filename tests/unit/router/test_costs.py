@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.router.costs import (
     Candidate,
@@ -69,9 +70,9 @@ def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
 
 
 def test_nothing_is_pulled_from_who_has_other_weights() -> None:
-    source, computer = a_source("q", 800)._replace(kin=("old", "float32")), a_computer()
-    assert fill(computer._replace(kin=("new", "float32")), IDLE, [source]).source == ""
-    assert fill(computer._replace(kin=("old", "float32")), IDLE, [source]).source == "q"
+    source, computer = replace(a_source("q", 800), kin=("old", "float32")), a_computer()
+    assert fill(replace(computer, kin=("new", "float32")), IDLE, [source]).source == ""
+    assert fill(replace(computer, kin=("old", "float32")), IDLE, [source]).source == "q"
 
 
 def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
@@ -90,7 +91,7 @@ def test_of_two_sources_the_better_one_is_taken() -> None:
 
 
 def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
-    crowded = IDLE._replace(crowd_rate=2.0)
+    crowded = replace(IDLE, crowd_rate=2.0)
     short, long = (fill(a_computer(wait_s=wait_s), crowded, []).terms.crowd_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
 
