@@ -30,7 +30,8 @@ def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[s
 
 
 def _measure(queues: TenantQueues, submits: list[Submit], random: Random) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {"add": [], "first": [], "take": [], "remove": [], "correct": []}
+    operations = ("add", "first", "take", "remove", "correct", "work before")
+    times: dict[str, list[float]] = {operation: [] for operation in operations}
     number = 10**9
     for _ in range(NUM_MEASURED):
         number += 1
@@ -51,6 +52,9 @@ def _measure(queues: TenantQueues, submits: list[Submit], random: Random) -> dic
         begun = perf_counter_ns()
         queues.remove(added.key)
         times["remove"].append((perf_counter_ns() - begun) / 1e3)
+        begun = perf_counter_ns()
+        queues.work_before(added)
+        times["work before"].append((perf_counter_ns() - begun) / 1e3)
     return times
 
 

@@ -11,16 +11,19 @@
 This is start-time fair queueing (Goyal, Vin, Cheng 1996) with the corrections of the virtual token counter
 (Sheng et al. 2024). Of two tenants that wait all the while, what either was served, divided by its weight,
 differs from the other's by no more than the largest thing that each was served, divided by its weight, and
-the credit that one of them began with: so nobody starves. Every operation takes O(log tenants).
+the credit that one of them began with: so nobody starves. Every operation takes O(log tenants), and moves
+eight bytes for each at most.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final
+from typing import Final, TypeAlias
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
 CREDIT_AGES: Final = 4
 MAX_IDLE: Final = 1024  # tenants that owe something and do not wait, before those that owe nothing go
+
+Turn: TypeAlias = tuple[float, int, str]  # clock, number, whose: the least is first
 
 
 class _Account:
@@ -29,7 +32,7 @@ class _Account:
     def __init__(self, clock: float) -> None:
         self.clock = clock
         self.weight = 1.0
-        self.turn = 0  # of its entry in the heap; 0: it does not wait
+        self.turn: Turn | None = None  # None: it does not wait
 
 
 class FairShare:
@@ -40,13 +43,12 @@ class FairShare:
         self._past = deque([0.0], maxlen=CREDIT_AGES)  # the present, at the last ages; the oldest first
         self.weights = 0.0  # of those that wait, together
         self._accounts: dict[str, _Account] = {}
-        self._turns: list[tuple[float, int, str]] = []  # a heap; entries of another turn are void
+        self._turns: list[Turn] = []  # of those that wait, in order
         self._num_turns = 0
-        self._num_waiting = 0
 
     def __len__(self) -> int:
         """How many tenants wait."""
-        return self._num_waiting
+        return len(self._turns)
 
     def join(self, tenant: str, weight: float, *, was_away: bool = True) -> None:
         """Of one that waits already: its weight from now on. was_away: else it was only not to come next."""
@@ -60,7 +62,6 @@ class FairShare:
         account.weight = weight
         if was_away:
             account.clock = max(account.clock, self._past[0])
-        self._num_waiting += 1
         self.weights += weight
         self._queue(tenant, account)
 
@@ -68,22 +69,14 @@ class FairShare:
         """It must be waiting."""
         account = self._accounts[tenant]
         assert account.turn, tenant
-        account.turn = 0
-        self._num_waiting -= 1
-        self.weights = self.weights - account.weight if self._num_waiting else 0.0
-        if len(self._accounts) > 2 * self._num_waiting + MAX_IDLE:
+        self._unqueue(account)
+        self.weights = self.weights - account.weight if self._turns else 0.0
+        if len(self._accounts) > 2 * len(self._turns) + MAX_IDLE:
             self._forget_even()
 
     def first(self) -> str | None:
         """Whose turn it is. None: nobody waits."""
-        turns = self._turns
-        while turns:
-            _, turn, tenant = turns[0]
-            account = self._accounts.get(tenant)
-            if account is not None and account.turn == turn:
-                return tenant
-            heappop(turns)
-        return None
+        return self._turns[0][2] if self._turns else None
 
     def serve(self, tenant: str, work: float) -> None:
         """It must be waiting: this is its turn, which it is charged `work` for."""
@@ -113,29 +106,22 @@ class FairShare:
         return self._past[0] if account is None else max(account.clock, self._past[0])
 
     def _move(self, tenant: str, account: _Account, work: float) -> None:
+        waits = account.turn is not None
+        if waits:
+            self._unqueue(account)
         account.clock += work / account.weight
-        if account.turn:
+        if waits:
             self._queue(tenant, account)
 
     def _queue(self, tenant: str, account: _Account) -> None:
-        former, self._num_turns = account.turn, self._num_turns + 1
-        account.turn = self._num_turns
-        entry = (account.clock, account.turn, tenant)
-        if former and self._turns[0][1] == former:
-            heapreplace(self._turns, entry)
-            return
-        heappush(self._turns, entry)
-        if len(self._turns) > 4 * self._num_waiting + 256:
-            self._collect()
+        self._num_turns += 1
+        account.turn = (account.clock, self._num_turns, tenant)
+        insort(self._turns, account.turn)
 
-    def _collect(self) -> None:
-        """Leave out what is void."""
-        self._turns = [
-            (account.clock, account.turn, tenant)
-            for tenant, account in self._accounts.items()
-            if account.turn
-        ]
-        heapify(self._turns)
+    def _unqueue(self, account: _Account) -> None:
+        assert account.turn is not None
+        del self._turns[bisect_left(self._turns, account.turn)]
+        account.turn = None
 
     def _forget_even(self) -> None:
         kept = self._accounts.items()
@@ -146,6 +132,8 @@ class FairShare:
     def _rebase(self) -> None:
         for account in self._accounts.values():
             account.clock = max(account.clock - self.present, -MAX_CLOCK)
+            if account.turn is not None:
+                account.turn = (account.clock, *account.turn[1:])
+        self._turns = sorted(account.turn for account in self._accounts.values() if account.turn is not None)
         self._past = deque((past - self.present for past in self._past), maxlen=CREDIT_AGES)
         self.present = 0.0
-        self._collect()
