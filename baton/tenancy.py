@@ -17,6 +17,7 @@ from msgspec import Meta
 MAX_CLASSES: Final = 16
 BURST_S: Final = 10.0  # of tokens_per_s, where burst_tokens is not given
 ONLY_CLASS: Final = "default"  # of a file that declares none
+OF_FREE: Final = 4  # times as many places as are free is what one tenant may have
 
 Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
 Weight: TypeAlias = Annotated[float, Meta(ge=1e-6, le=1e6)]  # finite, also in sums of ratios
@@ -25,6 +26,16 @@ Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**40)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ClassName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
 TenantName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
+
+
+def has_place(tenant: str, num_asked: int, num_own: int, num_free: int) -> bool:
+    """Whether a tenant that has `num_own` of the places may have so many more of those that are free.
+
+    It may have OF_FREE times as many as are free: one that wants all of them leaves a fifth, two leave a
+    ninth, and who has none finds some. The tenant of a cluster without a file has no name, and nobody to
+    leave any to.
+    """
+    return num_asked <= num_free and (not tenant or num_own + num_asked <= OF_FREE * num_free)
 
 
 class Refusal(StrEnum):

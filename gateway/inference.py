@@ -44,6 +44,7 @@ class Inference:
         *,
         calendar_s: Callable[[], float],
         ping_interval_s: float,
+        max_open_requests: int,
     ) -> None:
         """To be made on the loop that serves. `calendar_s`: seconds since 1970, for clients to see."""
         self.reader = reader
@@ -52,7 +53,7 @@ class Inference:
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
-        self._door = Door(metrics.tenants)
+        self._door = Door(metrics.tenants, max_open_requests)
         self._turn = Turn()
         self._open: dict[Answer, Visit] = {}
 
@@ -68,7 +69,7 @@ class Inference:
     def answering(self, call: Call) -> Iterator[Answer]:
         """An answer, not started yet. Whatever way it ends, it is counted, and nothing of it runs on.
 
-        Raises Refused, and ApiError, where the tenant's quota has no room for it.
+        Raises Refused, Overloaded and ApiError, where there is no room for it; see Door.
         """
         text = self._model.text
         answer = Answer(call, self._model.service, text.tokenizer if text.has_tokenizer else None)

@@ -158,6 +158,7 @@ def _parts(
         clock,
         calendar_s=time.time,
         ping_interval_s=config.ping_interval_s,
+        max_open_requests=config.max_open_requests,
     )
     return Parts(
         model=model,

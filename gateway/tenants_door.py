@@ -2,17 +2,19 @@
 
 Quotas are the cluster's, and the router keeps them. What one gateway alone has open is never more than what
 the cluster has: so what is over the quota here is over it everywhere, and nobody else need be asked.
+
+A gateway has places for so many calls. However many one tenant makes, others find some.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from baton.errors import Refused
+from baton.errors import Overloaded, Refused
 from baton.gateway.api_errors import invalid
 from baton.gateway.call import Call
 from baton.gateway.tenants_counts import Tallies, Tally
-from baton.tenancy import Refusal
+from baton.tenancy import Refusal, has_place
 
 FULL_RETRY_S: Final = 1.0  # nobody can tell when one of the calls ends
 
@@ -64,33 +66,54 @@ class Visit:
 
 
 class Door:
-    def __init__(self, tallies: Tallies) -> None:
+    def __init__(self, tallies: Tallies, num_places: int) -> None:
+        """num_places: for choices that are answered at one time."""
         self._tallies = tallies
+        self._num_places = num_places
+        self._num_taken = 0
         self._num_open: Counter[str] = Counter()  # choices, by the tenant's name; none of 0
 
     def enter(self, call: Call) -> Visit:
-        """Raises Refused, and ApiError 400 for a call that the tenant's quota would never let in."""
+        """Raises Refused for a quota, Overloaded for want of a place, and ApiError 400 for a call that the
+        tenant's quota would never let in.
+        """
         name, num_choices = call.tenant.name, call.num_choices * len(call.prompts)
         tally = self._tallies.of(name)
-        most = call.standing.quotas.max_concurrent_requests
-        if most is not None:
-            if num_choices > most:
-                raise invalid(f"n: the call has {num_choices} answers, its tenant may have {most} at once")
-            if self._num_open[name] + num_choices > most:
-                tally.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
-                raise Refused(
-                    f"{most} requests at once",
-                    refusal=Refusal.MAX_CONCURRENT_REQUESTS,
-                    retry_after_s=FULL_RETRY_S,
-                )
+        self._check_quota(call, num_choices, tally)
+        self._check_places(name, num_choices, tally)
         self._num_open[name] += num_choices
+        self._num_taken += num_choices
 
         def left() -> None:
+            self._num_taken -= num_choices
             self._num_open[name] -= num_choices
             if not self._num_open[name]:
                 del self._num_open[name]
 
         return Visit(call, tally, left)
+
+    def _check_quota(self, call: Call, num_choices: int, tally: Tally) -> None:
+        most = call.standing.quotas.max_concurrent_requests
+        if most is None:
+            return
+        if num_choices > most:
+            raise invalid(f"n: the call has {num_choices} answers, its tenant may have {most} at once")
+        if self._num_open[call.tenant.name] + num_choices > most:
+            tally.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
+            raise Refused(
+                f"{most} requests at once",
+                refusal=Refusal.MAX_CONCURRENT_REQUESTS,
+                retry_after_s=FULL_RETRY_S,
+            )
+
+    def _check_places(self, tenant: str, num_choices: int, tally: Tally) -> None:
+        num_own, num_free = self._num_open[tenant], self._num_places - self._num_taken
+        if not has_place(tenant, num_choices, num_own, num_free):
+            tally.calls[Refusal.NO_ROOM.value] += 1
+            raise Overloaded(
+                f"its tenant has {num_own} of this gateway's {self._num_places} places, {num_free} are free",
+                retry_after_s=FULL_RETRY_S,
+            )
 
     def num_open(self, tenant: str) -> int:
         """Choices that are being answered."""

@@ -28,7 +28,7 @@ from baton.router.pairing import Pair, Pairing, Unpaired
 from baton.router.quotas import Refused
 from baton.router.reception import Reception
 from baton.router.tenant_queues import Waiting
-from baton.tenancy import Refusal
+from baton.tenancy import Refusal, has_place
 
 RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 86_400.0
@@ -75,8 +75,11 @@ class Dispatcher:
             self._books.ended(key)  # its router is gone, or its gateway has left that one
         if key in self._books or key in self._reception:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
-        if len(self._books) + len(self._reception) >= self._max_attempts:
-            self._reject(gateway.id, key, _no_room(f"{self._max_attempts} attempts are under way"))
+        num_free = self._max_attempts - len(self._books) - len(self._reception)
+        num_own = 0 if submit.is_begun else self._reception.quotas.num_requests(submit.request.tenant)
+        if not has_place(submit.request.tenant, 1, num_own, num_free):
+            reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
+            self._reject(gateway.id, key, _no_room(reason))
             return
         refused = self._reception.ask(gateway.id, submit)
         if refused is None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.request import Request
-from baton.tenancy import Degradation, Quotas, Refusal, Sla, Standing, TenantPolicy
+from baton.tenancy import Degradation, Quotas, Refusal, Sla, Standing, TenantPolicy, has_place
 
 
 def test_request_of_no_tenant_carries_an_empty_standing() -> None:
@@ -77,3 +77,21 @@ def test_standing_is_the_policy_in_its_class() -> None:
         quotas=Quotas(max_queued=1),
         degradation=Degradation(may_shed=False),
     )
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_asked", "num_own", "num_free", "expected"),
+    [
+        ("a", 1, 0, 1, True),
+        ("a", 1, 0, 0, False),
+        ("a", 1, 79, 20, True),
+        ("a", 1, 80, 20, False),
+        ("a", 5, 0, 4, False),
+        ("", 1, 99, 1, True),
+        ("", 1, 99, 0, False),
+    ],
+)
+def test_a_tenant_has_places_as_long_as_it_leaves_some(
+    tenant: str, num_asked: int, num_own: int, num_free: int, expected: bool
+) -> None:
+    assert has_place(tenant, num_asked, num_own, num_free) is expected

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import Refused
+from baton.errors import Overloaded, Refused
 from baton.gateway.api_errors import ApiError
 from baton.gateway.call import Call
 from baton.gateway.tenants import Tenant
@@ -24,9 +24,50 @@ def tallies() -> Tallies:
     return Tallies()
 
 
+NUM_PLACES = 1000
+
+
 @pytest.fixture
 def door(tallies: Tallies) -> Door:
-    return Door(tallies)
+    return Door(tallies, NUM_PLACES)
+
+
+def fill(door: Door, *tenants: str, num_choices: int = 1) -> dict[str, list[Visit]]:
+    """By turns, until all of them are sent away."""
+    visits: dict[str, list[Visit]] = {tenant: [] for tenant in tenants}
+    asking = list(tenants)
+    while asking:
+        for tenant in list(asking):
+            try:
+                visits[tenant].append(door.enter(a_call(tenant, num_choices=num_choices)))
+            except Overloaded:
+                asking.remove(tenant)
+    return visits
+
+
+def test_one_that_wants_all_places_leaves_some_to_others(door: Door, tallies: Tallies) -> None:
+    noisy = fill(door, "noisy")["noisy"]
+    assert len(noisy) == 800
+    for number in range(50):
+        door.enter(a_call(f"quiet {number}"))
+    with pytest.raises(Overloaded, match="800 of this gateway's 1000 places") as full:
+        door.enter(a_call("noisy"))
+    assert full.value.retry_after_s > 0
+    assert counted(tallies, "noisy").calls == {"no_room": 2}
+    for visit in noisy[:100]:
+        visit.leave("answered")
+    door.enter(a_call("noisy"))
+
+
+def test_several_that_want_all_places_leave_some_too(door: Door) -> None:
+    visits = fill(door, *(f"noisy {number}" for number in range(5)), num_choices=2)
+    assert max(map(len, visits.values())) - min(map(len, visits.values())) <= 1
+    assert 1000 - sum(2 * len(each) for each in visits.values()) >= 1000 // (5 * 4 + 1)
+    door.enter(a_call("quiet", num_choices=20))
+
+
+def test_where_there_are_no_tenants_one_may_have_all_places(door: Door) -> None:
+    assert len(fill(door, "")[""]) == NUM_PLACES
 
 
 def test_a_tenant_at_its_quota_is_refused_until_one_of_its_calls_ends(door: Door) -> None:
@@ -135,7 +176,7 @@ def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
 ) -> None:
     """Each comes with the quota that its tenant has by then; each True ends the oldest that is open."""
     tallies = Tallies()
-    door, visits = Door(tallies), list[tuple[str, int, Visit]]()
+    door, visits = Door(tallies, NUM_PLACES), list[tuple[str, int, Visit]]()
     for tenant, num_choices, most, ends_one in calls:
         before = sum(number for name, number, _ in visits if name == tenant)
         try:

@@ -19,7 +19,7 @@ from tests.unit.router.reception_cases import (
     submit,
     tenant_of,
 )
-from tests.unit.router.router_cluster import Cluster
+from tests.unit.router.router_cluster import Cluster, cluster
 
 
 @pytest.fixture
@@ -45,6 +45,17 @@ def test_tenant_over_its_quota_is_refused_by_its_name_and_others_are_not(
     assert str(named) in refused.reason and refused.retry_after_s > 0
     assert isinstance(submit(c, asked("x", "x", num_tokens=LONG, quotas=quotas))[0], Routed)
     assert tenant_of(c, "a").refused == {named: 1}
+
+
+def test_who_asks_for_all_attempts_of_the_router_leaves_some_to_others() -> None:
+    c = cluster(max_attempts=50)
+    c.add("d0", num_pages=10_000, max_num_seqs=64)
+    answered = submit(c, *(asked(f"n{n}", "noisy") for n in range(50)))
+    refused = [each for each in answered if isinstance(each, Rejected)]
+    assert len(refused) == 10 and {each.refusal for each in refused} == {Refusal.NO_ROOM}
+    assert "10 are free, 40 are the tenant's" in refused[0].reason
+    quiet = [asked("q0", "quiet"), asked("q1", "quiet"), asked("again", "noisy", attempt=1)]
+    assert all(isinstance(each, Routed) for each in submit(c, *quiet))
 
 
 def test_tenant_with_all_its_active_ones_lets_others_pass(c: Cluster) -> None:
