@@ -16,8 +16,10 @@ import orjson
 from baton.errors import BatonError, InvalidRequest, Overloaded, Refused, WorkerLost
 from baton.tenancy import Refusal
 
-MAX_RETRY_AFTER_S: Final = 120  # clients wait no longer
+MAX_RETRY_AFTER_S: Final = 120  # clients wait no longer by themselves
+MAX_TOLD_S: Final = 86_400
 INVALID: Final = "invalid_request_error"
+OVERLOADED: Final = "overloaded"
 KINDS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -58,12 +60,15 @@ class ApiError(BatonError):
 
     def headers(self) -> Headers:
         if self.retry_after_s is not None:
-            wait_s = min(max(self.retry_after_s, 0.0), MAX_RETRY_AFTER_S)
-            return [
+            wait_s = min(max(self.retry_after_s, 0.0), MAX_TOLD_S)
+            is_retried = self.should_retry and wait_s <= MAX_RETRY_AFTER_S
+            headers = [
                 (b"retry-after", str(math.ceil(wait_s)).encode()),
                 (b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()),
-                (b"x-should-retry", b"true" if self.should_retry else b"false"),
+                (b"x-should-retry", b"true" if is_retried else b"false"),
             ]
+            # Of those that find no room, the connections are wanted by others.
+            return [*headers, (b"connection", b"close")] if self.code == OVERLOADED else headers
         # What failed in a worker twice would fail a third time, however politely it is asked.
         return [(b"x-should-retry", b"false")] if self.status >= 400 else []
 
@@ -92,7 +97,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(
             503,
             "the service has no room for this request now",
-            code="overloaded",
+            code=OVERLOADED,
             retry_after_s=error.retry_after_s,
         )
     if isinstance(error, WorkerLost):

@@ -25,7 +25,7 @@ def test_a_tenant_over_its_tokens_is_refused_and_others_are_not(tmp_path: Path) 
         assert len(costs) * min(costs) <= BURST, "two gateways with a bucket each would let in twice as many"
         refused = answers[statuses.index(429)]
         assert refused.json()["error"]["param"] == "tokens_per_s"
-        assert int(refused.headers["retry-after"]) >= 1 and refused.headers["x-should-retry"] == "true"
+        assert int(refused.headers["retry-after"]) > 120 and refused.headers["x-should-retry"] == "false"
         assert ask(cluster.url, free).json()["choices"][0]["text"].startswith("sun moon star")
 
         refused_total = r'baton_tenant_refused_total\{reason="tokens_per_s",router="\w{8}",tenant="limited"\}'
