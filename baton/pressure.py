@@ -11,9 +11,10 @@ The ladder, from the bottom. Each rung keeps what the rungs below it do:
     SHED           requests of the lowest class that wait are refused, where the tenant allows it
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +33,9 @@ class Rung(IntEnum):
     SWAP_OUT = 4
     CLIP = 5
     SHED = 6
+
+
+Climbs: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=len(Rung))]
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +61,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rung: Rung = Rung.CALM
     num_queued: Count = 0
     oldest_wait_s: Seconds = 0.0
+    climbs: Climbs = {}  # how often each rung was climbed to since the router began
     tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
     num_left_out: Count = 0  # more tenants, that the message had no room for
 
@@ -72,6 +77,7 @@ def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
         rung=max((queue.rung for queue in every), default=Rung.CALM),
         num_queued=sum(queue.num_queued for queue in every),
         oldest_wait_s=max((queue.oldest_wait_s for queue in every), default=0.0),
+        climbs=dict(sum((Counter(queue.climbs) for queue in every), Counter())),
         tenants=tuple(tenants.values())[:MAX_TENANTS],
         num_left_out=max(0, len(tenants) - MAX_TENANTS) + sum(queue.num_left_out for queue in every),
     )

@@ -148,11 +148,18 @@ def router_tenant_families(routers: Sequence[RouterStatus]) -> Iterator[Metric]:
     labels = ("router", "tenant")
     for metric, documentation, read in ROUTER_COUNTERS:
         counter = CounterMetricFamily(f"baton_tenant_{metric}", documentation, labels=labels)
-        for router, status in each:
-            counter.add_metric((router, status.tenant), read(status))
+        for name, status in each:
+            counter.add_metric((name, status.tenant), read(status))
         yield counter
+    climbs = CounterMetricFamily(
+        "baton_overload_climbs", "To each rung of the overload ladder.", labels=("router", "rung")
+    )
+    for router in routers:
+        for rung, count in router.queue.climbs.items():
+            climbs.add_metric((router.id[:8], rung), count)
+    yield climbs
     refused = CounterMetricFamily("baton_tenant_refused", "By the router.", labels=(*labels, "reason"))
-    for router, status in each:
+    for name, status in each:
         for refusal, count in status.refused.items():
-            refused.add_metric((router, status.tenant, refusal.value), count)
+            refused.add_metric((name, status.tenant, refusal.value), count)
     yield refused

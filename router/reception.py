@@ -206,7 +206,7 @@ class Reception:
         waits_s: defaultdict[str, list[float]] = defaultdict(list)
         for waiting in self.queues:
             waits_s[waiting.tenant].append(self.waited_s(waiting))
-        return self.tallies.status(self.overload.rung, waits_s, self.quotas.num_active)
+        return self.tallies.status(self.overload.ladder, waits_s, self.quotas.num_active)
 
     def check_integrity(self) -> None:
         """AssertionError when the parts do not agree on who is here."""

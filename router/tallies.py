@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final
 
-from baton.pressure import MAX_TENANTS, QueueStatus, Rung, TenantStatus
+from baton.pressure import MAX_TENANTS, QueueStatus, TenantStatus
+from baton.router.ladder import Ladder
 from baton.tenancy import Refusal
 
 MAX_KEPT: Final = 4096  # tenants; the first that came is forgotten
@@ -49,11 +50,12 @@ class Tallies:
         return tally
 
     def status(
-        self, rung: Rung, waits_s: Mapping[str, Sequence[float]], num_active: Callable[[str], int]
+        self, ladder: Ladder, waits_s: Mapping[str, Sequence[float]], num_active: Callable[[str], int]
     ) -> QueueStatus:
         """waits_s: of those that wait, by tenant."""
         return QueueStatus(
-            rung=rung,
+            rung=ladder.rung,
+            climbs={rung.name.lower(): count for rung, count in ladder.climbs.items()},
             num_queued=sum(map(len, waits_s.values())),
             oldest_wait_s=min(86_400.0, max(map(max, waits_s.values()), default=0.0)),
             tenants=self._statuses(waits_s, num_active),

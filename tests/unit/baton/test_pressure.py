@@ -20,12 +20,19 @@ def a_tenant(name: str, count: int) -> TenantStatus:
 
 
 def test_of_several_routers_tenants_are_added_up() -> None:
-    one = QueueStatus(rung=Rung.CLIP, num_queued=3, oldest_wait_s=9.0, tenants=(a_tenant("a", 3),))
+    one = QueueStatus(
+        rung=Rung.CLIP, num_queued=3, oldest_wait_s=9.0, climbs={"clip": 2}, tenants=(a_tenant("a", 3),)
+    )
     other = QueueStatus(
-        rung=Rung.QUEUE, num_queued=6, oldest_wait_s=4.0, tenants=(a_tenant("b", 4), a_tenant("a", 2))
+        rung=Rung.QUEUE,
+        num_queued=6,
+        oldest_wait_s=4.0,
+        climbs={"clip": 1, "queue": 5},
+        tenants=(a_tenant("b", 4), a_tenant("a", 2)),
     )
     both = joined((one, other))
     assert (both.rung, both.num_queued, both.oldest_wait_s) == (Rung.CLIP, 9, 9.0)
+    assert both.climbs == {"clip": 3, "queue": 5}
     assert both.tenants == (
         TenantStatus(
             tenant="a",

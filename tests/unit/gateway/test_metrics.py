@@ -148,7 +148,7 @@ def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
         num_degraded=1,
         refused={Refusal.SHED: 7},
     )
-    queue = QueueStatus(rung=Rung.SHED, num_queued=5, tenants=(acme,))
+    queue = QueueStatus(rung=Rung.SHED, num_queued=5, climbs={"shed": 3}, tenants=(acme,))
     service.status = Status(routers=(RouterStatus(id=id_of("one"), queue=queue),))
     found = samples(exporter(metrics, service))
     here, there = (("gateway", "g0"), ("tenant", "acme")), (("tenant", "acme"),)
@@ -161,6 +161,7 @@ def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
     assert found["baton_tenant_calls_total", (here[0], ("outcome", "tokens_per_s"), here[1])] == 3
     assert found["baton_tenants_file_changes_total", (here[0], ("outcome", "refused"))] == 4
     assert found["baton_overload_rung", ()] == 6
+    assert found["baton_overload_climbs_total", (("router", id_of("one")[:8]), ("rung", "shed"))] == 3
     assert found["baton_tenant_queued_requests", there] == 5
     assert found["baton_tenant_oldest_wait_seconds", there] == 1.5
     assert found["baton_tenant_weight", there] == 2

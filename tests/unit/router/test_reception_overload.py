@@ -140,6 +140,8 @@ def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, rung: 
         c.beat("p0", "d0", attempts=at_work)
         c.tick(0.5)
     assert c.router.reception.overload.rung is rung
+    climbs = c.router.status().routers[0].queue.climbs
+    assert list(climbs) == [each.name.lower() for each in list(Rung)[1 : rung + 1]]
 
 
 def test_an_attempt_that_nobody_has_begun_with_meets_the_quotas_again(c: Cluster) -> None:
