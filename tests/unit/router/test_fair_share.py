@@ -110,6 +110,37 @@ def test_what_was_used_beyond_is_charged_to_who_has_left_too() -> None:
     assert serve_all(share, [10.0] * 10) == {"b": 100.0}
 
 
+def test_what_was_used_beyond_is_charged_to_one_that_was_forgotten() -> None:
+    """Its credit alone is what it would have had."""
+    share = FairShare()
+    share.join("a", 1.0)
+    share.correct("b", 50.0)
+    share.join("b", 1.0)
+    assert serve_all(share, [10.0] * 15) == {"a": 100.0, "b": 50.0}
+
+
+def test_who_owes_is_not_forgotten_among_many() -> None:
+    share = FairShare()
+    share.join("stays", 1.0)
+    share.join("owes", 1.0)
+    share.serve("owes", 1000.0)
+    share.leave("owes")
+    for number in range(3 * MAX_IDLE):
+        share.join(str(number), 1.0)
+        share.leave(str(number))
+    share.join("owes", 1.0)
+    assert serve_all(share, [10.0] * 99) == {"stays": 990.0}
+
+
+def test_weights_are_of_those_that_wait() -> None:
+    share = FairShare()
+    share.join("a", 2.5)
+    share.join("b", 4.0)
+    assert share.weights == 6.5
+    share.leave("a")
+    assert share.weights == 4.0
+
+
 def test_changed_weight_holds_from_the_next_turn() -> None:
     share = FairShare()
     share.join("a", 1.0)
