@@ -62,7 +62,7 @@ def test_one_that_wants_all_places_leaves_some_to_others(door: Door, tallies: Ta
 def test_several_that_want_all_places_leave_some_too(door: Door) -> None:
     visits = fill(door, *(f"noisy {number}" for number in range(5)), num_choices=2)
     assert max(map(len, visits.values())) - min(map(len, visits.values())) <= 1
-    assert 1000 - sum(2 * len(each) for each in visits.values()) >= 1000 // (5 * 4 + 1)
+    assert 1000 - sum(2 * len(each) for each in visits.values()) >= 1000 // (5 * 4 + 1) - 2
     door.enter(a_call("quiet", num_choices=20))
 
 

@@ -91,6 +91,7 @@ def test_tenant_with_all_its_active_ones_is_full() -> None:
         (Quotas(max_queued=2), 2, None),
         (Quotas(max_queued=2), 3, Refusal.MAX_QUEUED),
         (Quotas(max_queued=0, max_active_sequences=1), 1, Refusal.MAX_ACTIVE_SEQUENCES),
+        (Quotas(max_queued=0, max_active_sequences=2), 1, Refusal.MAX_QUEUED),
         (Quotas(max_queued=2, max_active_sequences=1), 3, Refusal.MAX_QUEUED),
     ],
 )
@@ -148,6 +149,9 @@ def test_tenants_that_are_as_new_are_forgotten() -> None:
         quotas.enter(str(number), limit, 5)
         quotas.leave(str(number), was_active=False)
     quotas.enter("here", limit, 5)
+    quotas.enter("owes", limit, 500)
+    quotas.leave("owes", was_active=False)
     clock.advance(10)
     quotas.forget_idle()
-    assert len(quotas._tenants) == 1 and quotas.num_requests("here") == 1
+    assert len(quotas._tenants) == 2 and quotas.num_requests("here") == 1
+    assert refused_by(quotas.refusal("owes", limit, 1)) is Refusal.TOKENS_PER_S

@@ -59,6 +59,27 @@ def test_lowest_class_is_shed_for_higher_ones_and_never_the_only_one(c: Cluster)
     assert isinstance(kept, Routed)
 
 
+def test_those_of_the_lowest_class_that_wait_are_shed_while_it_is_hopeless(c: Cluster) -> None:
+    fill(c, rank=0, sla=Sla(ttft_ms=60_000))
+    may_not = Degradation(may_shed=False)
+    submit(
+        c,
+        asked("high", num_tokens=LONG, sla=Sla(ttft_ms=60_000)),
+        *(asked(name, "b", num_tokens=LONG, rank=2) for name in ("low", "lower")),
+        asked("must", "b", num_tokens=LONG, rank=2, degradation=may_not),
+    )
+    refused, at_work = [], tuple((id_of(name), 0) for name in ("f0", "f1"))
+    for _ in range(16):
+        c.router.reception.overload.count_hopeless()
+        c.beat("p0", "d0", attempts=at_work)
+        c.tick(0.5)
+        refused += answers(c)
+    assert names(refused) == ["low", "lower"]
+    kinds = {(each.refusal, each.retry_after_s > 0) for each in refused if isinstance(each, Rejected)}
+    assert kinds == {(Refusal.SHED, True)} and len(c.router.reception) == 2
+    assert tenant_of(c, "b").refused == {Refusal.SHED: 2}
+
+
 def test_workers_are_told_the_rungs_that_are_about_them(c: Cluster) -> None:
     for rung, told in ((Rung.LOCAL_PREFILL, []), (Rung.SWAP_OUT, [Rung.SWAP_OUT]), (Rung.CALM, [Rung.CALM])):
         press(c, rung)
