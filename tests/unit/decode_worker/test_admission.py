@@ -89,6 +89,14 @@ def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(admis
     assert order_of(admission, attempts) == [3, 4, 1, 2]
 
 
+def test_more_weight_has_more_pages_before_others_are_first(admission: Admission) -> None:
+    attempts = [of_tenant(number, "light") for number in range(3)]
+    attempts += [of_tenant(number, "heavy", weight=3.0) for number in range(3, 6)]
+    for attempt in attempts:
+        admission.wait(attempt)
+    assert order_of(admission, attempts) == [0, 3, 4, 5, 1, 2]
+
+
 def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(admission: Admission) -> None:
     slack, due = a_request(0, arrival_s=5.0), a_request(1, arrival_s=6.0, sla=Sla(ttft_ms=100.0))
     first = a_request(2, arrival_s=9.0, priority=-1)

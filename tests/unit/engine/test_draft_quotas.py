@@ -47,6 +47,18 @@ def test_who_finds_no_room_in_its_quota_holds_up_nobody_else() -> None:
     harness.run()
 
 
+def test_none_overtakes_on_its_own_account_though_it_would_fit() -> None:
+    harness, quota = make_harness(), standing(max_kv_pages=16)
+    harness.add("first", range(30), LONG, tenant="t", standing=quota)
+    harness.step()
+    (held,) = harness.add("held", range(30), LONG, tenant="t", standing=quota)
+    (small,) = harness.add("small", range(2), LONG, tenant="t", standing=quota)
+    harness.step()
+    assert held.status is small.status is SequenceStatus.WAITING
+    assert harness.pool.accounts.num_pages["t"] < 10
+    harness.run()
+
+
 def test_pages_that_two_sequences_share_count_once() -> None:
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256)
     harness = AccountHarness(Settings(num_pages=200, page_size=4, scheduler=config))

@@ -77,6 +77,23 @@ def test_the_longest_of_the_lowest_class_is_swapped_out_while_pages_are_few_and_
     assert long.num_generated_tokens == 60
 
 
+def test_none_of_a_lower_class_comes_in_that_would_leave_few_pages() -> None:
+    """Of 100 pages ten are kept free for the better class, of which seven would be left."""
+    for makes_room, status in ((False, SequenceStatus.RUNNING), (True, SequenceStatus.WAITING)):
+        harness = harness_of(num_pages=100)
+        harness.add("high", range(50), LONG, tenant="high")
+        harness.step()
+        harness.scheduler.relief = Relief(makes_room=makes_room)
+        prompt = [number % 50 for number in range(320)]
+        (low,) = harness.add(
+            "low", prompt, SamplingParams(max_tokens=1), tenant="low", standing=standing(rank=1)
+        )
+        harness.step()
+        assert low.status is status
+        harness.scheduler.relief = Relief()
+        harness.run()
+
+
 def test_nothing_is_swapped_out_where_one_class_runs() -> None:
     harness = harness_of()
     for tenant in "ab":

@@ -121,6 +121,12 @@ def test_nobody_within_its_share_gives_to_one_beyond_it() -> None:
     assert room.numbers(room.victims.of_running(room.sequences[0], may_wait=True)) == [2, 1]
 
 
+def test_who_is_over_its_share_for_its_weight_gives_first() -> None:
+    """Of 40 pages 8 are due to a light one, 24 to the heavy one: both have 4 more, which weigh 4 and 4/3."""
+    room = Room([Member("light", 0, 12), Member("heavy", 0, 28), Member("quiet", 0, 0)], {"heavy": 3.0})
+    assert room.numbers(room.victims.of_running(room.sequences[2], may_wait=True)) == [0, 1]
+
+
 def test_one_account_gives_by_rank_alone() -> None:
     room = Room([Member("a", 0, 9), Member("a", 0, 1), Member("a", 0, 5)], {})
     assert room.numbers(room.victims.of_running(room.sequences[0], may_wait=True)) == [2, 1]

@@ -61,6 +61,15 @@ def test_an_unknown_class_is_refused_with_the_nearest() -> None:
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "wishes"),
+    [("x_slo_ttft_ms", False), ("x_llm_d_slo_ttft_ms", False), ("x_slo_tpot_ms", True), ("x_other", False)],
+)
+def test_only_what_the_tenant_is_not_promised_is_a_wish(name: str, wishes: bool) -> None:
+    tenant = a_tenant(sla=Sla(ttft_ms=500))
+    assert standing_of(headers(**{name: "900"}), tenant).wishes is wishes
+
+
 def test_the_policy_is_in_the_standing() -> None:
     tenant = a_tenant(
         rank=0,

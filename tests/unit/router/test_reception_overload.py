@@ -67,6 +67,7 @@ def test_those_of_the_lowest_class_that_wait_are_shed_while_it_is_hopeless(c: Cl
         asked("high", num_tokens=LONG, sla=Sla(ttft_ms=60_000)),
         *(asked(name, "b", num_tokens=LONG, rank=2) for name in ("low", "lower")),
         asked("must", "b", num_tokens=LONG, rank=2, degradation=may_not),
+        asked("begun", "b", num_tokens=LONG, rank=2, attempt=1),
     )
     refused, at_work = [], tuple((id_of(name), 0) for name in ("f0", "f1"))
     for _ in range(16):
@@ -76,7 +77,7 @@ def test_those_of_the_lowest_class_that_wait_are_shed_while_it_is_hopeless(c: Cl
         refused += answers(c)
     assert names(refused) == ["low", "lower"]
     kinds = {(each.refusal, each.retry_after_s > 0) for each in refused if isinstance(each, Rejected)}
-    assert kinds == {(Refusal.SHED, True)} and len(c.router.reception) == 2
+    assert kinds == {(Refusal.SHED, True)} and len(c.router.reception) == 3
     assert tenant_of(c, "b").refused == {Refusal.SHED: 2}
 
 
