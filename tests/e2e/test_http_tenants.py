@@ -95,7 +95,7 @@ def test_who_has_all_its_requests_open_is_told_which_quota_and_when_to_come_agai
 @pytest.mark.parametrize(
     ("refusal", "status", "retry_after"),
     [
-        (Refusal.TOKENS_PER_S, 429, "3"),
+        *((quota, 429, "3") for quota in Refusal if quota.is_quota),
         (Refusal.SLO, 429, "3"),
         (Refusal.SHED, 503, "3"),
         (Refusal.DEADLINE, 504, None),

@@ -1,6 +1,9 @@
 """Tenants of a whole cluster: its router keeps the quotas, whichever gateway is asked."""
 
 import re
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -12,13 +15,24 @@ BURST = 60  # tokens
 OPTIONS = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5", "--gateways", "2")
 
 
-def test_a_tenant_over_its_tokens_is_refused_and_others_are_not(tmp_path: Path) -> None:
+QUOTAS = {
+    "limited": f"tokens_per_s: 0.01, burst_tokens: {BURST}",
+    "single": "max_concurrent_requests: 1",
+    "active": "max_active_sequences: 1, max_queued: 0",
+    "queued": "max_active_sequences: 1, max_queued: 1",
+    "free": "tokens_per_s: 1000000",
+}
+
+
+def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -> None:
     file = tmp_path / "tenants.yaml"
-    limited, free = (keys("add", name, "--tenants", str(file)) for name in ("limited", "free"))
-    quotas = f"    quotas: {{tokens_per_s: 0.01, burst_tokens: {BURST}}}\n"
-    file.write_text(file.read_text().replace("  limited:\n", "  limited:\n" + quotas))
+    key = {name: keys("add", name, "--tenants", str(file)) for name in QUOTAS}
+    text = file.read_text()
+    for name, quotas in QUOTAS.items():
+        text = text.replace(f"  {name}:\n", f"  {name}:\n    quotas: {{{quotas}}}\n")
+    file.write_text(text)
     with served("tiny", *OPTIONS, "--tenants", str(file)) as cluster:
-        answers = [ask(cluster.url, limited) for _ in range(24)]
+        answers = [ask(cluster.url, key["limited"]) for _ in range(24)]
         statuses = [answer.status_code for answer in answers]
         assert statuses[0] == 200 and set(statuses) == {200, 429}
         costs = [_cost(answer) for answer in answers if answer.status_code == 200]
@@ -26,14 +40,43 @@ def test_a_tenant_over_its_tokens_is_refused_and_others_are_not(tmp_path: Path) 
         refused = answers[statuses.index(429)]
         assert refused.json()["error"]["param"] == "tokens_per_s"
         assert int(refused.headers["retry-after"]) > 120 and refused.headers["x-should-retry"] == "false"
-        assert ask(cluster.url, free).json()["choices"][0]["text"].startswith("sun moon star")
+        assert ask(cluster.url, key["free"]).json()["choices"][0]["text"].startswith("sun moon star")
+
+        for name, quota in (("single", "max_concurrent_requests"), ("active", "max_active_sequences")):
+            with _answering(cluster.url, key[name]):
+                _check_refused(ask(cluster.url, key[name]), quota)
+            # Who hangs up has its quota back.
+            until(lambda: ask(cluster.url, key[name]).status_code == 200)  # noqa: B023
+        with ThreadPoolExecutor(2) as threads:
+            with _answering(cluster.url, key["queued"]):
+                asked = [threads.submit(ask, cluster.url, key["queued"]) for _ in range(2)]
+                (first,), (other,) = wait(asked, return_when=FIRST_COMPLETED)
+                _check_refused(first.result(), "max_queued")
+            assert other.result().status_code == 200, "it waited for the one before it"
 
         refused_total = r'baton_tenant_refused_total\{reason="tokens_per_s",router="\w{8}",tenant="limited"\}'
         # What the router knows is a second old.
         until(lambda: bool(re.search(refused_total, httpx2.get(f"{cluster.url}/metrics").text)))
 
         keys("revoke", "free/all", "--tenants", str(file))
-        until(lambda: all(ask(cluster.url, free).status_code == 401 for _ in range(8)))
+        until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
+
+
+@contextmanager
+def _answering(url: str, key: str) -> Iterator[None]:
+    """While a long answer is on its way; its client hangs up in the end."""
+    body = {"prompt": "copy(sun)=", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as running:
+        assert running.status_code == 200
+        lines = running.iter_lines()  # which hangs up when it is dropped
+        next(lines)
+        yield
+
+
+def _check_refused(answer: httpx2.Response, quota: str) -> None:
+    assert answer.status_code == 429 and answer.json()["error"]["param"] == quota
+    assert int(answer.headers["retry-after"]) >= 1 and answer.headers["x-should-retry"] == "true"
 
 
 def _cost(answer: httpx2.Response) -> int:
