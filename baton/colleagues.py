@@ -43,16 +43,11 @@ class Colleagues:
         """The one to ask for something. It stays the same while the same routers are there and know all."""
         return self._peers.get(self._chosen)
 
-    def router_for(self, tenant: str) -> Peer | None:
-        """The one that everybody asks for what a tenant wants: so one alone counts it, against its quotas.
-
-        As long as all see the same routers, that is.
-        """
-        if len(self._lists) < 2:
-            return self.router
+    @property
+    def common_router(self) -> Peer | None:
+        """The one that everybody asks, as long as all see the same routers: it alone sees all of something."""
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
-        chosen = max(knowing or self._lists, key=lambda id_: _rank(tenant, id_))
-        return self._peers[chosen]
+        return self._peers.get(max(knowing or self._lists, default=""))
 
     @property
     def routers(self) -> list[Peer]:

@@ -19,11 +19,10 @@ from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why
 from baton.gateway.stream_log import State, Stream
 from baton.node import Peer
 from baton.request import Request
-from baton.tenancy import Quotas, Refusal
+from baton.tenancy import Refusal
 
 UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
 MAX_AHEAD: Final = 10  # times as long as a worker may be silent, for the first token of one that talks
-NO_QUOTAS: Final = Quotas()
 MAX_REMEMBERED: Final = 4096  # workers that are gone
 
 logger = logging.getLogger(__name__)
@@ -282,9 +281,8 @@ class OpenStreams:
         del self._waiting[stream.request_id]
 
     def _router_for(self, request: Request) -> Peer | None:
-        if request.standing.quotas == NO_QUOTAS:
-            return self._colleagues.router
-        return self._colleagues.router_for(request.tenant)
+        """Tenants wait in one queue: two would each share out what both of them take from."""
+        return self._colleagues.common_router if request.tenant else self._colleagues.router
 
     def _stop_attempt(self, stream: Stream) -> None:
         """At its workers and in the router's books. Where they are not known yet, Routed will tell."""
