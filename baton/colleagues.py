@@ -45,7 +45,7 @@ class Colleagues:
 
     @property
     def common_router(self) -> Peer | None:
-        """The one that everybody asks, as long as all see the same routers: it alone sees all of something."""
+        """The one that everybody asks, as long as all see the same routers: one alone sees all of a thing."""
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         return self._peers.get(max(knowing or self._lists, default=""))
 
