@@ -47,7 +47,7 @@ def worker_statuses(members: Membership, books: Books, now_s: float) -> tuple[Wo
             worker=member.worker,
             load=member.load,
             num_attempts=books.account(member.id).num_attempts,
-            beat_age_s=now_s - member.beat_s,
+            beat_age_s=max(0.0, now_s - member.beat_s),  # a clock may jump
             is_draining=member.is_draining,
         )
         for member in members.all()

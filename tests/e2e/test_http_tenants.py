@@ -19,6 +19,7 @@ from tests.tenant_clients import ask, digest, write_tenants
 
 Served = ServedGateway[ScriptedService]
 SENTENCE = [300, 301, 302]
+PROMPT = "sort(9 8 7 6 5)="
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_what_the_router_refuses_has_a_status_before_anything_is_sent(
     with served_with(file, ScriptedService(refuse)) as served:
         answer = httpx2.post(
             f"{served.url}/v1/completions",
-            json={"prompt": "a", "stream": is_streamed},
+            json={"prompt": PROMPT, "stream": is_streamed},
             headers={"authorization": "Bearer k-acme"},
         )
         assert answer.status_code == status and answer.headers.get("retry-after") == retry_after
@@ -127,7 +128,9 @@ def test_what_the_router_refuses_has_a_status_before_anything_is_sent(
     assert 'kept="no",objective="ttft",tenant="acme"} 1.0' in scraped
     failures = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert not failures, "a refusal is no failure of ours"
-    assert "k-acme" not in scraped and digest("k-acme")[7:20] not in scraped
+    names = [answer.headers["x-request-id"], *(each.request_id for each in served.service.requests)]
+    secrets = ["k-acme", digest("k-acme")[7:20], PROMPT, *names]
+    assert len(names) == 2 and not [secret for secret in secrets if secret in scraped]
 
 
 def test_public_prefixes_are_shared_by_those_who_say_so(tmp_path: Path) -> None:
