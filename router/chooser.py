@@ -20,7 +20,6 @@ from baton.router.costs import (
     Load,
     Select,
     cheapest,
-    decoding,
     fill,
     local,
     local_total_s,
@@ -44,6 +43,7 @@ EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 
 WorthT = TypeVar("WorthT", float, tuple[float, float])
 ArePair: TypeAlias = Callable[[str, str], bool]  # ids of a decode and a prefill worker
+HasPlace: TypeAlias = Callable[[str], bool]  # id of a worker
 
 
 class Choice(NamedTuple):
@@ -64,6 +64,11 @@ class Field(NamedTuple):
     are_pair: ArePair
     left_out: Collection[str] = ()  # decode workers that may not take it; never all
     avoided: Collection[str] = ()  # workers that are not to fill its pages
+    has_place: HasPlace | None = None  # to compute it at once: where any has, no other is chosen
+
+    def station(self, worker_id: str) -> Station:
+        """Of one that was compared."""
+        return self.decoders.by_id.get(worker_id) or self.fillers.by_id[worker_id]
 
 
 class Chooser:
@@ -85,17 +90,17 @@ class Chooser:
         look = Look(self._known, request, self._load(request, field, now_s), now_s)
         decoders = self._compared(look, field.decoders, field.left_out)
         fillers = self._compared(look, field.fillers, field.avoided)
-        stations = {station.id: station for station in (*decoders, *fillers)}
-        decoding = [look.decoder(station) for station in decoders]
-        filling = [look.computer(station) for station in fillers]
+        decoding, filling = look.decoders(decoders), look.computers(fillers)
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
             candidates = self._candidates(look, decoding, filling, field.are_pair)
+            if field.has_place is not None:
+                candidates = [each for each in candidates if field.has_place(each.computer)] or candidates
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
-            source = look.locate(stations[chosen.source]) if chosen.source else None
+            source = look.locate(field.station(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else it is only expected to hold so much: look knows that now
-        keys = {each: look.keys(stations[each]) for each in (chosen.prefill, chosen.decode) if each}
+        keys = {each: look.keys(field.station(each)) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
         return Choice(chosen, candidates, source, keys, not is_known)
 
@@ -133,45 +138,45 @@ class Chooser:
         num = len(stations)
         if num <= MAX_COMPARED:
             first = int(random() * num)
-            return [each for each in (*stations[first:], *stations[:first]) if each.id not in left_out]
-        holders = look.holders(side, MAX_HOLDERS + len(left_out), stations[int(random() * num)])
-        found = [each for each in holders if each.id not in left_out][:MAX_HOLDERS]
-        for _ in range(MAX_DRAWS if left_out else NUM_DRAWN):
-            drawn = stations[int(random() * num)]
-            if drawn.id not in left_out:
-                found.append(drawn)
-            if len(found) >= MAX_HOLDERS + NUM_DRAWN:
-                break
-        found = found or [each for each in stations if each.id not in left_out][:MAX_COMPARED]
+            return _without(left_out, [*stations[first:], *stations[:first]])
+        found = look.holders(side, MAX_HOLDERS + len(left_out), stations[int(random() * num)])
+        drawn = [stations[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
+        if left_out:
+            found, drawn = _without(left_out, found), _without(left_out, drawn)
+        found = found[:MAX_HOLDERS]
+        found += drawn[: MAX_HOLDERS + NUM_DRAWN - len(found)]
+        found = found or _without(left_out, stations)[:MAX_COMPARED]
         return list({station.id: station for station in found}.values())
 
     def _candidates(
         self, look: Look, decoders: Sequence[Decoder], computers: Sequence[Computer], are_pair: ArePair
     ) -> list[Candidate]:
-        load = look.load
-        both = (*(decoder.computer for decoder in decoders), *computers)
-        sources = [] if self._only_prefix else look.sources(both)
-        decodings = [decoding(decoder, load) for decoder in decoders]
-        filled = [fill(decoder.computer, load, sources) for decoder in decoders]
-        totals_s = list(map(local_total_s, filled, decodings))
-        candidates = [local(filled[row], decodings[row], load) for row in _least(totals_s)]
-        filled = [fill(computer, load, sources) for computer in computers]
-        filled = [filled[row] for row in self._best(filled)]
-        handoff_s_of = self._known.model.handoff_s
-        for row in _least([each.total_s for each in decodings]):
-            decoding_there, there = decodings[row], decoders[row].computer
-            num_moved = max(0, load.num_tokens - there.num_held_tokens)
-            for each in filled:
+        load, handoff_s_of = look.load, self._known.model.handoff_s
+        there = [decoder.computer for decoder in decoders]
+        sources = [] if self._only_prefix else look.sources([*there, *computers])
+        filled = fill(there, load, sources)
+        totals_s = list(map(local_total_s, filled, decoders))
+        candidates = [local(filled[row], decoders[row], load) for row in _least(totals_s)]
+        best = self._best(fill(computers, load, sources))
+        for row in _least([each.total_s for each in decoders]):
+            decode, num_moved = there[row].worker, max(0, load.num_tokens - there[row].num_held_tokens)
+            for each in best:
                 prefill = each.computer.worker
-                if are_pair(there.worker, prefill):
-                    handoff_s = handoff_s_of(prefill, there.worker, num_moved)
-                    candidates.append(remote(each, decoding_there, handoff_s, load))
+                if are_pair(decode, prefill):
+                    handoff_s = handoff_s_of(prefill, decode, num_moved)
+                    candidates.append(remote(each, decoders[row], handoff_s, load))
         return candidates
 
-    def _best(self, filled: Sequence[Filled]) -> list[int]:
+    def _best(self, filled: Sequence[Filled]) -> list[Filled]:
         if self._only_prefix:
-            return _least([(-each.num_held_tokens, each.total_s) for each in filled])
-        return _least([each.total_s for each in filled])
+            rows = _least([(-each.num_held_tokens, each.total_s) for each in filled])
+        else:
+            rows = _least([each.total_s for each in filled])
+        return [filled[row] for row in rows]
+
+
+def _without(left_out: Collection[str], stations: Sequence[Station]) -> list[Station]:
+    return [each for each in stations if each.id not in left_out] if left_out else list(stations)
 
 
 def _least(values: Sequence[WorthT]) -> list[int]:

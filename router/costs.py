@@ -77,13 +77,17 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decoder(msgspec.Struct, frozen=True, gc=False):
-    """A worker that could decode, and perhaps compute the prompt too."""
+    """A worker that could decode, and perhaps compute the prompt too; what decoding there costs alone."""
 
     computer: Computer
     num_running: int
-    step_s: float
     room_s: float  # until there is room for it
-    token_harm_s: float  # that it lengthens each step by
+    join_s: float  # that, and until a step of the batch ends
+    harm_s: float  # that its tokens cost who is there
+
+    @property
+    def total_s(self) -> float:
+        return self.join_s + self.harm_s
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -105,78 +109,61 @@ class Filled(msgspec.Struct, frozen=True, gc=False):
     compute_s: float
     crowd_s: float
 
-    @property
-    def terms(self) -> Terms:
-        return Terms(self.computer.wait_s, self.pull_s, self.compute_s, crowd_s=self.crowd_s)
 
+def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -> list[Filled]:
+    """Of each the cheapest of computing all that is missing and of pulling some of it first.
 
-def fill(computer: Computer, load: Load, sources: Sequence[Source]) -> Filled:
-    """The cheapest of computing all that is missing and of pulling some of it first.
-
-    Asked for every worker that is compared, so nothing is called for what a line can say.
+    Flat, as it is most of what a decision does: nothing is called for what a line can say.
     """
-    wait_s, num_held = computer.wait_s, computer.num_held_tokens
-    fixed_s, token_s, pair_s = computer.coefficients
     num_tokens, crowd_rate = load.num_tokens, load.crowd_rate
     last = num_tokens - 1  # which is computed wherever the others come from
-    held = num_held if num_held < last else last
-    num_new, pull_s, source = num_tokens - held, 0.0, ""
-    compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
-    crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
-    for each in sources:
-        num_pulled = each.num_tokens if each.num_tokens < last else last
-        if num_pulled <= num_held or each.worker == computer.worker or each.kin != computer.kin:
-            continue
-        shown_s = each.pull_s(each.worker, computer.worker, num_pulled - num_held) - wait_s
-        if shown_s < 0.0:
-            shown_s = 0.0
-        num_left = num_tokens - num_pulled
-        left_s = fixed_s + num_left * (token_s + pair_s * (num_tokens - 0.5 * num_left))
-        # Whoever comes before this one is done waits that much longer.
-        left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
-        if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
-            held, source = num_pulled, each.worker
-            pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
-    total_s = wait_s + pull_s + compute_s + crowd_s
-    return Filled(total_s, computer, source, held, pull_s, compute_s, crowd_s)
+    filled = []
+    for computer in computers:
+        wait_s, num_held = computer.wait_s, computer.num_held_tokens
+        fixed_s, token_s, pair_s = computer.coefficients
+        held = num_held if num_held < last else last
+        num_new, pull_s, source = num_tokens - held, 0.0, ""
+        compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
+        crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
+        for each in sources:
+            num_there = each.num_tokens if each.num_tokens < last else last
+            if num_there <= num_held or each.worker == computer.worker or each.kin != computer.kin:
+                continue
+            shown_s = each.pull_s(each.worker, computer.worker, num_there - num_held) - wait_s
+            if shown_s < 0.0:
+                shown_s = 0.0
+            num_left = num_tokens - num_there
+            left_s = fixed_s + num_left * (token_s + pair_s * (num_tokens - 0.5 * num_left))
+            # Whoever comes before this one is done waits that much longer.
+            left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
+            if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
+                held, source = num_there, each.worker
+                pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
+        total_s = wait_s + pull_s + compute_s + crowd_s
+        filled.append(Filled(total_s, computer, source, held, pull_s, compute_s, crowd_s))
+    return filled
 
 
-class Decoding(msgspec.Struct, frozen=True, gc=False):
-    """What decoding costs alone, wherever the prompt is computed."""
-
-    total_s: float
-    decoder: Decoder
-    join_s: float
-    harm_s: float
-
-
-def decoding(decoder: Decoder, load: Load) -> Decoding:
-    join_s = decoder.room_s + 0.5 * decoder.step_s
-    harm_s = decoder.num_running * load.num_output_tokens * decoder.token_harm_s
-    return Decoding(join_s + harm_s, decoder, join_s, harm_s)
-
-
-def local(filled: Filled, decoding: Decoding, load: Load) -> Candidate:
+def local(filled: Filled, decoder: Decoder, load: Load) -> Candidate:
     """The prompt computed where it is decoded: whoever is in that batch waits for it."""
-    decoder, computer, held = decoding.decoder, filled.computer, filled.num_held_tokens
-    harm_s = decoding.harm_s + decoder.num_running * filled.compute_s
+    computer, held = filled.computer, filled.num_held_tokens
+    harm_s = decoder.harm_s + decoder.num_running * filled.compute_s
     terms = Terms(
         computer.wait_s, filled.pull_s, filled.compute_s, 0.0, decoder.room_s, harm_s, filled.crowd_s
     )
     return Candidate(computer.worker, "", filled.source, held, load.num_tokens - held, terms)
 
 
-def local_total_s(filled: Filled, decoding: Decoding) -> float:
+def local_total_s(filled: Filled, decoder: Decoder) -> float:
     """Of that candidate."""
-    decoder = decoding.decoder
-    return filled.total_s + decoder.room_s + decoding.harm_s + decoder.num_running * filled.compute_s
+    return filled.total_s + decoder.room_s + decoder.harm_s + decoder.num_running * filled.compute_s
 
 
-def remote(filled: Filled, decoding: Decoding, handoff_s: float, load: Load) -> Candidate:
+def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Candidate:
     computer, held = filled.computer, filled.num_held_tokens
-    join_s, harm_s = decoding.join_s, decoding.harm_s
+    join_s, harm_s = decoder.join_s, decoder.harm_s
     terms = Terms(computer.wait_s, filled.pull_s, filled.compute_s, handoff_s, join_s, harm_s, filled.crowd_s)
-    decode = decoding.decoder.computer.worker
+    decode = decoder.computer.worker
     return Candidate(decode, computer.worker, filled.source, held, load.num_tokens - held, terms)
 
 

@@ -13,6 +13,7 @@ Lengths: TypeAlias = NDArray[np.int32]
 
 STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 MAX_BISECTED: Final = 32  # pages, before all are looked up at once
+MAX_BEGINNINGS: Final = 4096
 _FEW: Final = 8
 _NOWHERE: Final = Places(0, 0)
 
@@ -86,7 +87,29 @@ def runs_along(table: KeyTable, sets: PlaceSets, keys: Keys) -> list[tuple[int, 
     return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
 
 
-def few_runs_along(table: KeyTable, sets: PlaceSets, page_keys: bytes) -> list[tuple[int, Places]] | None:
+class Beginnings:
+    """Where prompts were last found to have other holders than their first page: where an operator's
+    instructions end, the next prompt that begins with them goes on by itself. A guess, to be asked first.
+    """
+
+    __slots__ = ("_ends",)
+
+    def __init__(self) -> None:
+        self._ends: dict[bytes, int] = {}  # by the first page's key
+
+    def end(self, page_keys: bytes) -> int:
+        """0: it is not known."""
+        return self._ends.get(page_keys[:KEY_BYTES], 0)
+
+    def ended(self, page_keys: bytes, page: int) -> None:
+        if len(self._ends) >= MAX_BEGINNINGS:
+            self._ends.clear()
+        self._ends[page_keys[:KEY_BYTES]] = page
+
+
+def few_runs_along(
+    table: KeyTable, sets: PlaceSets, page_keys: bytes, beginnings: Beginnings
+) -> list[tuple[int, Places]] | None:
     """The same by bisection, page by page: quickest where few workers differ. None: there are many runs.
 
     page_keys: of at least one page.
@@ -94,11 +117,15 @@ def few_runs_along(table: KeyTable, sets: PlaceSets, page_keys: bytes) -> list[t
     num_pages, set_at = len(page_keys) // KEY_BYTES, table.value_at
     page, set_id = 0, set_at(page_keys, 0) or EMPTY
     runs = [(0, sets.places(set_id))]
-    ahead = [(num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)]  # that are known, the nearest last
+    guess = beginnings.end(page_keys)
+    asked = (num_pages - 1, guess, guess - 1) if 0 < guess < num_pages - 1 else (num_pages - 1,)
+    ahead = [(each, set_at(page_keys, each) or EMPTY) for each in asked]  # that are known, the nearest last
     for _ in range(MAX_BISECTED):
         while ahead and ahead[-1][1] == set_id:
             page = ahead.pop()[0]
         if not ahead:
+            if len(runs) > 1 and runs[1][0] != guess:
+                beginnings.ended(page_keys, runs[1][0])
             return [*runs, (num_pages, _NOWHERE)]
         middle = (page + ahead[-1][0]) // 2
         if middle > page:

@@ -1,12 +1,12 @@
 """One prompt as it would be at each worker: what is held there, what it would wait for and take."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from baton.decision import PullSource
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Account, Books, num_kv_tokens, party_of
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Account, Books, party_of
 from baton.router.cost_model import CostModel, Speeds
 from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Holdings
@@ -15,6 +15,8 @@ from baton.router.prompt_keys import Family, PromptKeys
 from baton.router.sides import Side, Station
 
 MAX_SOURCES: Final = 2
+
+Place: TypeAlias = tuple[Station, Account, Speeds]
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,11 @@ class Known:
 
 class Look:
     def __init__(self, known: Known, request: Request, load: Load, now_s: float) -> None:
-        self.load = load
         self._known = known
         self._request = request
+        self.load = load
         self._now_s = now_s
-        self._num_kv_tokens = num_kv_tokens(request)
-        self._account = known.books.account
-        self._speeds_of = known.model.of
+        self._party = party_of(request)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
 
@@ -51,45 +51,64 @@ class Look:
         self._holdings(station.family)
         return self._found[station.family][0]
 
-    def computer(self, station: Station) -> Computer:
-        return self._computer(station, self._account(station.id), self._speeds_of(station.id))
+    def computers(self, stations: Sequence[Station]) -> list[Computer]:
+        return self._computers(self._places(stations))
 
-    def decoder(self, station: Station) -> Decoder:
-        account, speeds = self._account(station.id), self._speeds_of(station.id)
+    def decoders(self, stations: Sequence[Station]) -> list[Decoder]:
+        places = self._places(stations)
+        return list(map(self._decoder, places, self._computers(places)))
+
+    def _places(self, stations: Sequence[Station]) -> list[Place]:
+        account_of, speeds_of = self._known.books.account, self._known.model.of
+        return [(each, account_of(each.id), speeds_of(each.id)) for each in stations]
+
+    def _computers(self, places: Sequence[Place]) -> list[Computer]:
+        computers, family = [], None
+        for station, account, speeds in places:
+            if station.family is not family:
+                family = station.family
+                num_pages_at = self._holdings(family).num_pages
+            wait_s = self._wait_s(account) if account.num_computing else 0.0
+            if account.num_unknown and station.is_prefill:
+                wait_s += account.num_unknown * speeds.mean_compute_s
+            num_held_tokens = num_pages_at(station.slot_bit) * station.page_size
+            coefficients = speeds.prefill.coefficients
+            computers.append(Computer(station.id, wait_s, num_held_tokens, coefficients, station.kin))
+        return computers
+
+    def _wait_s(self, account: Account) -> float:
+        before = account.prompts.part_before(self._party, self.load.num_tokens)
+        return account.wait_s(self._now_s) * before
+
+    def _decoder(self, place: Place, computer: Computer) -> Decoder:
+        station, account, speeds = place
+        load = self.load
+        fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
         num_running = account.num_attempts + account.num_unknown
         num_tokens = account.num_tokens + account.num_unknown_tokens
-        fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
         step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
-        share = (num_tokens + self._num_kv_tokens) / station.num_slots
+        share = (num_tokens + load.num_tokens + load.num_output_tokens) / station.num_slots
         seats = (num_running + 1) / station.max_num_seqs
         excess = (seats if seats > share else share) - 1.0
         room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
-        token_harm_s = sequence_s + context_s * self.load.num_tokens
-        computer = self._computer(station, account, speeds)
-        return Decoder(computer, num_running, step_s, room_s, token_harm_s)
+        token_harm_s = sequence_s + context_s * load.num_tokens
+        harm_s = num_running * load.num_output_tokens * token_harm_s
+        return Decoder(computer, num_running, room_s, room_s + 0.5 * step_s, harm_s)
 
-    def _computer(self, station: Station, account: Account, speeds: Speeds) -> Computer:
-        wait_s = account.wait_s(self._now_s) if account.num_computing else 0.0
-        if wait_s:
-            wait_s *= account.prompts.part_before(party_of(self._request), self.load.num_tokens)
-        if station.is_prefill and account.num_unknown:
-            wait_s += account.num_unknown * speeds.mean_compute_s
-        num_held_tokens = self._holdings(station.family).num_pages(station.slot_bit) * station.page_size
-        return Computer(station.id, wait_s, num_held_tokens, speeds.prefill.coefficients, station.kin)
-
-    def sources(self, computers: Iterable[Computer]) -> Sequence[Source]:
+    def sources(self, computers: Sequence[Computer]) -> list[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""
-        held = [(each.num_held_tokens, each.worker, each.kin) for each in computers if each.num_held_tokens]
-        if self._located:
-            held = [(self._num_at(worker, num_held), worker, kin) for num_held, worker, kin in held]
-        held.sort(reverse=True)
+        held = [each.num_held_tokens for each in computers]
+        least = min(held)  # who holds no more than that has nothing that anybody wants
+        able = [each for each, num in zip(computers, held, strict=True) if num > least]
+        most = [(self._num_at(each), each.worker, each.kin) for each in able]
+        most.sort(reverse=True)
         pull_s = self._known.model.pull_s
-        return [Source(worker, num, pull_s, kin) for num, worker, kin in held[:MAX_SOURCES] if num]
+        return [Source(worker, num, pull_s, kin) for num, worker, kin in most[:MAX_SOURCES] if num]
 
-    def _num_at(self, worker: str, num_held_tokens: int) -> int:
-        if worker not in self._located:
-            return num_held_tokens
-        source = self._located[worker]
+    def _num_at(self, computer: Computer) -> int:
+        if computer.worker not in self._located:
+            return computer.num_held_tokens
+        source = self._located[computer.worker]
         return 0 if source is None else source.num_tokens
 
     def locate(self, station: Station) -> PullSource | None:

@@ -28,7 +28,15 @@ from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
-from baton.router.index_match import Holdings, Match, few_runs_along, holdings, measure, runs_along
+from baton.router.index_match import (
+    Beginnings,
+    Holdings,
+    Match,
+    few_runs_along,
+    holdings,
+    measure,
+    runs_along,
+)
 from baton.router.index_sets import EMPTY, MAX_SLOTS, PlaceSets
 from baton.router.index_table import Keys, KeyTable, keys_of, without_zero
 from baton.worker import Tier, Worker
@@ -59,6 +67,7 @@ class PrefixIndex:
         self._present = 0  # a bit for each slot that is a worker's; others' entries are being purged
         self._num_slots = 0  # that were ever used
         self._purges: deque[tuple[int, list[Change]]] = deque()  # slot, what is left of its entries
+        self._beginnings = Beginnings()
         self._expectations = Expectations()
         self._stamp = 0
 
@@ -154,7 +163,7 @@ class PrefixIndex:
 
     def holdings(self, keys: bytes) -> Holdings:
         """What `match` says, for who asks about a few of many workers."""
-        runs = few_runs_along(self._table, self._sets, keys) if keys else None
+        runs = few_runs_along(self._table, self._sets, keys, self._beginnings) if keys else None
         return holdings(runs or runs_along(self._table, self._sets, keys_of(keys)), self._present)
 
     def locate(self, worker_id: str, keys: bytes) -> Located:

@@ -1,6 +1,6 @@
 """The workers of one role that could serve an attempt, and who of them holds most of a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,7 +16,7 @@ class Station(msgspec.Struct, frozen=True, gc=False):
     """What every decision asks of a worker, and no decision changes."""
 
     id: str
-    family: Family
+    family: Family  # of equal ones the same object
     kin: Kin
     page_size: int
     num_slots: int  # of KV, at least 1
@@ -42,6 +42,7 @@ class Side:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.families: Sequence[Family] = list({family_of(member.worker): None for member in members})
+        self.by_id: dict[str, Station] = {}  # as `stations` has made them
         self._stations: list[Station] = []
         self._kindred: dict[Family, _Kindred] = {}
         self._version = -1
@@ -53,7 +54,9 @@ class Side:
         """In the members' order."""
         if self._version != index.version:
             self._version = index.version
-            self._stations = [_station(member, index) for member in self.members]
+            families = {family: family for family in self.families}
+            self._stations = [_station(member, families, index) for member in self.members]
+            self.by_id = {station.id: station for station in self._stations}
             self._kindred = {family: _Kindred() for family in self.families}
             for station in self._stations:
                 if station.slot_bit:
@@ -73,11 +76,11 @@ class Side:
         return [kindred.by_slot[slot] for slot in slots]
 
 
-def _station(member: Member, index: PrefixIndex) -> Station:
+def _station(member: Member, families: Mapping[Family, Family], index: PrefixIndex) -> Station:
     worker, slot = member.worker, index.slot(member.id)
     return Station(
         id=member.id,
-        family=family_of(worker),
+        family=families[family_of(worker)],
         kin=kin_of(worker),
         page_size=worker.page_size,
         num_slots=max(1, worker.num_pages * worker.page_size),

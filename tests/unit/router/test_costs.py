@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,11 +9,11 @@ from baton.router.costs import (
     Candidate,
     Computer,
     Decoder,
+    Filled,
     Load,
     Source,
     Terms,
     cheapest,
-    decoding,
     fill,
     local,
     longest,
@@ -40,11 +42,16 @@ def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> Source:
 
 def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:
     computer = a_computer(worker, wait_s, num_held)
-    return Decoder(computer, num_running, step_s=0.02, room_s=0.0, token_harm_s=1e-5)
+    return Decoder(computer, num_running, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_running)
 
 
 def local_at(decoder: Decoder) -> Candidate:
-    return local(fill(decoder.computer, IDLE, []), decoding(decoder, IDLE), IDLE)
+    return local(filled_at(decoder.computer), decoder, IDLE)
+
+
+def filled_at(computer: Computer, sources: Sequence[Source] = (), load: Load = IDLE) -> Filled:
+    (filled,) = fill([computer], load, sources)
+    return filled
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> Candidate:
@@ -52,47 +59,47 @@ def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: 
 
 
 def test_only_what_is_not_held_is_computed() -> None:
-    assert fill(a_computer(num_held=900), IDLE, []).terms.compute_s == pytest.approx(compute_s(100, 1000))
+    assert filled_at(a_computer(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
 
 
 def test_the_last_token_is_computed_whatever_is_held() -> None:
-    filled = fill(a_computer(num_held=1000), IDLE, [a_source("q", 1000)])
+    filled = filled_at(a_computer(num_held=1000), [a_source("q", 1000)])
     assert filled.num_held_tokens == 999
-    assert filled.terms.compute_s == pytest.approx(compute_s(1, 1000))
+    assert filled.compute_s == pytest.approx(compute_s(1, 1000))
 
 
 def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
-    filled = fill(a_computer(), IDLE, [a_source("q", 800)])
+    filled = filled_at(a_computer(), [a_source("q", 800)])
     assert (filled.source, filled.num_held_tokens) == ("q", 800)
-    assert filled.terms.pull_s == 0.005 + 1e-4 * 800
-    slow = fill(a_computer(), IDLE, [a_source("q", 800, token_s=2e-3)])
+    assert filled.pull_s == 0.005 + 1e-4 * 800
+    slow = filled_at(a_computer(), [a_source("q", 800, token_s=2e-3)])
     assert (slow.source, slow.num_held_tokens) == ("", 0)
 
 
 def test_nothing_is_pulled_from_who_has_other_weights() -> None:
     source, computer = replace(a_source("q", 800), kin=("old", "float32")), a_computer()
-    assert fill(replace(computer, kin=("new", "float32")), IDLE, [source]).source == ""
-    assert fill(replace(computer, kin=("old", "float32")), IDLE, [source]).source == "q"
+    assert filled_at(replace(computer, kin=("new", "float32")), [source]).source == ""
+    assert filled_at(replace(computer, kin=("old", "float32")), [source]).source == "q"
 
 
 def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
-    assert fill(a_computer("q"), IDLE, [a_source("q", 800)]).source == ""
-    assert fill(a_computer(num_held=800), IDLE, [a_source("q", 800)]).source == ""
+    assert filled_at(a_computer("q"), [a_source("q", 800)]).source == ""
+    assert filled_at(a_computer(num_held=800), [a_source("q", 800)]).source == ""
 
 
 def test_pull_is_hidden_behind_the_queue() -> None:
-    filled = fill(a_computer(wait_s=10.0), IDLE, [a_source("q", 800)])
-    assert (filled.source, filled.terms.pull_s, filled.terms.queue_s) == ("q", 0.0, 10.0)
+    filled = filled_at(a_computer(wait_s=10.0), [a_source("q", 800)])
+    assert (filled.source, filled.pull_s, filled.computer.wait_s) == ("q", 0.0, 10.0)
 
 
 def test_of_two_sources_the_better_one_is_taken() -> None:
     near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
-    assert fill(a_computer(), IDLE, [far, near]).source == "near"
+    assert filled_at(a_computer(), [far, near]).source == "near"
 
 
 def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
     crowded = replace(IDLE, crowd_rate=2.0)
-    short, long = (fill(a_computer(wait_s=wait_s), crowded, []).terms.crowd_s for wait_s in (0.0, 5.0))
+    short, long = (filled_at(a_computer(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
     assert 0 < short < long
 
 
@@ -106,15 +113,15 @@ def test_local_prefill_makes_the_batch_wait() -> None:
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
     for num_running, expected in ((0, ""), (16, "p")):
         decoder = a_decoder(num_running=num_running)
-        away = remote(fill(a_computer(), IDLE, []), decoding(decoder, IDLE), 0.05, IDLE)
+        away = remote(filled_at(a_computer()), decoder, 0.05, IDLE)
         assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 
 
 def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     sources = [a_source("holder", 900)]
-    holder = fill(a_computer("holder", wait_s=3.0, num_held=900), IDLE, sources)
-    other = fill(a_computer("other"), IDLE, sources)
-    candidates = [remote(filled, decoding(a_decoder(), IDLE), 0.0, IDLE) for filled in (holder, other)]
+    holder, other = a_computer("holder", wait_s=3.0, num_held=900), a_computer("other")
+    filled = fill([holder, other], IDLE, sources)
+    candidates = [remote(each, a_decoder(), 0.0, IDLE) for each in filled]
     chosen = cheapest(candidates, 0, nothing)
     assert (chosen.prefill, chosen.source) == ("other", "holder")
 

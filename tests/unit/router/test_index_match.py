@@ -5,18 +5,18 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
-from baton.router.index_match import MAX_BISECTED
+from baton.router.index_match import MAX_BEGINNINGS, MAX_BISECTED, Beginnings
 from baton.router.prefix_index import PrefixIndex
 from tests.node_peers import a_worker
 
 PROMPT_PAGES = 300
 
 
-def holders_of(index: PrefixIndex, keys: bytes, held: list[int]) -> list[int]:
+def holders_of(index: PrefixIndex, keys: bytes, held: list[int], name: str = "d") -> list[int]:
     """Slot bits of workers, each of which holds so many of the first pages."""
     bits = []
     for number, num in enumerate(held):
-        worker = a_worker(f"d{number}", num_pages=PROMPT_PAGES)
+        worker = a_worker(f"{name}{number}", num_pages=PROMPT_PAGES)
         index.join(worker)
         pages, generations = tuple(range(num)), (1,) * num
         events = PageEvents(first=0, keys=keys[: num * KEY_BYTES], pages=pages, generations=generations)
@@ -45,3 +45,26 @@ def test_holdings_are_what_the_workers_told(held: list[int]) -> None:
 
 def test_holdings_are_right_where_workers_differ_too_often_to_be_found_by_bisection() -> None:
     check(list(range(0, PROMPT_PAGES + 1, PROMPT_PAGES // (2 * MAX_BISECTED))))
+
+
+@given(st.lists(st.lists(st.integers(0, PROMPT_PAGES), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_holdings_are_right_wherever_the_last_prompt_that_began_alike_had_other_holders(
+    tells: list[list[int]],
+) -> None:
+    """Prompts have their first page in common; who holds them differs from one to the next."""
+    index = PrefixIndex(ManualClock(), 2 * PROMPT_PAGES * sum(map(len, tells)))
+    rng = np.random.default_rng(0)
+    first = rng.bytes(KEY_BYTES)
+    for number, held in enumerate(tells):
+        keys = first + rng.bytes(KEY_BYTES * (PROMPT_PAGES - 1))
+        bits = holders_of(index, keys, held, f"w{number}-")
+        holdings = index.holdings(keys)
+        assert [holdings.num_pages(bit) for bit in bits] == held
+
+
+def test_beginnings_that_are_remembered_are_bounded() -> None:
+    beginnings = Beginnings()
+    for number in range(MAX_BEGINNINGS + 1):
+        beginnings.ended(number.to_bytes(KEY_BYTES, "little"), 7)
+    last = MAX_BEGINNINGS.to_bytes(KEY_BYTES, "little")
+    assert (beginnings.end(last + last), beginnings.end(bytes(KEY_BYTES))) == (7, 0)
