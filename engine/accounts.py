@@ -8,7 +8,8 @@ behind it, and where all sequences are on one account nothing of this makes a di
    has had least comes next. The present is the least that any of those had that were computed: one that
    waits behind a higher class or at its quota does not hold it up.
 3. `close` ends a sequence. An account that has none any more and comes back is as far ahead of the others as
-   it was, so that it gains nothing by leaving. One that was away begins at what was the present CREDIT_STEPS
+   it was, so that it gains nothing by leaving, be it that all leave: whoever lets prompts in one by one leaves
+   an engine without any now and then. One that was away begins at what was the present CREDIT_STEPS
    steps ago: what its share would have been since then it may still have, at once, for requests come in
    bursts; it gets nothing for the time before. The router's queues do the same (router/fair_share.py).
 
@@ -26,6 +27,7 @@ from baton.tenancy import Standing
 
 CREDIT_STEPS: Final = 64  # a second or two, of prompts and of tokens
 MAX_AHEAD: Final = 4096  # accounts without sequences that are remembered
+MAX_WORK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +74,9 @@ class Accounts:
     def clear(self) -> None:
         self.live.clear()
         self.have_quotas = False
-        self._forget()
+        self._ahead.clear()
+        self._present = 0.0
+        self._past = deque([0.0], maxlen=CREDIT_STEPS)
 
     def open(self, name: str, standing: Standing) -> Account:
         """The account of a sequence that comes."""
@@ -116,20 +120,23 @@ class Accounts:
         least = min((account.work for account in served), default=self._present)
         self._present = max(self._present, least)
         self._past.append(self._present)
+        if self._past[0] > MAX_WORK:
+            self._rebase()
 
     def _leave(self, account: Account) -> None:
         del self.live[account.name]
         past = self._past[0]
-        if not self.live:
-            self._forget()  # nobody is behind whom it could be ahead of
-        elif account.work > past:
+        if account.work > past:
             self._ahead[account.name] = account.work
         if len(self._ahead) > MAX_AHEAD:
             self._ahead = {name: work for name, work in self._ahead.items() if work > past}
             while len(self._ahead) > MAX_AHEAD:
                 del self._ahead[next(iter(self._ahead))]
 
-    def _forget(self) -> None:
-        self._ahead.clear()
-        self._present = 0.0
-        self._past = deque([0.0], maxlen=CREDIT_STEPS)
+    def _rebase(self) -> None:
+        shift = self._past[0]
+        for account in self.live.values():
+            account.work -= shift
+        self._ahead = {name: work - shift for name, work in self._ahead.items()}
+        self._past = deque((past - shift for past in self._past), maxlen=CREDIT_STEPS)
+        self._present -= shift

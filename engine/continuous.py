@@ -5,8 +5,8 @@ How the tokens left after the decodes are shared among prefills (running and wai
 1. In rank order, each that can be finished in this step gets all it needs.
 2. The first that cannot is the head. It is sure of half of what is left, every step, so nothing that
    arrives later can starve it: at most twice the steps it would take alone.
-3. The other half goes to shorter prefills of the same priority, shortest first, so a long prompt costs
-   short ones no more than half the step either. What they leave goes back to the head, whose
+3. The other half goes to shorter prefills of the same account and priority, shortest first, so a long prompt
+   costs short ones no more than half the step either. What they leave goes back to the head, whose
    chunks therefore stay large.
 
 A waiting sequence that finds no pages ends admission for the step: nothing overtakes it for memory. One that
@@ -119,9 +119,8 @@ class Seating:
 
 
 def is_peer(sequence: Sequence, other: Sequence) -> bool:
-    """Whether neither goes strictly before the other; priorities compare on one account alone."""
-    is_of_class = sequence.rank[0] == other.rank[0]
-    return is_of_class and (sequence.priority == other.priority or sequence.account is not other.account)
+    """Whether neither goes strictly before the other: another account has its turn."""
+    return sequence.account is other.account and sequence.rank[:2] == other.rank[:2]
 
 
 def _lanes(by_rank: Iterator[Sequence]) -> list[Iterator[Sequence]]:

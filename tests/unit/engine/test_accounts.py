@@ -1,6 +1,6 @@
 import pytest
 
-from baton.engine.accounts import CREDIT_STEPS, MAX_AHEAD, Accounts
+from baton.engine.accounts import CREDIT_STEPS, MAX_AHEAD, MAX_WORK, Accounts
 from baton.engine.sequence import Sequence
 from baton.request import Request
 from baton.tenancy import Standing
@@ -55,13 +55,29 @@ def test_who_is_ahead_gains_nothing_by_leaving() -> None:
     assert open_one(accounts, "second").account.work == 70.0
 
 
-def test_nobody_is_ahead_of_an_empty_house() -> None:
+def test_who_is_ahead_stays_so_when_all_have_left_for_a_moment() -> None:
     accounts = Accounts()
     first, second = open_one(accounts, "first"), open_one(accounts, "second")
     accounts.charge([(first.account, 100)])
     for sequence in (first, second):
         accounts.close(sequence)
-    assert open_one(accounts, "first").account.work == 0.0 and not accounts.are_several
+    assert not accounts.live
+    assert [open_one(accounts, name).account.work for name in ("first", "second")] == [100.0, 0.0]
+
+
+def test_work_is_counted_exactly_however_much_there_was() -> None:
+    accounts = Accounts()
+    first, second = open_one(accounts, "first", standing(1e-6)), open_one(accounts, "second")
+    for _ in range(CREDIT_STEPS):
+        accounts.charge([(first.account, 2**30)])
+    lead = first.account.work - second.account.work
+    accounts.charge([(first.account, 1)])
+    for _ in range(CREDIT_STEPS):
+        accounts.charge([(first.account, 1)])
+    second.account.work = first.account.work
+    accounts.charge([(second.account, 1)])
+    assert second.account.work - first.account.work == 1.0 and lead > MAX_WORK
+    assert open_one(accounts, "third").account.work < MAX_WORK
 
 
 def test_the_latest_weight_holds() -> None:
