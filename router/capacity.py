@@ -7,10 +7,12 @@ A decode worker takes attempts up to its limits and a quarter more, as some of t
 all grow as long as is expected. A worker that computes prompts takes two, and as many more as it is thought
 to have done within AHEAD_S.
 
-Workers order prompts by shares too. So a tenant that has less under way than its share of what was let out by
-these rules need not wait for a place: it is let out besides, and overtakes there.
+Workers order prompts by shares too, and what is overtaken there keeps its place. So a tenant that is owed work
+by those who have places need not wait for one: it is let out besides, and overtakes. That comes to no more than
+what has places, and one prompt of each tenant.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -30,25 +32,14 @@ class _Prompt(NamedTuple):
     is_besides: bool
 
 
-class _Computing:
-    """One tenant's prompts that have no token yet."""
-
-    __slots__ = ("num", "weight", "work")
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.work = 0.0
-        self.weight = 1.0
-
-
 class Capacity:
     def __init__(self, members: Membership, books: Books) -> None:
         self._members = members
         self._books = books
         self._prompts: dict[Key, _Prompt] = {}
-        self._tenants: dict[str, _Computing] = {}
-        self._weights = 0.0  # of these tenants
-        self._work = 0.0  # of prompts, less those that were let out besides
+        self._num_of: Counter[str] = Counter()  # tenant -> its prompts that have no token yet
+        self._placed = 0.0  # work of prompts that were let out to a place
+        self._besides = 0.0  # and of the others
         self._computers: Sequence[Member] = ()
         self._version = -1
 
@@ -75,65 +66,58 @@ class Capacity:
         shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")
 
-    def can_compute(self, tenant: str, weight: float, weights: float) -> bool:
-        """Whether a prompt of this tenant may go to a worker; weights: of all tenants that wait."""
-        return self._has_place() or self._is_under_share(tenant, weight, weights)
+    def can_compute(self, tenant: str, *, is_owed: bool) -> bool:
+        """Whether a prompt of this tenant may go to a worker; is_owed: others have had more than their share."""
+        return self._has_place() or self.may_overtake(tenant, is_owed=is_owed)
 
-    def dispatched(self, key: Key, tenant: str, weight: float, work: float) -> None:
+    def has_place_at(self, worker_id: str) -> bool:
+        """Whether the next prompt would be computed there at once, or nearly so."""
+        account = self._books.account(worker_id)
+        if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
+            return True
+        return self._books.wait_s(worker_id) < AHEAD_S
+
+    def may_overtake(self, tenant: str, *, is_owed: bool) -> bool:
+        """Whether its next prompt may go where there is no place."""
+        return not self._num_of[tenant] or (is_owed and self._besides < self._placed)
+
+    def dispatched(self, key: Key, tenant: str, work: float) -> None:
         """The key must be new. To be called before the books know of it."""
-        computing = self._tenants.get(tenant)
-        if computing is None:
-            computing = self._tenants[tenant] = _Computing()
-        else:
-            self._weights -= computing.weight
-        computing.weight = weight
-        computing.num += 1
-        computing.work += work
-        self._weights += weight
+        self._num_of[tenant] += 1
         prompt = self._prompts[key] = _Prompt(tenant, work, not self._has_place())
-        if not prompt.is_besides:
-            self._work += work
+        self._count(prompt, work)
 
     def started(self, key: Key) -> None:
         """It has its first token, or has ended. Unknown keys are no offence."""
         prompt = self._prompts.pop(key, None)
         if prompt is None:
             return
-        if not prompt.is_besides:
-            self._work = self._work - prompt.work if self._prompts else 0.0
-        computing = self._tenants[prompt.tenant]
-        computing.num -= 1
-        computing.work -= prompt.work
-        if not computing.num:
-            del self._tenants[prompt.tenant]
-            self._weights = self._weights - computing.weight if self._tenants else 0.0
+        self._count(prompt, -prompt.work)
+        self._num_of[prompt.tenant] -= 1
+        if not self._num_of[prompt.tenant]:
+            del self._num_of[prompt.tenant]
+
+    def _count(self, prompt: _Prompt, work: float) -> None:
+        if prompt.is_besides:
+            self._besides += work
+        else:
+            self._placed += work
+        if not self._prompts:  # what sums of fractions leave
+            self._besides = self._placed = 0.0
 
     def check_integrity(self) -> None:
         """AssertionError when the sums are not those of the prompts."""
         prompts = self._prompts.values()
-        assert sum(each.num for each in self._tenants.values()) == len(self._prompts)
-        assert abs(sum(each.work for each in self._tenants.values()) - sum(each.work for each in prompts)) < 1
-        assert abs(self._work - sum(each.work for each in prompts if not each.is_besides)) < 1
-        assert abs(self._weights - sum(each.weight for each in self._tenants.values())) < 1e-3
-
-    def _is_under_share(self, tenant: str, weight: float, weights: float) -> bool:
-        computing = self._tenants.get(tenant)
-        if computing is None:
-            return True
-        return computing.work < self._work * weight / max(weight, weights, self._weights)
+        assert self._num_of == Counter(each.tenant for each in prompts)
+        assert abs(self._besides - sum(each.work for each in prompts if each.is_besides)) < 1
+        assert abs(self._placed - sum(each.work for each in prompts if not each.is_besides)) < 1
 
     def _has_place(self) -> bool:
         if self._version != self._members.version:
             self._version = self._members.version
             prefills = self._taking(WorkerRole.PREFILL)
             self._computers = prefills or self._taking(WorkerRole.DECODE)
-        return any(map(self._is_open, self._computers)) or not self._computers
+        return any(self.has_place_at(member.id) for member in self._computers) or not self._computers
 
     def _taking(self, role: WorkerRole) -> list[Member]:
         return [member for member in self._members.of_role(role) if not member.is_draining]
-
-    def _is_open(self, member: Member) -> bool:
-        account = self._books.account(member.id)
-        if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
-            return True
-        return self._books.wait_s(member.id) < AHEAD_S

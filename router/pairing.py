@@ -18,7 +18,7 @@ from typing import NamedTuple
 from baton.control import Submit
 from baton.request import Request
 from baton.router.books import Books, party_of
-from baton.router.chooser import Choice, Chooser, Field
+from baton.router.chooser import Choice, Chooser, Field, HasPlace
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
 from baton.router.sides import Side
@@ -61,9 +61,16 @@ class Pairing:
         self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
         self._fields: dict[frozenset[str], Field] = {}
 
-    def pair(self, submit: Submit, reached: frozenset[str], full: Collection[str] = ()) -> Pair | Unpaired:
+    def pair(
+        self,
+        submit: Submit,
+        reached: frozenset[str],
+        full: Collection[str] = (),
+        has_place: HasPlace | None = None,
+    ) -> Pair | Unpaired:
         """reached: the workers that the gateway reaches. full: decode workers that are not to be chosen, but
-        for one that holds the prompt already.
+        for one that holds the prompt already. has_place: to compute a prompt at once; the policies that look
+        at the prompt choose no other worker where one has.
         """
         if self._version != self._members.version:
             self._version = self._members.version
@@ -83,14 +90,14 @@ class Pairing:
         if num_tokens <= self._pressed_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         if self._chooser is not None and self._config.policy == "cost":
-            return self._choose_both(submit, decoders, reached)
+            return self._choose_both(submit, decoders, reached, has_place)
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
         if self._chooser is not None:
-            return self._choose_both(submit, paired, reached)
+            return self._choose_both(submit, paired, reached, has_place)
         decode = self._choose(paired, WorkerRole.DECODE, submit.request)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
@@ -107,7 +114,9 @@ class Pairing:
         self._partners.clear()
         self._fields.clear()
 
-    def _choose_both(self, submit: Submit, decoders: list[Member], reached: frozenset[str]) -> Pair:
+    def _choose_both(
+        self, submit: Submit, decoders: list[Member], reached: frozenset[str], has_place: HasPlace | None
+    ) -> Pair:
         """decoders: those that may take it, of all that the gateway reaches."""
         assert self._chooser is not None, self._config.policy
         if reached not in self._fields:
@@ -119,6 +128,8 @@ class Pairing:
             field = field._replace(left_out=left_out)
         if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
             field = field._replace(avoided=submit.avoid)
+        if has_place is not None:
+            field = field._replace(has_place=has_place)
         choice = self._chooser.choose(submit.request, field)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"

@@ -22,6 +22,7 @@ from baton.request import Request
 from baton.router.admission import Admission, objective_of
 from baton.router.books import Books, Key
 from baton.router.capacity import Capacity
+from baton.router.chooser import HasPlace
 from baton.router.cost_model import CostModel
 from baton.router.deadlines import Deadlines
 from baton.router.degrading import degraded
@@ -113,8 +114,13 @@ class Reception:
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.submit.request):
             return waiting
-        weight, weights = waiting.standing.weight, self.queues.weights_of(waiting.rank)
-        return waiting if self.capacity.can_compute(waiting.tenant, weight, weights) else None
+        is_owed = self.queues.is_owed(waiting)
+        return waiting if self.capacity.can_compute(waiting.tenant, is_owed=is_owed) else None
+
+    def has_place(self, waiting: Waiting) -> HasPlace | None:
+        """Which workers would compute its prompt at once; None: it need not ask."""
+        may_overtake = self.capacity.may_overtake(waiting.tenant, is_owed=self.queues.is_owed(waiting))
+        return None if may_overtake else self.capacity.has_place_at
 
     def waited_s(self, waiting: Waiting) -> float:
         return max(0.0, self._clock.now_s() - waiting.since_s)
@@ -148,8 +154,7 @@ class Reception:
         self._hold_or_release(waiting.tenant)
         charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens, record.is_begun)
         self._ledger.charge(waiting.key, charge)
-        prompt, weight = max(1.0, record.work.prompt), waiting.standing.weight
-        self.capacity.dispatched(waiting.key, waiting.tenant, weight, prompt)
+        self.capacity.dispatched(waiting.key, waiting.tenant, max(1.0, record.work.prompt))
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1

@@ -153,9 +153,10 @@ class TenantQueues:
     def work(self) -> float:
         return sum(self._work)
 
-    def weights_of(self, rank: int) -> float:
-        """Of the tenants that wait in it, together."""
-        return self._shares[rank].weights
+    def is_owed(self, waiting: Waiting) -> bool:
+        """Whether others of its class have had more for their weight than its tenant."""
+        share = self._shares[waiting.rank]
+        return share.clock(waiting.tenant) < share.present
 
     def is_held(self, tenant: str) -> bool:
         return tenant in self._held

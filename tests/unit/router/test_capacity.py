@@ -24,7 +24,7 @@ class Fleet:
 
     def dispatch(self, name: str, tenant: str = "a", *, work: int = 100, at: str = "p0") -> None:
         key = (id_of(name), 0)
-        self.capacity.dispatched(key, tenant, 1.0, work)
+        self.capacity.dispatched(key, tenant, work)
         entry = Entry("g", id_of("d0"), id_of(at), work * 100, 10, compute_s=work * 1e-2)
         self.books.enter(key, entry)
 
@@ -60,11 +60,11 @@ def test_idle_worker_takes_anything() -> None:
 def test_prompts_wait_when_workers_have_two_each() -> None:
     fleet = Fleet("p0", "p1", "d0")
     for number in range(2 * MIN_COMPUTING):
-        assert fleet.capacity.can_compute("a", 1.0, 1.0)
+        assert fleet.capacity.can_compute("a", is_owed=False)
         fleet.dispatch(str(number), at=f"p{number % 2}")
-    assert not fleet.capacity.can_compute("a", 1.0, 1.0)
+    assert not fleet.capacity.can_compute("a", is_owed=False)
     fleet.start("0")
-    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+    assert fleet.capacity.can_compute("a", is_owed=False)
     fleet.capacity.check_integrity()
 
 
@@ -72,7 +72,7 @@ def test_prompts_that_are_done_in_a_moment_are_no_reason_to_wait() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         fleet.dispatch(str(number), work=1)
-    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+    assert fleet.capacity.can_compute("a", is_owed=True)
 
 
 def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
@@ -80,34 +80,46 @@ def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
     for number in range(9):
         key = (id_of(str(number)), 0)
         fleet.books.enter(key, Entry("g", id_of("d0"), id_of("p0"), STEP_TOKENS // 10, 10, compute_s=9.0))
-    assert fleet.capacity.can_compute("a", 1.0, 1.0)
+    assert fleet.capacity.can_compute("a", is_owed=True)
 
 
-def test_tenant_under_its_share_need_not_wait_for_a_place() -> None:
+def test_tenant_that_is_owed_work_need_not_wait_for_a_place() -> None:
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", "noisy")
     fleet.dispatch("1", "noisy")
-    assert not fleet.capacity.can_compute("noisy", 1.0, 2.0)
-    assert fleet.capacity.can_compute("quiet", 1.0, 2.0)
-    fleet.dispatch("2", "quiet", work=60)
-    assert fleet.capacity.can_compute("quiet", 1.0, 2.0)
-    fleet.dispatch("3", "quiet", work=60)
-    assert not fleet.capacity.can_compute("quiet", 1.0, 2.0)
+    assert not fleet.capacity.can_compute("noisy", is_owed=False)
+    assert fleet.capacity.can_compute("quiet", is_owed=False)  # it has nothing there
+    fleet.dispatch("2", "quiet", work=150)
+    assert not fleet.capacity.can_compute("quiet", is_owed=False)
+    assert fleet.capacity.can_compute("quiet", is_owed=True)
+    fleet.dispatch("3", "quiet", work=150)
+    assert not fleet.capacity.can_compute("quiet", is_owed=True)  # as much again as has places
+    fleet.start("2")
+    assert fleet.capacity.can_compute("quiet", is_owed=True)
     fleet.capacity.check_integrity()
 
 
-def test_what_is_let_out_besides_makes_no_shares_larger() -> None:
-    """However many tenants there are, no more is let out besides than is let out, and one prompt each."""
+def test_what_is_let_out_besides_is_bounded() -> None:
+    """However many tenants there are: no more than has places, and one prompt each."""
     fleet = Fleet("p0", "d0")
     fleet.dispatch("0", "t0")
     fleet.dispatch("1", "t0")
     num_let_out = 0
     for number in range(2000):
         tenant = f"t{number % 50}"
-        if fleet.capacity.can_compute(tenant, 1.0, 50.0):
+        if fleet.capacity.can_compute(tenant, is_owed=True):
             num_let_out += 1
             fleet.dispatch(f"n{number}", tenant, work=10)
-    assert num_let_out * 10 <= 200 + 50 * 10
+    assert 200 <= num_let_out * 10 <= 200 + 50 * 10
+
+
+def test_a_worker_has_a_place_until_it_has_enough_to_do() -> None:
+    fleet = Fleet("p0", "d0")
+    for number in range(MIN_COMPUTING):
+        assert fleet.capacity.has_place_at(id_of("p0"))
+        fleet.dispatch(str(number))
+    assert not fleet.capacity.has_place_at(id_of("p0"))
+    assert fleet.capacity.has_place_at(id_of("d0"))  # to compute a prompt itself
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 500), st.booleans()), max_size=40))
