@@ -8,6 +8,7 @@
 4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each.
 """
 
+import secrets
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -18,6 +19,8 @@ from baton.node import Dial, Peer
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole
 
+ID_DIGITS: Final = 32
+TIME_DIGITS: Final = 12  # of a router's id
 EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
 
 NOTHING_YET: Final = Members(workers=(), is_complete=False)
@@ -45,9 +48,12 @@ class Colleagues:
 
     @property
     def common_router(self) -> Peer | None:
-        """The one that everybody asks, as long as all see the same routers: one alone sees all of a thing."""
+        """The one that everybody asks, as long as all see the same routers: one alone sees all of a thing.
+
+        The oldest, so that one which comes, or comes again, takes over nothing.
+        """
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
-        return self._peers.get(max(knowing or self._lists, default=""))
+        return self._peers.get(min(knowing or self._lists, key=_age_rank, default=""))
 
     @property
     def routers(self) -> list[Peer]:
@@ -152,6 +158,18 @@ class Colleagues:
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         own = self.hello.id
         self._chosen = max(knowing or self._lists, key=lambda id_: _rank(own, id_), default="")
+
+
+def new_router_id(calendar_s: float) -> str:
+    """Of a life that begins now, `calendar_s` after 1970: its last digits say when, the others are chance."""
+    began_ms = round(calendar_s * 1000)
+    chance = secrets.token_hex((ID_DIGITS - TIME_DIGITS) // 2)
+    return f"{chance}{began_ms % 16**TIME_DIGITS:0{TIME_DIGITS}x}"
+
+
+def _age_rank(router_id: str) -> tuple[str, str]:
+    """The least is that of the oldest."""
+    return router_id[-TIME_DIGITS:], router_id
 
 
 def _rank(whose: str, router_id: str) -> bytes:

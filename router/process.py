@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import secrets
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing, suppress
 from hashlib import blake2b
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.clock import SystemClock
+from baton.colleagues import new_router_id
 from baton.errors import ConfigError
 from baton.hub import Hub
 from baton.router.decision_log import LogFile
@@ -29,7 +30,7 @@ async def serve_router(
 
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
-    hub, router = Hub(key), Router(config, SystemClock(), secrets.token_hex(16))
+    hub, router = Hub(key), Router(config, SystemClock(), new_router_id(time.time()))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
         if config.redis == "auto":
