@@ -7,11 +7,12 @@ import pytest
 from baton.beats import Beats
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Beat, Cancel, Hello, Kind, Members, PagesWanted, Reachable
+from baton.control import Beat, Cancel, Hello, Kind, Members, PagesWanted, Pressure, Reachable
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import Peer
 from baton.operating import Drain
+from baton.pressure import Rung
 from baton.reports import WorkerReports
 from baton.worker import Address, Load, Worker, WorkerRole
 from baton.worker_node import WorkerNode
@@ -56,6 +57,7 @@ class SomeWorker(WorkerNode):
 
     def __init__(self) -> None:
         self.post, self.links, self.wrote = Post(), Links(), list[object]()
+        self.rungs: list[Rung] = []
         hello = Hello(process=Kind.WORKER, id=OURS.id, worker=OURS)
         colleagues = Colleagues(hello, [Address("127.0.0.1", 9)], lambda address: None)
         clock = ManualClock()
@@ -74,6 +76,9 @@ class SomeWorker(WorkerNode):
 
     def _reachable(self) -> list[str]:
         return self.links.kept
+
+    def _pressed(self, rung: Rung) -> None:
+        self.rungs.append(rung)
 
     def _lost(self, peer: Peer) -> None:
         self.wrote.append(peer.hello.id)
@@ -117,6 +122,20 @@ def test_workers_that_only_a_lost_router_listed_are_lost_with_it(worker: SomeWor
     assert worker.wrote == [ROUTER.id, OTHER.id]
 
 
+def test_of_several_routers_it_is_on_the_highest_rung(worker: SomeWorker) -> None:
+    one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
+    for router, rung in (
+        (one, Rung.SWAP_OUT),
+        (other, Rung.SMALL_CHUNKS),
+        (other, Rung.CALM),
+        (one, Rung.SHED),
+    ):
+        worker.received(router, Pressure(rung=rung))
+    assert worker.rungs == [Rung.SWAP_OUT, Rung.SWAP_OUT, Rung.SWAP_OUT, Rung.SHED]
+    worker.left(one)
+    assert worker.rungs[-1] is Rung.CALM, "who is gone presses nobody"
+
+
 def test_it_says_at_once_that_it_drains(worker: SomeWorker) -> None:
     router = worker.meet(ROUTER)
     worker.tick()
@@ -128,7 +147,9 @@ def test_it_says_at_once_that_it_drains(worker: SomeWorker) -> None:
     ]
 
 
-@pytest.mark.parametrize("message", [LISTED, Drain(worker="prefill-1"), PagesWanted()])
+@pytest.mark.parametrize(
+    "message", [LISTED, Drain(worker="prefill-1"), PagesWanted(), Pressure(rung=Rung.SHED)]
+)
 def test_only_a_router_is_obeyed(worker: SomeWorker, message: AnyMessage) -> None:
     with pytest.raises(ProtocolError):
         worker.received(worker.meet(GATEWAY), message)
