@@ -6,8 +6,10 @@ are in seconds: a byte's, a token's.
 """
 
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from baton.control import Measured
@@ -119,7 +121,7 @@ class Fit:
         self.coefficients = tuple((state * self._scales).tolist())
 
 
-class Transfer(NamedTuple):
+class Transfer(msgspec.Struct, frozen=True):
     """Between two workers."""
 
     pull: Fit
@@ -175,9 +177,17 @@ class CostModel:
         self._workers.pop(worker_id, None)
 
     def pull_s(self, source: str, worker: str, num_tokens: int) -> float:
-        pair = self._pairs.get((source, worker), self._between_all)
-        fixed_s, byte_s = pair.pull.coefficients
-        return fixed_s + byte_s * num_tokens * self.bytes_a_token
+        return self.pulls_from(source)(worker, num_tokens)
+
+    def pulls_from(self, source: str) -> Callable[[str, int], float]:
+        """From a worker and how many tokens it would pull from there to seconds: for one who asks of many."""
+        pairs, between_all, bytes_a_token = self._pairs, self._between_all, self.bytes_a_token
+
+        def pull_s(worker: str, num_tokens: int) -> float:
+            fixed_s, byte_s = pairs.get((source, worker), between_all).pull.coefficients
+            return fixed_s + byte_s * num_tokens * bytes_a_token
+
+        return pull_s
 
     def handoff_s(self, prefill: str, decode: str, num_tokens: int) -> float:
         """After the first token, until decoding can go on."""

@@ -72,7 +72,7 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
     worker: str
     num_tokens: int
-    pull_s: Callable[[str, str, int], float]  # source, worker, tokens
+    pull_s: Callable[[str, int], float]  # that so many tokens take another worker
     kin: Kin = ("", "")
 
 
@@ -96,6 +96,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
     num_output_tokens: int  # that are expected to be generated
     crowd_rate: float  # prompts a second that come to a worker, and more where these hold up others in turn
+    lead: float | None = None  # of its tenant; see prompts_ahead.py
 
 
 class Filled(msgspec.Struct, frozen=True, gc=False):
@@ -129,7 +130,7 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
             num_there = each.num_tokens if each.num_tokens < last else last
             if num_there <= num_held or each.worker == computer.worker or each.kin != computer.kin:
                 continue
-            shown_s = each.pull_s(each.worker, computer.worker, num_there - num_held) - wait_s
+            shown_s = each.pull_s(computer.worker, num_there - num_held) - wait_s
             if shown_s < 0.0:
                 shown_s = 0.0
             num_left = num_tokens - num_there

@@ -13,7 +13,7 @@ Lengths: TypeAlias = NDArray[np.int32]
 
 STRIDE: Final = 16  # between two pages of a prompt that are looked up first
 MAX_BISECTED: Final = 32  # pages, before all are looked up at once
-MAX_BEGINNINGS: Final = 4096
+MAX_RUN_ENDS: Final = 2**14
 _FEW: Final = 8
 _NOWHERE: Final = Places(0, 0)
 
@@ -87,9 +87,9 @@ def runs_along(table: KeyTable, sets: PlaceSets, keys: Keys) -> list[tuple[int, 
     return [*zip(starts, held_by, strict=True), (keys.size, _NOWHERE)]
 
 
-class Beginnings:
-    """Where prompts were last found to have other holders than their first page: where an operator's
-    instructions end, the next prompt that begins with them goes on by itself. A guess, to be asked first.
+class RunEnds:
+    """Where runs were found to end that began with the same page: where an operator's instructions end, and
+    where what a second worker has of a conversation does. A guess, asked before any other page.
     """
 
     __slots__ = ("_ends",)
@@ -97,18 +97,18 @@ class Beginnings:
     def __init__(self) -> None:
         self._ends: dict[bytes, int] = {}  # by the first page's key
 
-    def end(self, page_keys: bytes) -> int:
-        """0: it is not known."""
-        return self._ends.get(page_keys[:KEY_BYTES], 0)
+    def guess(self, page_keys: bytes, start: int) -> int:
+        """0: nothing is known."""
+        return self._ends.get(page_keys[start * KEY_BYTES : (start + 1) * KEY_BYTES], 0)
 
-    def ended(self, page_keys: bytes, page: int) -> None:
-        if len(self._ends) >= MAX_BEGINNINGS:
+    def learn(self, page_keys: bytes, start: int, end: int) -> None:
+        if len(self._ends) >= MAX_RUN_ENDS:
             self._ends.clear()
-        self._ends[page_keys[:KEY_BYTES]] = page
+        self._ends[page_keys[start * KEY_BYTES : (start + 1) * KEY_BYTES]] = end
 
 
 def few_runs_along(
-    table: KeyTable, sets: PlaceSets, page_keys: bytes, beginnings: Beginnings
+    table: KeyTable, sets: PlaceSets, page_keys: bytes, run_ends: RunEnds
 ) -> list[tuple[int, Places]] | None:
     """The same by bisection, page by page: quickest where few workers differ. None: there are many runs.
 
@@ -117,22 +117,25 @@ def few_runs_along(
     num_pages, set_at = len(page_keys) // KEY_BYTES, table.value_at
     page, set_id = 0, set_at(page_keys, 0) or EMPTY
     runs = [(0, sets.places(set_id))]
-    guess = beginnings.end(page_keys)
-    asked = (num_pages - 1, guess, guess - 1) if 0 < guess < num_pages - 1 else (num_pages - 1,)
-    ahead = [(each, set_at(page_keys, each) or EMPTY) for each in asked]  # that are known, the nearest last
+    ahead = [(num_pages - 1, set_at(page_keys, num_pages - 1) or EMPTY)]  # that are known, the nearest last
+    guess = run_ends.guess(page_keys, 0)
     for _ in range(MAX_BISECTED):
         while ahead and ahead[-1][1] == set_id:
             page = ahead.pop()[0]
         if not ahead:
-            if len(runs) > 1 and runs[1][0] != guess:
-                beginnings.ended(page_keys, runs[1][0])
             return [*runs, (num_pages, _NOWHERE)]
-        middle = (page + ahead[-1][0]) // 2
-        if middle > page:
+        nearest = ahead[-1][0]
+        if page < guess < nearest:
+            ahead += [(each, set_at(page_keys, each) or EMPTY) for each in (guess, guess - 1)]
+            guess = 0
+        elif page + 1 < nearest:
+            middle = (page + nearest) // 2
             ahead.append((middle, set_at(page_keys, middle) or EMPTY))
         else:
+            run_ends.learn(page_keys, runs[-1][0], nearest)
             page, set_id = ahead.pop()
             runs.append((page, sets.places(set_id)))
+            guess = run_ends.guess(page_keys, page)
     return None
 
 

@@ -77,7 +77,8 @@ class Look:
         return computers
 
     def _wait_s(self, account: Account) -> float:
-        before = account.prompts.part_before(self._party, self.load.num_tokens)
+        load = self.load
+        before = account.prompts.part_before(self._party, load.num_tokens, load.lead)
         return account.wait_s(self._now_s) * before
 
     def _decoder(self, place: Place, computer: Computer) -> Decoder:
@@ -102,8 +103,10 @@ class Look:
         able = [each for each, num in zip(computers, held, strict=True) if num > least]
         most = [(self._num_at(each), each.worker, each.kin) for each in able]
         most.sort(reverse=True)
-        pull_s = self._known.model.pull_s
-        return [Source(worker, num, pull_s, kin) for num, worker, kin in most[:MAX_SOURCES] if num]
+        pulls_from = self._known.model.pulls_from
+        return [
+            Source(worker, num, pulls_from(worker), kin) for num, worker, kin in most[:MAX_SOURCES] if num
+        ]
 
     def _num_at(self, computer: Computer) -> int:
         if computer.worker not in self._located:

@@ -29,9 +29,9 @@ from baton.page_keys import KEY_BYTES
 from baton.router.index_expectations import Expectation, Expectations
 from baton.router.index_holder import HOST_BIT, Change, Holder, Located, Values, values_of
 from baton.router.index_match import (
-    Beginnings,
     Holdings,
     Match,
+    RunEnds,
     few_runs_along,
     holdings,
     measure,
@@ -67,7 +67,7 @@ class PrefixIndex:
         self._present = 0  # a bit for each slot that is a worker's; others' entries are being purged
         self._num_slots = 0  # that were ever used
         self._purges: deque[tuple[int, list[Change]]] = deque()  # slot, what is left of its entries
-        self._beginnings = Beginnings()
+        self._run_ends = RunEnds()
         self._expectations = Expectations()
         self._stamp = 0
 
@@ -163,7 +163,7 @@ class PrefixIndex:
 
     def holdings(self, keys: bytes) -> Holdings:
         """What `match` says, for who asks about a few of many workers."""
-        runs = few_runs_along(self._table, self._sets, keys, self._beginnings) if keys else None
+        runs = few_runs_along(self._table, self._sets, keys, self._run_ends) if keys else None
         return holdings(runs or runs_along(self._table, self._sets, keys_of(keys)), self._present)
 
     def locate(self, worker_id: str, keys: bytes) -> Located:

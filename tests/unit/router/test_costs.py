@@ -37,7 +37,7 @@ def a_computer(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> Com
 
 
 def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> Source:
-    return Source(worker, num_tokens, lambda source, computer, num: 0.005 + token_s * num)
+    return Source(worker, num_tokens, lambda computer, num: 0.005 + token_s * num)
 
 
 def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:

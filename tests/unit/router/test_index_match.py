@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
-from baton.router.index_match import MAX_BEGINNINGS, MAX_BISECTED, Beginnings
+from baton.router.index_match import MAX_BISECTED, MAX_RUN_ENDS, RunEnds
 from baton.router.prefix_index import PrefixIndex
 from tests.node_peers import a_worker
 
@@ -62,9 +62,9 @@ def test_holdings_are_right_wherever_the_last_prompt_that_began_alike_had_other_
         assert [holdings.num_pages(bit) for bit in bits] == held
 
 
-def test_beginnings_that_are_remembered_are_bounded() -> None:
-    beginnings = Beginnings()
-    for number in range(MAX_BEGINNINGS + 1):
-        beginnings.ended(number.to_bytes(KEY_BYTES, "little"), 7)
-    last = MAX_BEGINNINGS.to_bytes(KEY_BYTES, "little")
-    assert (beginnings.end(last + last), beginnings.end(bytes(KEY_BYTES))) == (7, 0)
+def test_runs_whose_ends_are_remembered_are_bounded() -> None:
+    run_ends, number_of = RunEnds(), (lambda number: int(number).to_bytes(KEY_BYTES, "little"))
+    for number in range(MAX_RUN_ENDS + 1):
+        run_ends.learn(b"".join(map(number_of, (0, number))), 1, 7)
+    assert run_ends.guess(number_of(MAX_RUN_ENDS), 0) == 7
+    assert run_ends.guess(number_of(0), 0) == 0
