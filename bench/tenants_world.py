@@ -19,14 +19,13 @@ from baton.bench.tenants_workers import FairPrefillSim
 from baton.clock import ManualClock
 from baton.control import Ended, Hello, Kind, Reachable, Rejected, Started, Submit
 from baton.control_wire import AnyMessage
-from baton.node import Peer
+from baton.node import TICK_S, Peer
 from baton.request import Request, SamplingParams
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.tenancy import Refusal, Sla, Standing
 from baton.worker import Address, Worker, WorkerRole
 
-TICK_S: Final = 0.5
 GATEWAY: Final = f"{7:032x}"
 MAX_RETRIES: Final = 2  # openai-python's
 MAX_HONOURED_S: Final = 120.0  # a longer retry-after is not believed

@@ -98,6 +98,14 @@ class Returns:
         return Refused(refusal, reason, PROMISED_S + spread_s, may_return=False)
 
 
+class Ahead(NamedTuple):
+    """Of a request at the router."""
+
+    work: float = 0.0  # that is let out before it
+    mean_work: float = 1.0  # of one request
+    lead: float | None = None  # of its tenant now; see prompts_ahead.py
+
+
 class Admission:
     def __init__(self, clock: Clock, forecast: Forecast) -> None:
         self.returns = Returns(clock, forecast)
@@ -105,10 +113,10 @@ class Admission:
         self._forecast = forecast
         self._probed_s = -inf
 
-    def predict(self, request: Request, work: Work, before: float, mean_work: float) -> Prediction:
-        """before: work that is let out before it. mean_work: of one request."""
-        asked = Asked(party_of(request), round(work.prompt), work.answer)
-        return self._forecast.predict(asked, before, before / max(1.0, mean_work))
+    def predict(self, request: Request, work: Work, ahead: Ahead) -> Prediction:
+        lead = None if ahead.lead is None else ahead.lead + ahead.work / request.standing.weight
+        asked = Asked(party_of(request), round(work.prompt), work.answer, lead)
+        return self._forecast.predict(asked, ahead.work, ahead.work / max(1.0, ahead.mean_work))
 
     def refusal(self, request: Request, work: Work, waited_s: float, found: Prediction) -> Refused | None:
         """Why a request that has waited so long has no hope, by what was found."""

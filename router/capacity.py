@@ -7,9 +7,9 @@ A decode worker takes attempts up to its limits and a quarter more, as some of t
 all grow as long as is expected. A worker that computes prompts takes two, and as many more as it is thought
 to have done within AHEAD_S.
 
-Workers order prompts by shares too, and what is overtaken there keeps its place. So a tenant that is owed work
-by those who have places need not wait for one: it is let out besides, and overtakes. That comes to no more than
-what has places, and one prompt of each tenant.
+Workers order prompts by shares too, and what is overtaken there keeps its place. So a tenant that is owed
+work by those who have places need not wait for one: it is let out besides, and overtakes. That comes to no
+more than what has places, and one prompt of each tenant.
 """
 
 from collections import Counter
@@ -67,7 +67,10 @@ class Capacity:
         return min(shares, key=lambda worker: shares[worker], default="")
 
     def can_compute(self, tenant: str, *, is_owed: bool) -> bool:
-        """Whether a prompt of this tenant may go to a worker; is_owed: others have had more than their share."""
+        """Whether a prompt of this tenant may go to a worker.
+
+        is_owed: others have had more for their weight.
+        """
         return self._has_place() or self.may_overtake(tenant, is_owed=is_owed)
 
     def has_place_at(self, worker_id: str) -> bool:

@@ -64,11 +64,20 @@ class Field(NamedTuple):
     are_pair: ArePair
     left_out: Collection[str] = ()  # decode workers that may not take it; never all
     avoided: Collection[str] = ()  # workers that are not to fill its pages
-    has_place: HasPlace | None = None  # to compute it at once: where any has, no other is chosen
 
     def station(self, worker_id: str) -> Station:
         """Of one that was compared."""
         return self.decoders.by_id.get(worker_id) or self.fillers.by_id[worker_id]
+
+
+class Turn(NamedTuple):
+    """What a request's tenant is due."""
+
+    lead: float | None = None  # see prompts_ahead.py
+    has_place: HasPlace | None = None  # to compute it at once: where any has, no other is chosen
+
+
+NO_TURN: Final = Turn()
 
 
 class Chooser:
@@ -84,18 +93,18 @@ class Chooser:
         self._prompts = Fading(MEMORY_S, now_s)
         self._tokens: dict[str, Fading] = {}  # by worker
 
-    def choose(self, request: Request, field: Field) -> Choice:
+    def choose(self, request: Request, field: Field, turn: Turn = NO_TURN) -> Choice:
         """It is no more than an answer until `expect` says that it is followed."""
         now_s = self._clock.now_s()
-        look = Look(self._known, request, self._load(request, field, now_s), now_s)
+        look = Look(self._known, request, self._load(request, field, turn, now_s), now_s)
         decoders = self._compared(look, field.decoders, field.left_out)
         fillers = self._compared(look, field.fillers, field.avoided)
         decoding, filling = look.decoders(decoders), look.computers(fillers)
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
             candidates = self._candidates(look, decoding, filling, field.are_pair)
-            if field.has_place is not None:
-                candidates = [each for each in candidates if field.has_place(each.computer)] or candidates
+            if turn.has_place is not None:
+                candidates = [each for each in candidates if turn.has_place(each.computer)] or candidates
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = look.locate(field.station(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
@@ -125,12 +134,12 @@ class Chooser:
             self._tokens[worker_id] = Fading(BALANCE_S, self._clock.now_s())
         return self._tokens[worker_id]
 
-    def _load(self, request: Request, field: Field, now_s: float) -> Load:
+    def _load(self, request: Request, field: Field, turn: Turn, now_s: float) -> Load:
         num_computers = len(field.fillers) or len(field.decoders)
         busy = min(MOST_BUSY, self._work_s.at(now_s) / MEMORY_S / num_computers)
         rate = self._prompts.at(now_s) / MEMORY_S / num_computers
         num_tokens = request.num_tokens
-        return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy))
+        return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy), turn.lead)
 
     def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Station]:
         """In an order that begins with another one each time: what comes first wins where all is alike."""

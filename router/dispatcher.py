@@ -194,14 +194,14 @@ class Dispatcher:
             self._is_crowded = bool(full)
             if kept is not None and kept.key != waiting.key:
                 full |= {kept.worker}
-        has_place = self._reception.has_place(waiting)
-        pair = self._pairing.pair(submit, gateway.reached, full, has_place)
+        turn = self._reception.turn(waiting)
+        pair = self._pairing.pair(submit, gateway.reached, full, turn)
         if full or isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair
         self._is_crowded = True
-        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), has_place)
+        return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), turn)
 
     def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair, age_s: float) -> None:
         request = submit.request

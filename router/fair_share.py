@@ -20,7 +20,7 @@ from collections import deque
 from typing import Final, TypeAlias
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
-CREDIT_AGES: Final = 4
+CREDIT_AGES: Final = 12  # some seconds: an age is a tick of the router
 MAX_IDLE: Final = 1024  # tenants that owe something and do not wait, before those that owe nothing go
 
 Turn: TypeAlias = tuple[float, int, str]  # clock, number, whose: the least is first

@@ -66,6 +66,7 @@ class Asked(NamedTuple):
     party: Party
     num_tokens: int  # of the prompt, that have to be computed
     answer: float  # tokens
+    lead: float | None = None  # of its tenant; see prompts_ahead.py
 
 
 class _Outlook(NamedTuple):
@@ -109,7 +110,8 @@ class Forecast:
         return computer, wait_s
 
     def _wait_s(self, computer: str, asked: Asked) -> float:
-        before = self._books.account(computer).prompts.part_before(asked.party, asked.num_tokens)
+        prompts = self._books.account(computer).prompts
+        before = prompts.part_before(asked.party, asked.num_tokens, asked.lead)
         return self._books.wait_s(computer) * before
 
     def step_s(self) -> float:

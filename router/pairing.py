@@ -18,7 +18,7 @@ from typing import NamedTuple
 from baton.control import Submit
 from baton.request import Request
 from baton.router.books import Books, party_of
-from baton.router.chooser import Choice, Chooser, Field, HasPlace
+from baton.router.chooser import NO_TURN, Choice, Chooser, Field, Turn
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
 from baton.router.sides import Side
@@ -66,11 +66,10 @@ class Pairing:
         submit: Submit,
         reached: frozenset[str],
         full: Collection[str] = (),
-        has_place: HasPlace | None = None,
+        turn: Turn = NO_TURN,
     ) -> Pair | Unpaired:
         """reached: the workers that the gateway reaches. full: decode workers that are not to be chosen, but
-        for one that holds the prompt already. has_place: to compute a prompt at once; the policies that look
-        at the prompt choose no other worker where one has.
+        for one that holds the prompt already. turn: for the policies that look at the prompt.
         """
         if self._version != self._members.version:
             self._version = self._members.version
@@ -90,14 +89,14 @@ class Pairing:
         if num_tokens <= self._pressed_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         if self._chooser is not None and self._config.policy == "cost":
-            return self._choose_both(submit, decoders, reached, has_place)
+            return self._choose_both(submit, decoders, reached, turn)
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
         paired = [member for member in decoders if member.id in self._paired_for(reached)]
         if not paired:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
         if self._chooser is not None:
-            return self._choose_both(submit, paired, reached, has_place)
+            return self._choose_both(submit, paired, reached, turn)
         decode = self._choose(paired, WorkerRole.DECODE, submit.request)
         partners = _without(self._partners_of(decode, reached), submit.avoid)
         prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
@@ -115,7 +114,7 @@ class Pairing:
         self._fields.clear()
 
     def _choose_both(
-        self, submit: Submit, decoders: list[Member], reached: frozenset[str], has_place: HasPlace | None
+        self, submit: Submit, decoders: list[Member], reached: frozenset[str], turn: Turn
     ) -> Pair:
         """decoders: those that may take it, of all that the gateway reaches."""
         assert self._chooser is not None, self._config.policy
@@ -128,9 +127,7 @@ class Pairing:
             field = field._replace(left_out=left_out)
         if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
             field = field._replace(avoided=submit.avoid)
-        if has_place is not None:
-            field = field._replace(has_place=has_place)
-        choice = self._chooser.choose(submit.request, field)
+        choice = self._chooser.choose(submit.request, field, turn)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"
         prefill = self._members.get(choice.candidate.prefill)

@@ -1,7 +1,7 @@
 """How much of a worker's prompts would be computed before another one: workers serve tenants by turns.
 
 Of a higher class all, of a lower one nothing; of the tenant's own all; of any other tenant's no more than its
-share is by the time that the new prompt's tenant has had all of its own.
+share is by the time that the new prompt's tenant has had all of its own, less what that is owed already.
 """
 
 from typing import NamedTuple
@@ -38,12 +38,17 @@ class PromptsAhead:
         if not self._num[party]:
             del self._num[party], self._tokens[party]
 
-    def part_before(self, party: Party, num_tokens: int) -> float:
-        """Of all that is here, the part that comes before a prompt of so many tokens: 0 to 1."""
+    def part_before(self, party: Party, num_tokens: int, lead: float | None = None) -> float:
+        """Of all that is here, the part that comes before a prompt of so many tokens: 0 to 1.
+
+        lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of
+        what waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits here.
+        """
         if self.total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
             return 1.0
         before = float(self._tokens.get(party, 0))
-        turn = (before + num_tokens) / party.weight
+        turn = (before if lead is None else lead * party.weight) + num_tokens
+        turn = max(0.0, turn) / party.weight
         for other, waiting in self._tokens.items():
             if other.rank < party.rank:
                 before += waiting

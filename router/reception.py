@@ -19,10 +19,10 @@ from baton.clock import Clock
 from baton.control import Submit
 from baton.pressure import QueueStatus, Rung
 from baton.request import Request
-from baton.router.admission import Admission, objective_of
+from baton.router.admission import Admission, Ahead, objective_of
 from baton.router.books import Books, Key
 from baton.router.capacity import Capacity
-from baton.router.chooser import HasPlace
+from baton.router.chooser import Turn
 from baton.router.cost_model import CostModel
 from baton.router.deadlines import Deadlines
 from baton.router.degrading import degraded
@@ -114,13 +114,14 @@ class Reception:
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.submit.request):
             return waiting
-        is_owed = self.queues.is_owed(waiting)
+        is_owed = self.queues.lead_of(waiting) < 0
         return waiting if self.capacity.can_compute(waiting.tenant, is_owed=is_owed) else None
 
-    def has_place(self, waiting: Waiting) -> HasPlace | None:
-        """Which workers would compute its prompt at once; None: it need not ask."""
-        may_overtake = self.capacity.may_overtake(waiting.tenant, is_owed=self.queues.is_owed(waiting))
-        return None if may_overtake else self.capacity.has_place_at
+    def turn(self, waiting: Waiting) -> Turn:
+        """Where its prompt may go, and before whose it would be computed there."""
+        lead = self.queues.lead_of(waiting)
+        may_overtake = self.capacity.may_overtake(waiting.tenant, is_owed=lead < 0)
+        return Turn(lead, None if may_overtake else self.capacity.has_place_at)
 
     def waited_s(self, waiting: Waiting) -> float:
         return max(0.0, self._clock.now_s() - waiting.since_s)
@@ -139,7 +140,8 @@ class Reception:
         record = self._records[waiting.key]
         if record.is_begun or waited_s <= 0 or not objective_of(record.request).is_promised:
             return None
-        prediction = self.admission.predict(record.request, record.work, 0.0, 1.0)
+        ahead = Ahead(lead=self.queues.lead_of(waiting))
+        prediction = self.admission.predict(record.request, record.work, ahead)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
         if refused is not None:
             self._give_up(waiting.key, refused)
@@ -239,7 +241,8 @@ class Reception:
             return None
         before = self.queues.work_before(waiting)
         mean_work = self.queues.work / max(1, len(self.queues))
-        prediction = self.admission.predict(request, work, before, mean_work)
+        ahead = Ahead(before, mean_work, self.queues.lead_of(waiting))
+        prediction = self.admission.predict(request, work, ahead)
         if is_shed:
             return self.admission.shed(work, prediction)
         refused = self.admission.refusal(request, work, 0.0, prediction)
@@ -299,7 +302,7 @@ class Reception:
         for waiting in lowest[-MAX_SHED:]:
             record = self._records[waiting.key]
             refused = self.admission.shed(
-                record.work, self.admission.predict(record.request, record.work, 0.0, 1.0)
+                record.work, self.admission.predict(record.request, record.work, Ahead())
             )
             self.refuse(waiting.key, refused)
             yield record, refused

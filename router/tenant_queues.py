@@ -153,10 +153,13 @@ class TenantQueues:
     def work(self) -> float:
         return sum(self._work)
 
-    def is_owed(self, waiting: Waiting) -> bool:
-        """Whether others of its class have had more for their weight than its tenant."""
+    def lead_of(self, waiting: Waiting) -> float:
+        """Work, for its weight, that its tenant has had or is to have more than who was served last.
+
+        Below 0: it is owed so much.
+        """
         share = self._shares[waiting.rank]
-        return share.clock(waiting.tenant) < share.present
+        return share.clock(waiting.tenant) - share.present
 
     def is_held(self, tenant: str) -> bool:
         return tenant in self._held
@@ -185,8 +188,7 @@ class TenantQueues:
             own = lane.line.work_before((priority, due_s, number or self._num_added + 1))
             others -= lane.line.work
             weights -= lane.weight
-        lead = share.clock(waiting.tenant) - share.present
-        due = max(0.0, own / weight + lead) * max(0.0, weights)
+        due = max(0.0, own / weight + self.lead_of(waiting)) * max(0.0, weights)
         return sum(self._work[:rank]) + own + min(max(0.0, others), due)
 
     def check_integrity(self) -> None:

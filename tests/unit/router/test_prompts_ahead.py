@@ -26,17 +26,29 @@ def test_of_another_no_more_than_its_share_meanwhile() -> None:
     assert ahead((B, 50)).part_before(A, 100) == 1.0
 
 
+def test_of_another_less_by_what_is_owed_and_more_by_what_was_had() -> None:
+    assert ahead((B, 1000)).part_before(A, 100, lead=-40.0) == 0.06
+    assert ahead((B, 1000)).part_before(A, 100, lead=-400.0) == 0.0
+    assert ahead((B, 1000)).part_before(A, 100, lead=40.0) == 0.14
+    assert ahead((B, 1000)).part_before(Party("a", 4.0), 100, lead=10.0) == 0.035
+    assert ahead((B, 1000), (A, 100)).part_before(A, 100, lead=100.0) == 300 / 1100
+
+
 def test_higher_class_comes_before_and_a_lower_one_after() -> None:
     high, low = Party("h", 1.0, 0), Party("l", 1.0, 2)
     assert ahead((high, 100), (low, 300)).part_before(Party("m", 1.0, 1), 1000) == 0.25
 
 
-@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), party=PARTIES)
+@given(
+    prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20),
+    party=PARTIES,
+    lead=st.none() | st.floats(-1e6, 1e6),
+)
 def test_part_is_a_part_and_what_is_removed_leaves_nothing(
-    prompts: list[tuple[Party, int]], party: Party
+    prompts: list[tuple[Party, int]], party: Party, lead: float | None
 ) -> None:
     found = ahead(*prompts)
-    assert 0.0 <= found.part_before(party, 10) <= 1.0
+    assert 0.0 <= found.part_before(party, 10, lead) <= 1.0
     for each, num_tokens in prompts:
         found.remove(each, num_tokens)
     assert found.part_before(party, 10) == 1.0 and not found._num
