@@ -54,7 +54,7 @@ class CallReader:
         refuse_unsupported_chat(body)
         tools = usable_tools(body.tools, body.tool_choice)
         terms = self._terms(body.model, scope)
-        text, token_ids = await self._model.text.encode_chat(
+        text, token_ids = await self._model.text.of(terms.tenant.name).encode_chat(
             Chat(body.messages, tools),
             max_tokens=self._model.max_model_len,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -68,8 +68,9 @@ class CallReader:
         refuse_unsupported_completion(body)
         terms = self._terms(body.model, scope)
         needs_text = bool(body.echo)
+        tenant = terms.tenant
         prompts = [
-            await self._of_tenant(await self._prompt(given, needs_text=needs_text), terms.tenant)
+            await self._of_tenant(await self._prompt(given, tenant, needs_text=needs_text), tenant)
             for given in list_prompts(body.prompt)
         ]
         return self._bounded(completion_call(body, tuple(prompts), terms))
@@ -82,8 +83,8 @@ class CallReader:
                 raise invalid(f"unknown key {unknown[0][:64]!r}", param=unknown[0][:64])
         return body
 
-    async def _prompt(self, given: GivenPrompt, *, needs_text: bool) -> Prompt:
-        text = self._model.text
+    async def _prompt(self, given: GivenPrompt, tenant: Tenant, *, needs_text: bool) -> Prompt:
+        text = self._model.text.of(tenant.name)
         if isinstance(given, str):
             token_ids = await text.encode(given, max_tokens=self._model.max_model_len)
             self._model.check_length(len(token_ids))

@@ -8,7 +8,7 @@ from baton.gateway.api_types import DetokenizeBody, TokenizeBody
 from baton.gateway.asgi import read_body, respond
 from baton.gateway.call_reader import CallReader
 from baton.gateway.served_model import ServedModel
-from baton.gateway.text_work import Chat
+from baton.gateway.text_work import Chat, TextWork
 from baton.gateway.tools import usable_tools
 
 
@@ -20,8 +20,9 @@ class TextRoutes:
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         body = self._reader.decode(await read_body(receive), TokenizeBody)
-        self._model.check(body.model, scope["state"]["tenant"])
-        token_ids = await self._token_ids(body)
+        tenant = scope["state"]["tenant"]
+        self._model.check(body.model, tenant)
+        token_ids = await self._token_ids(body, self._model.text.of(tenant.name))
         answer = {"count": len(token_ids), "max_model_len": self._model.max_model_len, "tokens": token_ids}
         if body.return_token_strs:
             tokenizer = self._model.text.tokenizer
@@ -33,13 +34,14 @@ class TextRoutes:
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         body = self._reader.decode(await read_body(receive), DetokenizeBody)
-        self._model.check(body.model, scope["state"]["tenant"])
-        text = await self._model.text.decode(body.tokens)
+        tenant = scope["state"]["tenant"]
+        self._model.check(body.model, tenant)
+        text = await self._model.text.of(tenant.name).decode(body.tokens)
         await respond(send, 200, orjson.dumps({"prompt": text}))
 
-    async def _token_ids(self, body: TokenizeBody) -> list[int]:
+    async def _token_ids(self, body: TokenizeBody, text: TextWork) -> list[int]:
         """Of a prompt of any length: nothing is computed from it."""
-        text, longest = self._model.text, self._model.max_model_len
+        longest = self._model.max_model_len
         if body.messages is not None and body.prompt is None:
             _, token_ids = await text.encode_chat(
                 Chat(body.messages, usable_tools(body.tools, None)),

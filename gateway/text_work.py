@@ -6,18 +6,19 @@ The tokenizer lets go of the interpreter's lock while it works, so threads do he
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import Final, NamedTuple, TypeVar
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import InvalidRequest
 from baton.gateway.api_errors import unsupported
 from baton.gateway.chat_template import ChatTemplate, Message
 from baton.gateway.messages import read_messages
+from baton.gateway.text_turns import TextTurns
 from baton.gateway.tokenizer import Tokenizer
 from baton.gateway.tool_forms import ToolForm
 from baton.gateway.tools import Tool
 
 NUM_THREADS: Final = 2
-MAX_WAITING: Final = 256  # jobs for the threads
 SHORT_CHARS: Final = 4096  # takes well below a millisecond; a change of threads takes 0.1 ms
 MAX_CHARS_PER_TOKEN: Final = 16  # on average: a prompt with more for what the model takes is not tokenised
 
@@ -34,7 +35,14 @@ class TextWork:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        self._num_waiting = 0
+        self._turns = TextTurns(NUM_THREADS)
+        self._tenant = ""
+
+    def of(self, tenant: str) -> "TextWork":
+        """The same, on behalf of a tenant: long texts of several take turns."""
+        own = copy(self)
+        own._tenant = tenant
+        return own
 
     @property
     def has_tokenizer(self) -> bool:
@@ -91,13 +99,11 @@ class TextWork:
     async def _run(self, num_chars: int, work: Callable[[], ResultT]) -> ResultT:
         if num_chars <= SHORT_CHARS:
             return work()
-        if self._num_waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._num_waiting} prompts wait to be tokenised", retry_after_s=1.0)
-        self._num_waiting += 1
+        await self._turns.take(self._tenant, num_chars)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
-            self._num_waiting -= 1
+            self._turns.leave()
 
 
 def _check_length(num_chars: int, max_tokens: int) -> None:

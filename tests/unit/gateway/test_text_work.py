@@ -7,7 +7,8 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, Overloaded
 from baton.gateway.chat_template import ChatTemplate
-from baton.gateway.text_work import MAX_CHARS_PER_TOKEN, MAX_WAITING, SHORT_CHARS, Chat, TextWork
+from baton.gateway.text_turns import MAX_WAITING
+from baton.gateway.text_work import MAX_CHARS_PER_TOKEN, NUM_THREADS, SHORT_CHARS, Chat, TextWork
 from baton.gateway.tokenizer import Tokenizer
 
 DIRECTORY = resolve_model("tiny")
@@ -70,7 +71,7 @@ def test_a_model_without_text(template: Watched) -> None:
 
 def test_jobs_that_wait_are_bounded(text: TextWork) -> None:
     async def crowd() -> None:
-        jobs = [text.encode(LONG, max_tokens=100_000) for _ in range(MAX_WAITING + 1)]
+        jobs = [text.encode(LONG, max_tokens=100_000) for _ in range(NUM_THREADS + MAX_WAITING + 1)]
         found = await asyncio.gather(*jobs, return_exceptions=True)
         assert sum(isinstance(result, Overloaded) for result in found) == 1
 

@@ -1,0 +1,75 @@
+"""Whose long text is worked on next: tenants take turns for the threads, by characters.
+
+1. `take`: a place at once, if one is free; else it waits, behind its tenant's own. Too many wait, or too many
+   of its tenant's: it is sent away.
+2. Whoever leaves gives its place to the tenant that has had least of those that wait (fair_share.py).
+"""
+
+import asyncio
+from collections import deque
+from typing import Final
+
+from baton.errors import Overloaded
+from baton.router.fair_share import FairShare
+from baton.tenancy import has_place
+
+MAX_WAITING: Final = 256
+RETRY_AFTER_S: Final = 1.0
+
+
+class _Waiting:
+    __slots__ = ("num_chars", "turn")
+
+    def __init__(self, num_chars: int) -> None:
+        self.num_chars = num_chars
+        self.turn = asyncio.get_running_loop().create_future()
+
+
+class TextTurns:
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._num_waiting = 0
+        self._share = FairShare()
+        self._lanes: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
+
+    async def take(self, tenant: str, num_chars: int) -> None:
+        """Wait for a place; `leave` is due then. Raises Overloaded."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        lane = self._lanes.get(tenant, deque[_Waiting]())
+        if not has_place(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
+            message = f"{self._num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
+            raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
+        waiting = _Waiting(num_chars)
+        lane.append(waiting)
+        self._lanes[tenant] = lane
+        self._num_waiting += 1
+        self._share.join(tenant, 1.0)
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            if waiting.turn.done() and not waiting.turn.cancelled():
+                self.leave()
+            else:
+                self._remove(tenant, waiting)
+            raise
+
+    def leave(self) -> None:
+        tenant = self._share.first()
+        self._share.age()  # who was away may have what its share of the last few turns was
+        if tenant is None:
+            self._num_free += 1
+            return
+        waiting = self._lanes[tenant][0]
+        self._share.serve(tenant, waiting.num_chars)
+        self._remove(tenant, waiting)
+        waiting.turn.set_result(None)
+
+    def _remove(self, tenant: str, waiting: _Waiting) -> None:
+        lane = self._lanes[tenant]
+        lane.remove(waiting)
+        self._num_waiting -= 1
+        if not lane:
+            del self._lanes[tenant]
+            self._share.leave(tenant)
