@@ -78,13 +78,15 @@ class KeyTable:
         key = _first_half(page_keys, page * KEY_BYTES)[0] or 1
         mixed = key * self._multiplier
         lines, values = self._views
-        for half in (mixed >> 32, mixed):
-            first = ((half & 0xFFFFFFFF) * self._num_groups >> 32) * WIDTH
+        first = ((mixed >> 32 & 0xFFFFFFFF) * self._num_groups >> 32) * WIDTH
+        group = _group(lines, 8 * first)
+        if key not in group:
+            first = ((mixed & 0xFFFFFFFF) * self._num_groups >> 32) * WIDTH
             group = _group(lines, 8 * first)
-            if key in group:
-                value: int = values[first + group.index(key)]
-                return value
-        return None
+            if key not in group:
+                return None
+        value: int = values[first + group.index(key)]
+        return value
 
     def place(self, keys: Keys) -> tuple[Cells, Cells]:
         """Distinct keys' cells, and the rows of those that were not there; -1 for one that found no room."""

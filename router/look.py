@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from baton.decision import PullSource
 from baton.request import Request
@@ -15,8 +15,6 @@ from baton.router.prompt_keys import Family, PromptKeys
 from baton.router.sides import Side, Station
 
 MAX_SOURCES: Final = 2
-
-Place: TypeAlias = tuple[Station, Account, Speeds]
 
 
 @dataclass(frozen=True)
@@ -52,19 +50,31 @@ class Look:
         return self._found[station.family][0]
 
     def computers(self, stations: Sequence[Station]) -> list[Computer]:
-        return self._computers(self._places(stations))
+        return [computer for computer, _, _ in self._at(stations)]
 
     def decoders(self, stations: Sequence[Station]) -> list[Decoder]:
-        places = self._places(stations)
-        return list(map(self._decoder, places, self._computers(places)))
+        load, decoders = self.load, []
+        num_tokens_more = load.num_tokens + load.num_output_tokens
+        for station, (computer, account, speeds) in zip(stations, self._at(stations), strict=True):
+            num_running = account.num_attempts + account.num_unknown
+            num_tokens = account.num_tokens + account.num_unknown_tokens
+            fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
+            step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
+            share = (num_tokens + num_tokens_more) / station.num_slots
+            seats = (num_running + 1) / station.max_num_seqs
+            excess = (seats if seats > share else share) - 1.0
+            room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
+            token_harm_s = sequence_s + context_s * load.num_tokens
+            harm_s = num_running * load.num_output_tokens * token_harm_s
+            decoders.append(Decoder(computer, num_running, room_s, room_s + 0.5 * step_s, harm_s))
+        return decoders
 
-    def _places(self, stations: Sequence[Station]) -> list[Place]:
+    def _at(self, stations: Sequence[Station]) -> list[tuple[Computer, Account, Speeds]]:
+        """Flat, as `decoders` is: it is asked for each worker that is compared."""
         account_of, speeds_of = self._known.books.account, self._known.model.of
-        return [(each, account_of(each.id), speeds_of(each.id)) for each in stations]
-
-    def _computers(self, places: Sequence[Place]) -> list[Computer]:
-        computers, family = [], None
-        for station, account, speeds in places:
+        family, found = None, []
+        for station in stations:
+            account, speeds = account_of(station.id), speeds_of(station.id)
             if station.family is not family:
                 family = station.family
                 num_pages_at = self._holdings(family).num_pages
@@ -73,28 +83,14 @@ class Look:
                 wait_s += account.num_unknown * speeds.mean_compute_s
             num_held_tokens = num_pages_at(station.slot_bit) * station.page_size
             coefficients = speeds.prefill.coefficients
-            computers.append(Computer(station.id, wait_s, num_held_tokens, coefficients, station.kin))
-        return computers
+            computer = Computer(station.id, wait_s, num_held_tokens, coefficients, station.kin)
+            found.append((computer, account, speeds))
+        return found
 
     def _wait_s(self, account: Account) -> float:
         load = self.load
         before = account.prompts.part_before(self._party, load.num_tokens, load.lead)
         return account.wait_s(self._now_s) * before
-
-    def _decoder(self, place: Place, computer: Computer) -> Decoder:
-        station, account, speeds = place
-        load = self.load
-        fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
-        num_running = account.num_attempts + account.num_unknown
-        num_tokens = account.num_tokens + account.num_unknown_tokens
-        step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
-        share = (num_tokens + load.num_tokens + load.num_output_tokens) / station.num_slots
-        seats = (num_running + 1) / station.max_num_seqs
-        excess = (seats if seats > share else share) - 1.0
-        room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
-        token_harm_s = sequence_s + context_s * load.num_tokens
-        harm_s = num_running * load.num_output_tokens * token_harm_s
-        return Decoder(computer, num_running, room_s, room_s + 0.5 * step_s, harm_s)
 
     def sources(self, computers: Sequence[Computer]) -> list[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""
