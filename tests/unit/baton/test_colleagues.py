@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues, new_router_id
+from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
 from baton.control import Cancel, Hello, Kind, Members, Reachable, Tokens
 from baton.request import TokenLogprobs
 from baton.token_event import TokenEvent
-from baton.wire_types import Id
 from baton.worker import Address, Worker, WorkerRole
 from tests.fakes import Post, PostedPeer
 
@@ -194,28 +193,6 @@ class TestSeveralRouters:
             assert router is not None
             chosen.add(router.hello.id)
         assert chosen == {ROUTER.id, OTHER_ROUTER.id}
-
-    def test_everybody_asks_the_oldest_for_what_one_alone_is_to_see(self) -> None:
-        newer, older = (Hello(process=Kind.ROUTER, id=new_router_id(at_s)) for at_s in (1.7e9 + 0.001, 1.7e9))
-        for first, second in ((newer, older), (older, newer)):
-            desk = Desk()
-            joined = {hello: desk.join(hello) for hello in (first, second)}
-            assert desk.colleagues.common_router is joined[older]
-            desk.colleagues.changed(joined[newer], Members(workers=()))
-            assert desk.colleagues.common_router is joined[newer], "which knows all workers"
-            desk.colleagues.changed(joined[older], Members(workers=()))
-            assert desk.colleagues.common_router is joined[older]
-            desk.colleagues.left(joined[older])
-            assert desk.colleagues.common_router is joined[newer]
-            again = desk.join(Hello(process=Kind.ROUTER, id=new_router_id(1.7e9 + 60)))
-            desk.colleagues.changed(again, Members(workers=()))
-            assert desk.colleagues.common_router is joined[newer], "who comes again takes over nothing"
-
-    def test_ids_of_routers_are_ids_that_differ(self) -> None:
-        ids = {new_router_id(1.7e9) for _ in range(100)}
-        assert len({id_[:8] for id_ in ids}) > 90
-        for id_ in ids:
-            assert msgspec.convert(id_, Id) == id_
 
     def test_each_is_told_who_can_be_reached(self) -> None:
         desk, _, other = self.two()

@@ -1,0 +1,71 @@
+"""The router that everybody asks for what one alone is to see all of."""
+
+import msgspec
+
+from baton.colleagues import Colleagues, new_router_id
+from baton.control import Hello, Kind, Members
+from baton.wire_types import Id
+from baton.worker import Address
+from tests.fakes import Post, PostedPeer
+
+START_S = 1.7e9
+GATEWAY = Hello(process=Kind.GATEWAY, id="2" * 32)
+
+
+class Desk:
+    """One gateway's colleagues."""
+
+    def __init__(self) -> None:
+        self.post = Post()
+        self.colleagues = Colleagues(GATEWAY, [Address("127.0.0.1", 1)], lambda address: None)
+
+    def join(self, hello: Hello, *, is_complete: bool | None = None) -> PostedPeer:
+        """is_complete: what it says of its list of workers; None: nothing yet."""
+        peer = PostedPeer(GATEWAY.id, hello, self.post)
+        self.colleagues.joined(peer)
+        if is_complete is not None:
+            self.tell(peer, is_complete=is_complete)
+        return peer
+
+    def tell(self, router: PostedPeer, *, is_complete: bool) -> None:
+        self.colleagues.changed(router, Members(workers=(), is_complete=is_complete))
+
+
+def a_router(age: float) -> Hello:
+    return Hello(process=Kind.ROUTER, id=new_router_id(START_S - age))
+
+
+def test_without_routers_nobody_is_asked() -> None:
+    assert Desk().colleagues.common_router is None
+
+
+def test_the_oldest_is_asked_whoever_was_met_first() -> None:
+    newer, older = a_router(age=0.0), a_router(age=0.001)
+    for hellos in ((newer, older), (older, newer)):
+        desk = Desk()
+        joined = {hello: desk.join(hello, is_complete=True) for hello in hellos}
+        assert desk.colleagues.common_router is joined[older]
+
+
+def test_one_that_knows_all_workers_goes_before() -> None:
+    desk = Desk()
+    older, newer = desk.join(a_router(age=9.0)), desk.join(a_router(age=1.0), is_complete=True)
+    assert desk.colleagues.common_router is newer
+    desk.tell(older, is_complete=True)
+    assert desk.colleagues.common_router is older
+
+
+def test_who_comes_again_takes_over_nothing() -> None:
+    desk = Desk()
+    older, newer = (desk.join(a_router(age), is_complete=True) for age in (9.0, 1.0))
+    desk.colleagues.left(older)
+    assert desk.colleagues.common_router is newer
+    desk.join(a_router(age=0.0), is_complete=True)
+    assert desk.colleagues.common_router is newer
+
+
+def test_ids_of_routers_are_ids_that_differ() -> None:
+    ids = {new_router_id(START_S) for _ in range(100)}
+    assert len({id_[:8] for id_ in ids}) > 90
+    for id_ in ids:
+        assert msgspec.convert(id_, Id) == id_
