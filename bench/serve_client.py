@@ -27,7 +27,8 @@ class Answer:
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
     ended_s: float = 0.0
-    retry_after: str = ""  # the header, where a server refuses
+    retry_after: str = ""  # the headers, where a server refuses
+    should_retry: str = ""
 
     @property
     def body(self) -> bytes:
@@ -109,8 +110,12 @@ class Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(name) == 11 and name.lower() == b"retry-after" and self._answer is not None:
+        if self._answer is None or len(name) not in (11, 14):
+            return
+        if name.lower() == b"retry-after":
             self._answer.retry_after = value.decode("latin-1")
+        elif name.lower() == b"x-should-retry":
+            self._answer.should_retry = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:

@@ -19,11 +19,11 @@ from baton.bench.tenants_real_world import Call, Outcome, Server, serving
 
 VICTIM_LOAD: Final = 0.5  # of what there can be
 TIMES_SHARE: Final = 50.0
-LOADS: Final = (0.6, 0.8, 1.0)  # of which one is the peak
+LOADS: Final = (0.7, 1.0, 1.3, 1.6)  # of which one is the peak
 OVERLOAD: Final = 3.0
 AFTER: Final = 0.5
 AT_ONCE: Final = 8
-MOST_TOKENS: Final = 20_000  # of prompts, to find what there can be
+MOST_TOKENS: Final = 60_000  # of prompts, to find what there can be
 WARM_S: Final = 2.0  # of each load, which no figure is of
 GRACE_S: Final = 5.0  # after a load, for its last answers
 BIN_S: Final = 10.0
@@ -34,8 +34,8 @@ class Size(NamedTuple):
     """How long it takes."""
 
     rounds: int = 5
-    round_s: float = 8.0
-    point_s: float = 8.0  # of a load that may be the peak
+    round_s: float = 16.0
+    point_s: float = 12.0  # of a load that may be the peak
     overload_s: float = 60.0
     after_s: float = 20.0
 

@@ -1,4 +1,6 @@
-"""What tenants ask of real processes. Lengths are about a fifth of the simulator's (tenants_cases.py).
+"""What tenants ask of real processes, and what they are promised.
+
+Lengths are about half of the simulator's (tenants_cases.py), as far as the model's context lets them be.
 
 Rates are in prompt tokens a second, as what there can be is found in the same run.
 No two prompts begin alike.
@@ -14,13 +16,13 @@ from baton.bench.tenants_cases import arrivals
 from baton.bench.tenants_real_world import Call
 
 VOCAB_SIZE: Final = 1024
-SLO: Final = Slo(ttft_s=1.0, tpot_s=0.2)
+SLO: Final = Slo(ttft_s=2.0, tpot_s=0.2)
 VICTIMS: Final = tuple(f"victim-{number}" for number in range(4))
-VICTIM_TOKENS: Final = 305  # a prompt, on average
+VICTIM_TOKENS: Final = 850  # a prompt, on average
 NOISY: Final = "noisy"
-NOISY_TOKENS: Final = 2000
+NOISY_TOKENS: Final = 3900
 SERVICE: Final = tuple(f"tenant-{number}" for number in range(4))
-SERVICE_TOKENS: Final = 300
+SERVICE_TOKENS: Final = 900
 SLOS: Final = dict.fromkeys((*VICTIMS, *SERVICE), SLO) | {NOISY: Slo()}
 
 
@@ -49,14 +51,14 @@ def service(loads: Sequence[tuple[float, float]], random: Random) -> list[Call]:
     calls, since_s = list[Call](), 0.0
     for span_s, tokens_per_s in loads:
         for at_s in arrivals(tokens_per_s / SERVICE_TOKENS, since_s, since_s + span_s, random):
-            num_tokens, num_answered = random.randint(40, 560), random.randint(4, 32)
+            num_tokens, num_answered = random.randint(120, 1680), random.randint(4, 32)
             calls.append(_call(random.choice(SERVICE), at_s, num_tokens, num_answered, random))
         since_s += span_s
     return calls
 
 
 def _length(random: Random) -> int:
-    return max(16, min(NOISY_TOKENS, round(random.lognormvariate(5.4, 0.8))))
+    return max(16, min(NOISY_TOKENS, round(random.lognormvariate(6.45, 0.8))))
 
 
 def _call(tenant: str, at_s: float, num_tokens: int, num_answered: int, random: Random) -> Call:

@@ -1,8 +1,8 @@
 """`baton serve` with tenants, as a user starts it, and what they ask of it over HTTP.
 
 Clients behave as openai-python does: what is refused comes again, after the time that it was told, or half a
-second and then one, twice at most. Times of a call are from when it was due: one that a full server keeps
-from being asked is late all the same.
+second and then one, twice at most; and not if it is told not to. Times of a call are from when it was due:
+one that a full server keeps from being asked is late all the same.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ import yaml
 from baton.bench.serve_client import Address, Client
 from baton.bench.serve_figures import Bad, Sample, Slo, streamed
 from baton.bench.serve_workload import Job
+from baton.config import environment_of_child
 from baton.errors import PeerGone, WorkerLost
 
 START_S: Final = 120.0
@@ -53,6 +54,7 @@ class Outcome(NamedTuple):
     retry: int
     status: int = 0  # 0: it had no whole answer when the load was over
     retry_after: str = ""  # the header
+    may_return: bool = True
     sample: Sample | None = None  # None: it has no answer that counts
 
     @property
@@ -122,7 +124,7 @@ class Server:
         for retry in range(MAX_RETRIES + 1):
             await asyncio.sleep(due_s - time.perf_counter())
             outcome = await self._ask(call, body, due_s, retry, found, begin_s)
-            if not outcome.is_refused:
+            if not (outcome.is_refused and outcome.may_return):
                 return
             told_s = int(outcome.retry_after) if outcome.is_told else 0
             is_believed = 0 < told_s <= MAX_HONOURED_S
@@ -135,7 +137,10 @@ class Server:
         outcome = Outcome(call, due_s - begin_s, retry)
         try:
             answer = await self._clients[call.tenant].post("/v1/completions", body)
-            outcome = outcome._replace(status=answer.status, retry_after=answer.retry_after)
+            may_return = answer.should_retry != "false"
+            outcome = outcome._replace(
+                status=answer.status, retry_after=answer.retry_after, may_return=may_return
+            )
             outcome = outcome._replace(sample=streamed(answer, due_s, call.job.num_tokens))
         except (Bad, PeerGone):
             pass
@@ -162,10 +167,16 @@ async def serving(slos: Mapping[str, Slo], folder: Path) -> AsyncIterator[Server
     keys = {tenant: secrets.token_hex(16) for tenant in slos}
     file = folder / "tenants.yaml"
     file.write_text(tenants_yaml(keys, slos))
+    # A thread each: on few cores more would measure how workers get in each other's way, and not the tenants.
+    environment = environment_of_child(num_threads=1)
     command = [sys.executable, "-m", "baton.cluster.cli", "serve", MODEL, *OPTIONS, "--tenants", str(file)]
     with (folder / "serve.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=environment,
         )
     try:
         async with asyncio.timeout(START_S):

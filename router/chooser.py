@@ -103,8 +103,7 @@ class Chooser:
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
             candidates = self._candidates(look, decoding, filling, field.are_pair)
-            if turn.has_place is not None:
-                candidates = [each for each in candidates if turn.has_place(each.computer)] or candidates
+            candidates = self._placed(candidates, turn)
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = look.locate(field.station(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
@@ -175,6 +174,12 @@ class Chooser:
                     handoff_s = handoff_s_of(prefill, decode, num_moved)
                     candidates.append(remote(each, decoders[row], handoff_s, load))
         return candidates
+
+    def _placed(self, candidates: list[Candidate], turn: Turn) -> list[Candidate]:
+        """Those that can be computed at once, if any can; another rule of choice goes by nothing else."""
+        if turn.has_place is None or self.select is not cheapest:
+            return candidates
+        return [each for each in candidates if turn.has_place(each.computer)] or candidates
 
     def _best(self, filled: Sequence[Filled]) -> list[Filled]:
         if self._only_prefix:

@@ -26,7 +26,7 @@ CALL = Call("victim-0", Job((5, 6, 7), 2, 0.0))
 
 
 def answered(asked_s: float, ttft_s: float = 0.1) -> Outcome:
-    return Outcome(CALL, asked_s, 0, 200, "", Sample(2, ttft_s, ttft_s + 0.1, (0.1,)))
+    return Outcome(CALL, asked_s, 0, 200, sample=Sample(2, ttft_s, ttft_s + 0.1, (0.1,)))
 
 
 def refused(asked_s: float, retry_after: str = "3", retry: int = 0) -> Outcome:
@@ -42,7 +42,7 @@ def test_goodput_is_of_what_was_asked_in_each_span_and_kept_its_objectives() -> 
 def test_recovered_is_when_nothing_later_is_bad() -> None:
     good = [answered(60.0 + number / 4) for number in range(80)]
     assert recovery_s(good, 60.0, 80.0) == 0.0
-    assert recovery_s([*good, refused(63.0), answered(70.5, ttft_s=2.0)], 60.0, 80.0) == 12.0
+    assert recovery_s([*good, refused(63.0), answered(70.5, ttft_s=5.0)], 60.0, 80.0) == 12.0
 
 
 def test_a_refusal_is_told_a_time_in_whole_seconds() -> None:
@@ -80,9 +80,9 @@ def test_tenants_have_files_that_the_gateway_reads() -> None:
 
 def test_loads_are_as_heavy_as_they_are_said_to_be() -> None:
     loads = [
-        (victims(4000.0, 60.0, Random(1)), 4000.0, 60.0),
-        (noisy(9000.0, 60.0, Random(1)), 9000.0, 60.0),
-        (service([(30.0, 3000.0), (30.0, 1000.0)], Random(1)), 2000.0, 60.0),
+        (victims(12_000.0, 60.0, Random(1)), 12_000.0, 60.0),
+        (noisy(30_000.0, 60.0, Random(1)), 30_000.0, 60.0),
+        (service([(30.0, 9000.0), (30.0, 3000.0)], Random(1)), 6000.0, 60.0),
     ]
     for calls, tokens_per_s, span_s in loads:
         found = sum(len(call.job.prompt) for call in calls) / span_s
@@ -93,13 +93,32 @@ def test_loads_are_as_heavy_as_they_are_said_to_be() -> None:
         assert not {call.job.prompt[:16] for call in calls} & {call.job.prompt[:16] for call in other}
 
 
-async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def refuse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: bytes = b"Retry-After: 7\r\n"
+) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
     assert b"authorization: Bearer k\r\n" in head
-    writer.write(b"HTTP/1.1 429 Too Many\r\nRetry-After: 7\r\ncontent-length: 2\r\n\r\n{}")
+    writer.write(b"HTTP/1.1 429 Too Many\r\n" + headers + b"content-length: 2\r\n\r\n{}")
     await writer.drain()
     writer.close()
     await writer.wait_closed()
+
+
+def test_who_is_told_not_to_does_not_come_again() -> None:
+    async def run() -> list[Outcome]:
+        headers = b"Retry-After: 1\r\nX-Should-Retry: false\r\n"
+        refusing = await asyncio.start_server(
+            lambda reader, writer: refuse(reader, writer, headers), "127.0.0.1", 0
+        )
+        host, port = refusing.sockets[0].getsockname()
+        server = Server(f"http://{host}:{port}", {"victim-0": "k"})
+        found = await server.load([CALL], 30.0)
+        server.close()
+        refusing.close()
+        return found
+
+    (once,) = asyncio.run(run())
+    assert once.is_refused and once.is_told and not once.may_return
 
 
 def test_what_is_refused_is_told_and_what_has_no_answer_when_the_load_is_over_is_given_up() -> None:

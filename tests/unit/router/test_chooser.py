@@ -10,10 +10,10 @@ from baton.clock import ManualClock
 from baton.control import Beat, Measured, PageEvents
 from baton.request import Request
 from baton.router.books import Books, Entry, num_kv_tokens
-from baton.router.chooser import MAX_COMPARED, Chooser, Field
+from baton.router.chooser import MAX_COMPARED, Chooser, Field, Turn
 from baton.router.cost_model import CostModel
-from baton.router.costs import Candidate, Load, Terms, cheapest
-from baton.router.look import Known
+from baton.router.costs import Candidate, Load, Select, Terms, cheapest
+from baton.router.look import Known, Look
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import PromptKeys, family_of
@@ -137,3 +137,35 @@ def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> No
         assert astuple(found.terms) == pytest.approx(astuple(wanted.terms))
     wanted = cheapest(expected, order.getrandbits(32), lambda worker: 0.0)
     assert pair_of(choice.candidate) == pair_of(wanted)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_worker_with_a_place_comes_before_one_that_is_cheaper(seed: int) -> None:
+    world = World(Random(seed), 8)
+    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    field = Field(decoders, fillers, lambda decode, prefill: True)
+
+    def choose(*without_place: str, rule: Select = cheapest) -> str:
+        chooser = Chooser(world.clock, world.known, Random(seed))
+        chooser.select = rule
+        turn = Turn(has_place=lambda worker: worker not in without_place)
+        return chooser.choose(world.request, field, turn).candidate.computer
+
+    first = choose()
+    second = choose(first)
+    assert second != first
+    assert choose(*(each.id for each in world.members)) == first, "nobody has one"
+    assert choose(first, rule=lambda *all: cheapest(*all)) == first, "another rule"
+
+
+@given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
+@settings(max_examples=50, deadline=None)
+def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> None:
+    world = World(Random(seed), 8)
+    stations = world.side(WorkerRole.PREFILL).stations(world.index)
+    waits_s = []
+    for each in (lead, lead + 100.0):
+        load = replace(load_of(world.request), lead=each)
+        look = Look(world.known, world.request, load, world.clock.now_s())
+        waits_s.append([computer.wait_s for computer in look.computers(stations)])
+    assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
