@@ -174,8 +174,7 @@ class Dispatcher:
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
-        age_s = submit.age_s + self._reception.waited_s(waiting)
-        self._send_out(gateway, submit, pair, age_s)
+        self._send_out(gateway, submit, pair, self._reception.waited_s(waiting))
         return True
 
     def _keep_a_worker(self, waiting: Waiting) -> None:

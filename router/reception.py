@@ -10,7 +10,7 @@
 `tick` finds what has waited too long, and looks how overloaded the cluster is.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Final, NamedTuple
@@ -44,7 +44,7 @@ class Record(NamedTuple):
     gateway: str
     request: Request
     work: Work
-    came_s: float
+    came_s: float  # to its gateway
     is_begun: bool  # workers have had an earlier attempt
     is_active: bool = False  # workers have it
 
@@ -76,26 +76,26 @@ class Reception:
 
     def ask(self, gateway: str, submit: Submit) -> Refused | None:
         """None: it waits, and may be the first now. The key must be new."""
-        request, now_s, is_begun = submit.request, self._clock.now_s(), submit.is_begun
+        request, is_begun = submit.request, submit.is_begun
         work = self._ledger.expect(request, is_begun=is_begun)
         if submit.beside:
             work = Work(0.0, work.answer)  # its prompt is there
-        objective = objective_of(request)
-        due_s = now_s + (0.0 if is_begun else objective.due_s)
-        waiting = Waiting(gateway, submit, since_s=now_s, due_s=due_s, work=work.total)
+        objective, since_s = objective_of(request), self._clock.now_s() - submit.age_s
+        due_s = since_s + (0.0 if is_begun else objective.due_s)
+        waiting = Waiting(gateway, submit, since_s=since_s, due_s=due_s, work=work.total)
         refused = None if is_begun else self._refusal(waiting, work)
         if refused is not None:
-            self._count(request.tenant, refused)
+            self.tallies.of(request.tenant).refused[refused.refusal] += 1
             return refused
         self.quotas.enter(request.tenant, request.standing.quotas, work.total)
         self.tallies.of(request.tenant).weight = request.standing.weight
-        self._records[waiting.key] = Record(gateway, request, work, now_s, is_begun)
+        self._records[waiting.key] = Record(gateway, request, work, since_s, is_begun)
         self.overload.promises.add(request)
         self._hold_or_release(request.tenant)
         self.queues.add(waiting)
         ttft_s = objective.ttft_s if request.standing.degradation.may_shed else inf
         if not is_begun and (end_s := min(objective.deadline_s, ttft_s)) < inf:
-            self._deadlines.add(now_s + end_s, waiting.key)
+            self._deadlines.add(since_s + end_s, waiting.key)
         return None
 
     def overflow(self, key: Key) -> Refused | None:
@@ -124,6 +124,7 @@ class Reception:
         return Turn(lead, None if may_overtake else self.capacity.has_place_at)
 
     def waited_s(self, waiting: Waiting) -> float:
+        """Since it came to its gateway: it may have waited at another router before."""
         return max(0.0, self._clock.now_s() - waiting.since_s)
 
     def pass_over(self, tenant: str) -> None:
@@ -136,15 +137,16 @@ class Reception:
 
     def hopeless(self, waiting: Waiting) -> Refused | None:
         """Why its turn comes too late; it is refused then."""
-        waited_s = self.waited_s(waiting)
-        record = self._records[waiting.key]
-        if record.is_begun or waited_s <= 0 or not objective_of(record.request).is_promised:
+        waited_s, record = self.waited_s(waiting), self._records[waiting.key]
+        has_waited = waited_s > waiting.submit.age_s + 1e-6  # else it has just been asked for
+        if record.is_begun or not has_waited or not objective_of(record.request).is_promised:
             return None
         ahead = Ahead(lead=self.queues.lead_of(waiting))
         prediction = self.admission.predict(record.request, record.work, ahead)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
         if refused is not None:
-            self._give_up(waiting.key, refused)
+            self._count_hopeless(record.request, refused)
+            self.refuse(waiting.key, refused)
         return refused
 
     def let_out(self, waiting: Waiting) -> Request:
@@ -170,7 +172,7 @@ class Reception:
         """It is not to wait any more."""
         record = self._records[key]
         assert not record.is_active, key
-        self._count(record.request.tenant, refused)
+        self.tallies.of(record.request.tenant).refused[refused.refusal] += 1
         self._end(key, None)
 
     def settle(self) -> None:
@@ -210,9 +212,7 @@ class Reception:
         yield from self._shed()
 
     def status(self) -> QueueStatus:
-        waits_s: defaultdict[str, list[float]] = defaultdict(list)
-        for waiting in self.queues:
-            waits_s[waiting.tenant].append(self.waited_s(waiting))
+        waits_s = ((waiting.tenant, self.waited_s(waiting)) for waiting in self.queues)
         return self.tallies.status(self.overload.ladder, waits_s, self.quotas.num_active)
 
     def check_integrity(self) -> None:
@@ -223,11 +223,10 @@ class Reception:
         assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
         assert all(key in self.queues for key in self._records.keys() - active)
         assert len(self.queues) == len(self._records) - len(active)
-        of_tenants = [(record.request.tenant, record.is_active) for record in self._records.values()]
-        for tenant in {tenant for tenant, _ in of_tenants}:
-            num_active, num_waiting = of_tenants.count((tenant, True)), of_tenants.count((tenant, False))
-            assert self.quotas.num_active(tenant) == num_active, tenant
-            assert self.quotas.num_requests(tenant) == num_active + num_waiting, tenant
+        nums = Counter((record.request.tenant, record.is_active) for record in self._records.values())
+        for tenant, _ in nums:
+            assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
+            assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
 
     def _refusal(self, waiting: Waiting, work: Work) -> Refused | None:
         """Of a request that nobody has worked on."""
@@ -245,21 +244,14 @@ class Reception:
         prediction = self.admission.predict(request, work, ahead)
         if is_shed:
             return self.admission.shed(work, prediction)
-        refused = self.admission.refusal(request, work, 0.0, prediction)
+        refused = self.admission.refusal(request, work, waiting.submit.age_s, prediction)
         if before > 0:
             self._count_hopeless(request, refused)
         return refused
 
-    def _give_up(self, key: Key, refused: Refused) -> None:
-        self._count_hopeless(self._records[key].request, refused)
-        self.refuse(key, refused)
-
     def _count_hopeless(self, request: Request, refused: Refused | None) -> None:
         if refused is not None and refused.is_overload and not request.standing.wishes:
             self.overload.count_hopeless()
-
-    def _count(self, tenant: str, refused: Refused) -> None:
-        self.tallies.of(tenant).refused[refused.refusal] += 1
 
     def _end(self, key: Key, num_answered: int | None) -> None:
         record = self._records.pop(key)
@@ -291,7 +283,8 @@ class Reception:
             record = self._records[key]
             is_over = now_s - record.came_s >= objective_of(record.request).deadline_s
             refused = self.admission.expired(record.work, is_over=is_over)
-            self._give_up(key, refused)
+            self._count_hopeless(record.request, refused)
+            self.refuse(key, refused)
             yield record, refused
 
     def _shed(self) -> Iterator[tuple[Record, Refused]]:
@@ -301,8 +294,7 @@ class Reception:
         lowest = [waiting for waiting in self.queues.of_rank(rank) if self.overload.is_to_be_shed(waiting)]
         for waiting in lowest[-MAX_SHED:]:
             record = self._records[waiting.key]
-            refused = self.admission.shed(
-                record.work, self.admission.predict(record.request, record.work, Ahead())
-            )
+            prediction = self.admission.predict(record.request, record.work, Ahead())
+            refused = self.admission.shed(record.work, prediction)
             self.refuse(waiting.key, refused)
             yield record, refused

@@ -1,6 +1,6 @@
 """How each tenant fares: what is counted of it, for operators."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Final
@@ -50,9 +50,12 @@ class Tallies:
         return tally
 
     def status(
-        self, ladder: Ladder, waits_s: Mapping[str, Sequence[float]], num_active: Callable[[str], int]
+        self, ladder: Ladder, waiting: Iterable[tuple[str, float]], num_active: Callable[[str], int]
     ) -> QueueStatus:
-        """waits_s: of those that wait, by tenant."""
+        """waiting: of each that waits, its tenant and for how many seconds."""
+        waits_s: defaultdict[str, list[float]] = defaultdict(list)
+        for tenant, waited_s in waiting:
+            waits_s[tenant].append(waited_s)
         return QueueStatus(
             rung=ladder.rung,
             climbs={rung.name.lower(): count for rung, count in ladder.climbs.items()},

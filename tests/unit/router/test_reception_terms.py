@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from baton.control import Ended, Measured, Rejected, Routed, Started
+from baton.control import Dispatch, Ended, Measured, Rejected, Routed, Started
 from baton.tenancy import Degradation, Quotas, Refusal, Sla
 from baton.times import PrefillTimes
 from tests.node_peers import id_of
@@ -134,3 +135,29 @@ def test_objectives_that_were_met_and_missed_are_counted(c: Cluster) -> None:
     c["g"].say(Started(attempts=((id_of("slow"), 0),)))
     status = tenant_of(c, "a")
     assert (status.num_met, status.num_missed, status.num_dispatched) == (1, 1, 2)
+
+
+def test_what_has_waited_before_it_came_here_counts(c: Cluster) -> None:
+    """Its gateway submits again what waited at a router that is gone: its time goes on."""
+    sla = Sla(ttft_ms=10_000.0)
+    fill(c)
+    old, new = asked("old", "a", num_tokens=LONG, sla=sla), asked("new", "a", num_tokens=LONG, sla=sla)
+    c["g"].say(msgspec.structs.replace(old, age_s=8.0))
+    c["g"].say(new)
+    assert not answers(c)
+    c.tick(2.5)
+    (expired,) = answers(c)
+    assert isinstance(expired, Rejected) and names([expired]) == ["old"]
+    assert expired.refusal is Refusal.SLO
+
+
+def test_what_is_too_old_when_it_comes_is_refused_at_once(c: Cluster) -> None:
+    fill(c)
+    late = asked("late", "a", num_tokens=LONG, sla=Sla(ttft_ms=10_000.0))
+    (refused,) = submit(c, msgspec.structs.replace(late, age_s=9.9))
+    assert isinstance(refused, Rejected) and refused.refusal is Refusal.SLO
+
+
+def test_age_goes_on_to_the_workers(c: Cluster) -> None:
+    submit(c, msgspec.structs.replace(asked("r", "a"), age_s=3.0))
+    assert c["d0"].only(Dispatch).age_s == pytest.approx(3.0)
