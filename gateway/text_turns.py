@@ -3,6 +3,7 @@
 1. `take`: a place at once, if one is free; else it waits, behind its tenant's own. Too many wait, or too many
    of its tenant's: it is sent away.
 2. Whoever leaves gives its place to the tenant that has had least of those that wait (fair_share.py).
+3. Who is cancelled meanwhile takes nothing: a place that it was just given goes on to the next.
 """
 
 import asyncio
@@ -49,22 +50,24 @@ class TextTurns:
         try:
             await waiting.turn
         except asyncio.CancelledError:
-            if waiting.turn.done() and not waiting.turn.cancelled():
+            if not waiting.turn.cancelled():
                 self.leave()
-            else:
+            elif waiting in self._lanes.get(tenant, ()):
                 self._remove(tenant, waiting)
             raise
 
     def leave(self) -> None:
-        tenant = self._share.first()
         self._share.age()  # who was away may have what its share of the last few turns was
-        if tenant is None:
-            self._num_free += 1
-            return
-        waiting = self._lanes[tenant][0]
-        self._share.serve(tenant, waiting.num_chars)
-        self._remove(tenant, waiting)
-        waiting.turn.set_result(None)
+        while (tenant := self._share.first()) is not None:
+            waiting = self._lanes[tenant][0]
+            is_there = not waiting.turn.cancelled()  # else it has gone, and its task has not run since
+            if is_there:
+                self._share.serve(tenant, waiting.num_chars)
+                waiting.turn.set_result(None)
+            self._remove(tenant, waiting)
+            if is_there:
+                return
+        self._num_free += 1
 
     def _remove(self, tenant: str, waiting: _Waiting) -> None:
         lane = self._lanes[tenant]

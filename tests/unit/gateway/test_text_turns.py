@@ -107,6 +107,25 @@ def test_a_turn_that_comes_as_its_owner_leaves_goes_to_the_next() -> None:
     run(scene)
 
 
+@pytest.mark.parametrize("tenant_of_next", ["a", "b"])
+def test_a_place_goes_past_one_that_was_cancelled_in_that_moment(tenant_of_next: str) -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        await turns.take("a", 1)
+        gone = asking(turns, order, "a", "gone")
+        await settle()
+        after = asking(turns, order, tenant_of_next, "after")
+        await settle()
+        gone.cancel()
+        turns.leave()  # before the cancelled one's task has run
+        await settle()
+        assert gone.cancelled() and order == ["after"]
+        turns.leave()
+        await turns.take("c", 1)
+        await asyncio.gather(gone, after, return_exceptions=True)
+
+    run(scene)
+
+
 def test_who_sends_many_texts_is_sent_away_before_others_are() -> None:
     async def scene(turns: TextTurns, order: Order) -> None:
         noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
