@@ -55,7 +55,7 @@ class Tallies:
         """waiting: of each that waits, its tenant and for how many seconds."""
         waits_s: defaultdict[str, list[float]] = defaultdict(list)
         for tenant, waited_s in waiting:
-            waits_s[tenant].append(waited_s)
+            waits_s[tenant].append(max(0.0, waited_s))  # a clock may jump
         return QueueStatus(
             rung=ladder.rung,
             climbs={rung.name.lower(): count for rung, count in ladder.climbs.items()},

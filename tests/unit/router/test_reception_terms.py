@@ -161,3 +161,16 @@ def test_what_is_too_old_when_it_comes_is_refused_at_once(c: Cluster) -> None:
 def test_age_goes_on_to_the_workers(c: Cluster) -> None:
     submit(c, msgspec.structs.replace(asked("r", "a"), age_s=3.0))
     assert c["d0"].only(Dispatch).age_s == pytest.approx(3.0)
+
+
+def test_what_was_being_answered_has_not_waited_for_its_turn(c: Cluster) -> None:
+    """Its workers died after a minute: only from then on does it wait, for operators."""
+    fill(c)
+    c["g"].say(msgspec.structs.replace(asked("again", num_tokens=LONG, attempt=1), age_s=60.0))
+    c.tick(0.5)
+    assert tenant_of(c, "a").oldest_wait_s == pytest.approx(0.5)
+    end(c, "f0", "f1")
+    assert names(answers(c)) == ["again"]
+    assert tenant_of(c, "a").waited_s == pytest.approx(0.5)
+    dispatched = [each for each in c["d0"].received if isinstance(each, Dispatch)]
+    assert dispatched[-1].age_s == pytest.approx(60.5)
