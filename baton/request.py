@@ -171,6 +171,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     choice: int = 0
 
     def __post_init__(self) -> None:
+        _check_integer("priority", self.priority)
         _check_integer("choice", self.choice)
         _check("choice", self.choice, 0, MAX_CHOICES - 1)
         num_generated, sampling = len(self.generated_token_ids), self.sampling

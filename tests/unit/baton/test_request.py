@@ -51,6 +51,12 @@ def test_penalties_are_noticed(change: dict[str, float]) -> None:
     assert not SamplingParams().has_penalties
 
 
+@pytest.mark.parametrize("priority", [2**63, -(2**63)])
+def test_a_priority_is_one_that_queues_can_hold(priority: int) -> None:
+    with pytest.raises(InvalidRequest, match="priority must fit 64 bits"):
+        Request(request_id="r", token_ids=(1,), priority=priority)
+
+
 def test_a_request_survives_the_wire() -> None:
     request = Request(
         request_id="r", token_ids=(1, 2), sampling=SamplingParams(stop_token_ids=(3,), logit_bias={1: 2.0})
