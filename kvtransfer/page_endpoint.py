@@ -2,8 +2,8 @@
 
 The life of a transfer, in the calls of the two sides' owners:
 
-1. The source calls `link` for the destination's address, once, and `start` for each request. When
-   `take_granted` names it there is room for its pages: it calls `offer` as they are computed.
+1. The source calls `link` for the destination's address, once, and `start` for each request. It calls
+   `offer` as pages are computed: they leave once there is room, and `take_granted` names the transfer then.
 2. At the destination `admit` is asked for each reservation: it makes room and names who adopts the pages.
 3. Both call `poll` in their loops, which does all the work that touches the ledger and returns what ended.
 4. `pull` asks a peer for pages that it holds; from there on it is its transfer, as above. The peer's `lend`
