@@ -5,8 +5,9 @@ hold most of it and some others by chance. Then the best of either role are comb
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from random import Random
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
 from baton.decision import PullSource
@@ -22,7 +23,6 @@ from baton.router.costs import (
     cheapest,
     fill,
     local,
-    local_total_s,
     longest,
     remote,
 )
@@ -32,7 +32,8 @@ from baton.router.sides import Side, Station
 
 MAX_COMPARED: Final = 16  # of a role; where there are more:
 MAX_HOLDERS: Final = 4  # those of each way to name pages that hold most
-NUM_DRAWN: Final = 4  # and some by chance
+NUM_DRAWN: Final = 4  # and of some by chance
+NUM_KEPT: Final = 2  # those with the least to do, and more where fewer hold any; see decision 11
 MAX_DRAWS: Final = 32  # for these, where some workers are left out
 MAX_COMBINED: Final = 3  # of a role
 MEMORY_S: Final = 30.0  # of how busy the cluster has been
@@ -41,7 +42,7 @@ MOST_BUSY: Final = 0.9
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 
 
-WorthT = TypeVar("WorthT", float, tuple[float, float])
+Worth: TypeAlias = float | tuple[float, float]  # of one kind where they are compared
 ArePair: TypeAlias = Callable[[str, str], bool]  # ids of a decode and a prefill worker
 HasPlace: TypeAlias = Callable[[str], bool]  # id of a worker
 
@@ -78,6 +79,7 @@ class Turn(NamedTuple):
 
 
 NO_TURN: Final = Turn()
+_TOTAL_S: Final = attrgetter("total_s")
 
 
 class Chooser:
@@ -88,6 +90,7 @@ class Chooser:
         self._random = random
         self._only_prefix = only_prefix
         self.select: Select = longest if only_prefix else cheapest
+        self._worth: Callable[[Filled], Worth] = _most_held if only_prefix else _TOTAL_S
         now_s = clock.now_s()
         self._work_s = Fading(MEMORY_S, now_s)  # that was given out
         self._prompts = Fading(MEMORY_S, now_s)
@@ -150,11 +153,16 @@ class Chooser:
         found = look.holders(side, MAX_HOLDERS + len(left_out), stations[int(random() * num)])
         drawn = [stations[int(random() * num)] for _ in range(MAX_DRAWS if left_out else NUM_DRAWN)]
         if left_out:
-            found, drawn = _without(left_out, found), _without(left_out, drawn)
+            found, drawn = _without(left_out, found), _without(left_out, drawn)[:NUM_DRAWN]
+        drawn.sort(key=self._work)
         found = found[:MAX_HOLDERS]
-        found += drawn[: MAX_HOLDERS + NUM_DRAWN - len(found)]
+        found += drawn[: MAX_HOLDERS + NUM_KEPT - len(found)]
         found = found or _without(left_out, stations)[:MAX_COMPARED]
         return list({station.id: station for station in found}.values())
+
+    def _work(self, station: Station) -> tuple[float, int]:
+        account = self._known.books.account(station.id)
+        return account.work_s, account.num_attempts
 
     def _candidates(
         self, look: Look, decoders: Sequence[Decoder], computers: Sequence[Computer], are_pair: ArePair
@@ -162,17 +170,16 @@ class Chooser:
         load, handoff_s_of = look.load, self._known.model.handoff_s
         there = [decoder.computer for decoder in decoders]
         sources = [] if self._only_prefix else look.sources([*there, *computers])
-        filled = fill(there, load, sources)
-        totals_s = list(map(local_total_s, filled, decoders))
-        candidates = [local(filled[row], decoders[row], load) for row in _least(totals_s)]
-        best = self._best(fill(computers, load, sources))
-        for row in _least([each.total_s for each in decoders]):
-            decode, num_moved = there[row].worker, max(0, load.num_tokens - there[row].num_held_tokens)
+        by_itself = map(local, fill(there, load, sources), decoders)
+        candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
+        best = sorted(fill(computers, load, sources), key=self._worth)[:MAX_COMBINED]
+        for decoder in sorted(decoders, key=_TOTAL_S)[:MAX_COMBINED]:
+            computer = decoder.computer
+            decode, num_moved = computer.worker, max(0, load.num_tokens - computer.num_held_tokens)
             for each in best:
                 prefill = each.computer.worker
                 if are_pair(decode, prefill):
-                    handoff_s = handoff_s_of(prefill, decode, num_moved)
-                    candidates.append(remote(each, decoders[row], handoff_s, load))
+                    candidates.append(remote(each, decoder, handoff_s_of(prefill, decode, num_moved)))
         return candidates
 
     def _placed(self, candidates: list[Candidate], turn: Turn) -> list[Candidate]:
@@ -181,18 +188,10 @@ class Chooser:
             return candidates
         return [each for each in candidates if turn.has_place(each.computer)] or candidates
 
-    def _best(self, filled: Sequence[Filled]) -> list[Filled]:
-        if self._only_prefix:
-            rows = _least([(-each.num_held_tokens, each.total_s) for each in filled])
-        else:
-            rows = _least([each.total_s for each in filled])
-        return [filled[row] for row in rows]
-
 
 def _without(left_out: Collection[str], stations: Sequence[Station]) -> list[Station]:
     return [each for each in stations if each.id not in left_out] if left_out else list(stations)
 
 
-def _least(values: Sequence[WorthT]) -> list[int]:
-    """Where the MAX_COMBINED least are; of equals those that come first."""
-    return sorted(range(len(values)), key=values.__getitem__)[:MAX_COMBINED]
+def _most_held(filled: Filled) -> tuple[float, float]:
+    return -filled.num_held_tokens, filled.total_s

@@ -43,20 +43,6 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
         return ttft_s + self.handoff_s + self.join_s + self.harm_s + self.crowd_s
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
-    decode: str
-    prefill: str  # "": the decode worker computes the prompt
-    source: str  # of a prefix to be pulled; "": none
-    num_held_tokens: int  # that need not be computed
-    num_new_tokens: int  # that are
-    terms: Terms
-
-    @property
-    def computer(self) -> str:
-        """The worker that computes the prompt."""
-        return self.prefill or self.decode
-
-
 class Computer(msgspec.Struct, frozen=True, gc=False):
     """A worker that could compute the prompt."""
 
@@ -106,9 +92,56 @@ class Filled(msgspec.Struct, frozen=True, gc=False):
     computer: Computer
     source: str
     num_held_tokens: int
+    num_new_tokens: int
     pull_s: float
     compute_s: float
     crowd_s: float
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A worker or a pair of them, and what they cost together: term by term only for who asks."""
+
+    total_s: float
+    prefill: str  # "": the decode worker computes the prompt
+    computer: str  # the worker that computes it
+    filled: Filled
+    decoder: Decoder
+    handoff_s: float = 0.0
+
+    @property
+    def decode(self) -> str:
+        return self.decoder.computer.worker
+
+    @property
+    def source(self) -> str:
+        """Of a prefix to be pulled; "": none."""
+        return self.filled.source
+
+    @property
+    def num_held_tokens(self) -> int:
+        """That need not be computed."""
+        return self.filled.num_held_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """That are computed."""
+        return self.filled.num_new_tokens
+
+    @property
+    def terms(self) -> Terms:
+        filled, decoder = self.filled, self.decoder
+        join_s, harm_s = decoder.join_s, decoder.harm_s
+        if not self.prefill:  # whoever is in that batch waits for the prompt, and it for no step of theirs
+            join_s, harm_s = decoder.room_s, harm_s + decoder.num_running * filled.compute_s
+        return Terms(
+            filled.computer.wait_s,
+            filled.pull_s,
+            filled.compute_s,
+            self.handoff_s,
+            join_s,
+            harm_s,
+            filled.crowd_s,
+        )
 
 
 def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -> list[Filled]:
@@ -118,54 +151,51 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
     """
     num_tokens, crowd_rate = load.num_tokens, load.crowd_rate
     last = num_tokens - 1  # which is computed wherever the others come from
+    offers = []
+    for source in sources:
+        num_there = min(source.num_tokens, last)
+        num_left = num_tokens - num_there
+        num_pairs = num_left * (num_tokens - 0.5 * num_left)
+        offers.append((source.worker, source.kin, num_there, num_left, num_pairs, source.pull_s))
     filled = []
     for computer in computers:
-        wait_s, num_held = computer.wait_s, computer.num_held_tokens
+        worker, wait_s, num_held = computer.worker, computer.wait_s, computer.num_held_tokens
         fixed_s, token_s, pair_s = computer.coefficients
         held = num_held if num_held < last else last
-        num_new, pull_s, source = num_tokens - held, 0.0, ""
+        num_new, pull_s, pulled_from = num_tokens - held, 0.0, ""
         compute_s = fixed_s + num_new * (token_s + pair_s * (num_tokens - 0.5 * num_new))
+        # Whoever comes before this one is done waits that much longer.
         crowd_s = compute_s * (wait_s + compute_s) * crowd_rate
-        for each in sources:
-            num_there = each.num_tokens if each.num_tokens < last else last
-            if num_there <= num_held or each.worker == computer.worker or each.kin != computer.kin:
+        least_s = compute_s + crowd_s
+        for holder, kin, num_there, num_left, num_pairs, pull_s_of in offers:
+            if num_there <= num_held or holder == worker or kin != computer.kin:
                 continue
-            shown_s = each.pull_s(computer.worker, num_there - num_held) - wait_s
+            left_s = fixed_s + num_left * token_s + num_pairs * pair_s
+            left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
+            if left_s + left_crowd_s >= least_s:
+                continue  # however quick it comes
+            shown_s = pull_s_of(worker, num_there - num_held) - wait_s
             if shown_s < 0.0:
                 shown_s = 0.0
-            num_left = num_tokens - num_there
-            left_s = fixed_s + num_left * (token_s + pair_s * (num_tokens - 0.5 * num_left))
-            # Whoever comes before this one is done waits that much longer.
-            left_crowd_s = left_s * (wait_s + left_s) * crowd_rate
-            if shown_s + left_s + left_crowd_s < pull_s + compute_s + crowd_s:
-                held, source = num_there, each.worker
+            if shown_s + left_s + left_crowd_s < least_s:
+                held, num_new, pulled_from = num_there, num_left, holder
                 pull_s, compute_s, crowd_s = shown_s, left_s, left_crowd_s
-        total_s = wait_s + pull_s + compute_s + crowd_s
-        filled.append(Filled(total_s, computer, source, held, pull_s, compute_s, crowd_s))
+                least_s = pull_s + compute_s + crowd_s
+        each = Filled(wait_s + least_s, computer, pulled_from, held, num_new, pull_s, compute_s, crowd_s)
+        filled.append(each)
     return filled
 
 
-def local(filled: Filled, decoder: Decoder, load: Load) -> Candidate:
-    """The prompt computed where it is decoded: whoever is in that batch waits for it."""
-    computer, held = filled.computer, filled.num_held_tokens
+def local(filled: Filled, decoder: Decoder) -> Candidate:
+    """The prompt computed where it is decoded."""
     harm_s = decoder.harm_s + decoder.num_running * filled.compute_s
-    terms = Terms(
-        computer.wait_s, filled.pull_s, filled.compute_s, 0.0, decoder.room_s, harm_s, filled.crowd_s
-    )
-    return Candidate(computer.worker, "", filled.source, held, load.num_tokens - held, terms)
+    return Candidate(filled.total_s + decoder.room_s + harm_s, "", filled.computer.worker, filled, decoder)
 
 
-def local_total_s(filled: Filled, decoder: Decoder) -> float:
-    """Of that candidate."""
-    return filled.total_s + decoder.room_s + decoder.harm_s + decoder.num_running * filled.compute_s
-
-
-def remote(filled: Filled, decoder: Decoder, handoff_s: float, load: Load) -> Candidate:
-    computer, held = filled.computer, filled.num_held_tokens
-    join_s, harm_s = decoder.join_s, decoder.harm_s
-    terms = Terms(computer.wait_s, filled.pull_s, filled.compute_s, handoff_s, join_s, harm_s, filled.crowd_s)
-    decode = decoder.computer.worker
-    return Candidate(decode, computer.worker, filled.source, held, load.num_tokens - held, terms)
+def remote(filled: Filled, decoder: Decoder, handoff_s: float) -> Candidate:
+    total_s = filled.total_s + handoff_s + decoder.join_s + decoder.harm_s
+    prefill = filled.computer.worker
+    return Candidate(total_s, prefill, prefill, filled, decoder, handoff_s)
 
 
 # Of candidates; a random number; what was given to a worker lately, by any measure.
@@ -178,14 +208,13 @@ def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str]
     Drawn, as what all took for the best would not be it for long. Waiting for what a sibling computes costs
     the same as computing it again: who computes less goes first.
     """
-    totals_s = [candidate.terms.total_s for candidate in candidates]
-    least_s = min(totals_s)
+    least_s = min([each.total_s for each in candidates])
     tie_s = least_s * TIE
     most_s = least_s + tie_s
-    equals = [each for each, total_s in zip(candidates, totals_s, strict=True) if total_s <= most_s]
+    equals = [each for each in candidates if each.total_s <= most_s]
     if len(equals) > 1:
-        most_s = min(each.terms.compute_s for each in equals) + tie_s
-        equals = [each for each in equals if each.terms.compute_s <= most_s]
+        most_s = min([each.filled.compute_s for each in equals]) + tie_s
+        equals = [each for each in equals if each.filled.compute_s <= most_s]
     one, other = equals[random % len(equals)], equals[random // len(equals) % len(equals)]
     return other if given(other.computer) < given(one.computer) else one
 
@@ -193,6 +222,7 @@ def cheapest(candidates: Sequence[Candidate], random: int, given: Callable[[str]
 def longest(candidates: Sequence[Candidate], random: int, given: Callable[[str], float]) -> Candidate:
     """Where most of the prompt is held; among equals the least waiting. Not local where there are others."""
     remotes = [candidate for candidate in candidates if candidate.prefill] or candidates
-    best = min((-each.num_held_tokens, each.terms.queue_s) for each in remotes)
-    equals = [each for each in remotes if (-each.num_held_tokens, each.terms.queue_s) == best]
+    ranks = [(-each.num_held_tokens, each.filled.computer.wait_s) for each in remotes]
+    best = min(ranks)
+    equals = [each for each, rank in zip(remotes, ranks, strict=True) if rank == best]
     return equals[random % len(equals)]

@@ -8,7 +8,7 @@ from baton.router.costs import Kin
 from baton.router.index_match import Holdings
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
-from baton.router.prompt_keys import Family, family_of, kin_of
+from baton.router.prompt_keys import Family, family_of
 from baton.worker import WorkerRole
 
 
@@ -16,7 +16,7 @@ class Station(msgspec.Struct, frozen=True, gc=False):
     """What every decision asks of a worker, and no decision changes."""
 
     id: str
-    family: Family  # of equal ones the same object
+    family: Family  # of equal ones the same object, and so is kin: what one reads is warm for the next
     kin: Kin
     page_size: int
     num_slots: int  # of KV, at least 1
@@ -54,8 +54,8 @@ class Side:
         """In the members' order."""
         if self._version != index.version:
             self._version = index.version
-            families = {family: family for family in self.families}
-            self._stations = [_station(member, families, index) for member in self.members]
+            shared = {family: (family, family[:2]) for family in self.families}
+            self._stations = [_station(member, shared, index) for member in self.members]
             self.by_id = {station.id: station for station in self._stations}
             self._kindred = {family: _Kindred() for family in self.families}
             for station in self._stations:
@@ -76,12 +76,13 @@ class Side:
         return [kindred.by_slot[slot] for slot in slots]
 
 
-def _station(member: Member, families: Mapping[Family, Family], index: PrefixIndex) -> Station:
+def _station(member: Member, shared: Mapping[Family, tuple[Family, Kin]], index: PrefixIndex) -> Station:
     worker, slot = member.worker, index.slot(member.id)
+    family, kin = shared[family_of(worker)]
     return Station(
         id=member.id,
-        family=families[family_of(worker)],
-        kin=kin_of(worker),
+        family=family,
+        kin=kin,
         page_size=worker.page_size,
         num_slots=max(1, worker.num_pages * worker.page_size),
         max_num_seqs=max(1, worker.max_num_seqs),

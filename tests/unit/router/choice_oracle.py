@@ -1,17 +1,38 @@
 """What every pair of workers would cost, worker by worker and term by term: slow, and plainly right."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from baton.request import Request
 from baton.router.books import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, party_of
 from baton.router.chooser import MAX_COMBINED, ArePair
-from baton.router.costs import Candidate, Load, Terms
+from baton.router.costs import TIE, Load, Terms
 from baton.router.look import MAX_SOURCES, Known
 from baton.router.membership import Member
 from baton.router.prompt_keys import family_of, kin_of
 from baton.worker import WorkerRole
+
+
+class Weighed(NamedTuple):
+    """A Candidate, written out."""
+
+    decode: str
+    prefill: str
+    source: str
+    num_held_tokens: int
+    num_new_tokens: int
+    terms: Terms
+
+
+def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
+    """Where nobody was given anything yet."""
+    tie_s = TIE * min(each.terms.total_s for each in candidates)
+    equals = [each for each in candidates if each.terms.total_s <= tie_s / TIE + tie_s]
+    least_s = min(each.terms.compute_s for each in equals)
+    equals = [each for each in equals if each.terms.compute_s <= least_s + tie_s]
+    return equals[random % len(equals)]
 
 
 class ChoiceOracle:
@@ -25,7 +46,7 @@ class ChoiceOracle:
 
     def candidates(
         self, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair
-    ) -> list[Candidate]:
+    ) -> list[Weighed]:
         everybody = [*decoding, *filling]
         held = sorted(((self._held(each), each.id) for each in everybody if self._held(each)), reverse=True)
         members = {each.id: each for each in everybody}
@@ -56,7 +77,7 @@ class ChoiceOracle:
             wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s
         return wait_s
 
-    def _filled(self, member: Member, sources: Sequence[Member]) -> Candidate:
+    def _filled(self, member: Member, sources: Sequence[Member]) -> Weighed:
         """As if it decoded there, which costs nothing yet."""
         held, last = self._held(member), self._load.num_tokens - 1
         choices = [self._computed(member, "", min(held, last), 0.0)]
@@ -71,12 +92,12 @@ class ChoiceOracle:
             choices.append(self._computed(member, source.id, num_tokens, shown_s))
         return min(choices, key=_total_s)
 
-    def _computed(self, member: Member, source: str, held: int, pull_s: float) -> Candidate:
+    def _computed(self, member: Member, source: str, held: int, pull_s: float) -> Weighed:
         wait_s, num_new = self._wait_s(member), self._load.num_tokens - held
         compute_s = self._known.model.of(member.id).compute_s(num_new, self._load.num_tokens)
         crowd_s = compute_s * (wait_s + compute_s) * self._load.crowd_rate
         terms = Terms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
-        return Candidate(member.id, "", source, held, num_new, terms)
+        return Weighed(member.id, "", source, held, num_new, terms)
 
     def _decoding(self, member: Member) -> Terms:
         room_s, step_s = self._room_and_step_s(member)
@@ -98,19 +119,19 @@ class ChoiceOracle:
         account = self._known.books.account(member.id)
         return account.num_attempts + account.num_unknown
 
-    def _local(self, decoder: Member, filled: Candidate) -> Candidate:
+    def _local(self, decoder: Member, filled: Weighed) -> Weighed:
         harm_s = self._decoding(decoder).harm_s + self._num_running(decoder) * filled.terms.compute_s
         join_s = self._room_and_step_s(decoder)[0]
-        return replace(filled, terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
+        return filled._replace(terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
 
-    def _remote(self, decoder: Member, filled: Candidate) -> Candidate:
+    def _remote(self, decoder: Member, filled: Weighed) -> Weighed:
         """Filled: its `decode` is where the prompt is computed."""
         num_moved = max(0, self._load.num_tokens - self._held(decoder))
         handoff_s = self._known.model.handoff_s(filled.decode, decoder.id, num_moved)
         decoding = self._decoding(decoder)
         terms = replace(filled.terms, handoff_s=handoff_s, join_s=decoding.join_s, harm_s=decoding.harm_s)
-        return replace(filled, decode=decoder.id, prefill=filled.decode, terms=terms)
+        return filled._replace(decode=decoder.id, prefill=filled.decode, terms=terms)
 
 
-def _total_s(candidate: Candidate) -> float:
+def _total_s(candidate: Weighed) -> float:
     return candidate.terms.total_s

@@ -12,7 +12,7 @@ from baton.request import Request
 from baton.router.books import Books, Entry, num_kv_tokens
 from baton.router.chooser import MAX_COMPARED, Chooser, Field, Turn
 from baton.router.cost_model import CostModel
-from baton.router.costs import Candidate, Load, Select, Terms, cheapest
+from baton.router.costs import Candidate, Load, Select, cheapest
 from baton.router.look import Known, Look
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
@@ -22,7 +22,7 @@ from baton.times import PrefillTimes, StepTimes
 from baton.worker import Load as WorkerLoad
 from baton.worker import WorkerRole
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.router.choice_oracle import ChoiceOracle
+from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import cluster
 
 PROMPT_TOKENS = 400
@@ -110,9 +110,8 @@ def from_one_on(members: Sequence[Member], random: Random) -> Sequence[Member]:
     return [*members[first:], *members[:first]]
 
 
-def pair_of(candidate: Candidate) -> Candidate:
-    """Without what it costs."""
-    return replace(candidate, terms=Terms())
+def pair_of(each: Candidate | Weighed) -> tuple[str, str, str, int, int]:
+    return each.decode, each.prefill, each.source, each.num_held_tokens, each.num_new_tokens
 
 
 @settings(max_examples=150, deadline=None)
@@ -133,10 +132,45 @@ def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> No
     chooser = Chooser(world.clock, world.known, Random(seed))
     choice = chooser.choose(world.request, Field(decoders, fillers, are_pair))
     assert list(map(pair_of, choice.candidates)) == list(map(pair_of, expected))
-    for found, wanted in zip(choice.candidates, expected, strict=True):
-        assert astuple(found.terms) == pytest.approx(astuple(wanted.terms))
-    wanted = cheapest(expected, order.getrandbits(32), lambda worker: 0.0)
+    for found, weighed in zip(choice.candidates, expected, strict=True):
+        assert astuple(found.terms) == pytest.approx(astuple(weighed.terms))
+    wanted = cheapest_of(expected, order.getrandbits(32))
     assert pair_of(choice.candidate) == pair_of(wanted)
+
+
+class Drawing(Random):
+    """Draws these, and then as ever."""
+
+    def __init__(self, drawn: Sequence[float]) -> None:
+        super().__init__(0)
+        self._drawn = list(drawn)
+
+    def random(self) -> float:
+        return self._drawn.pop(0) if self._drawn else super().random()
+
+
+def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() -> None:
+    """Beside four that hold some of the prompt, and have so much to do that nobody would take them."""
+    world, num = World(Random(0), 0), MAX_COMPARED + 4
+    router, keys = cluster().router, b""
+    for name in ("d0", *(f"p{number}" for number in range(num))):
+        worker = a_worker(name)
+        world.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        keys = world.keys.keys(family_of(worker), world.request)[:32]
+        world.index.join(worker)
+    for number, work_s in {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 5: 2.0, 6: 1.0}.items():
+        held = PageEvents(first=0, keys=keys, pages=(0, 1), generations=(1, 1))
+        if number < 4:
+            world.index.apply(id_of(f"p{number}"), held)
+        entry = Entry("g", id_of("d0"), id_of(f"p{number}"), 10, 10, work_s)
+        world.books.enter((f"{number}", 0), entry)
+    drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
+    chooser = Chooser(world.clock, world.known, Drawing(drawn))
+    sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    choice = chooser.choose(world.request, Field(*sides, lambda decode, prefill: True))
+    weighed = {each.prefill for each in choice.candidates if each.prefill}
+    assert weighed > {id_of("p7"), id_of("p8")} and not weighed & {id_of("p5"), id_of("p6")}
+    assert choice.candidate.prefill in ("", id_of("p7"), id_of("p8"))
 
 
 @pytest.mark.parametrize("seed", range(8))

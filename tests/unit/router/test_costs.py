@@ -12,7 +12,6 @@ from baton.router.costs import (
     Filled,
     Load,
     Source,
-    Terms,
     cheapest,
     fill,
     local,
@@ -46,7 +45,7 @@ def a_decoder(worker: str = "d", num_running: int = 0, num_held: int = 0, wait_s
 
 
 def local_at(decoder: Decoder) -> Candidate:
-    return local(filled_at(decoder.computer), decoder, IDLE)
+    return local(filled_at(decoder.computer), decoder)
 
 
 def filled_at(computer: Computer, sources: Sequence[Source] = (), load: Load = IDLE) -> Filled:
@@ -55,7 +54,11 @@ def filled_at(computer: Computer, sources: Sequence[Source] = (), load: Load = I
 
 
 def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> Candidate:
-    return Candidate("d", prefill, "", num_held, 100, Terms(queue_s=queue_s, compute_s=total_s - queue_s))
+    """It costs nothing to decode."""
+    computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
+    filled = Filled(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
+    decoder = Decoder(a_computer("d"), num_running=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    return remote(filled, decoder, 0.0) if prefill else local(filled, decoder)
 
 
 def test_only_what_is_not_held_is_computed() -> None:
@@ -110,10 +113,22 @@ def test_local_prefill_makes_the_batch_wait() -> None:
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
 
 
+@pytest.mark.parametrize("is_local", (True, False))
+def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
+    decoder = Decoder(a_computer("d", 0.5), num_running=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
+    filled = filled_at(computer, [a_source("q", 800)], load)
+    candidate = local(filled, decoder) if is_local else remote(filled, decoder, 0.05)
+    assert candidate.total_s == pytest.approx(candidate.terms.total_s)
+    assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")
+    assert candidate.num_held_tokens + candidate.num_new_tokens == load.num_tokens
+    assert candidate.terms.handoff_s == (0.0 if is_local else 0.05)
+
+
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
     for num_running, expected in ((0, ""), (16, "p")):
         decoder = a_decoder(num_running=num_running)
-        away = remote(filled_at(a_computer()), decoder, 0.05, IDLE)
+        away = remote(filled_at(a_computer()), decoder, 0.05)
         assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 
 
@@ -121,7 +136,7 @@ def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
     sources = [a_source("holder", 900)]
     holder, other = a_computer("holder", wait_s=3.0, num_held=900), a_computer("other")
     filled = fill([holder, other], IDLE, sources)
-    candidates = [remote(each, a_decoder(), 0.0, IDLE) for each in filled]
+    candidates = [remote(each, a_decoder(), 0.0) for each in filled]
     chosen = cheapest(candidates, 0, nothing)
     assert (chosen.prefill, chosen.source) == ("other", "holder")
 

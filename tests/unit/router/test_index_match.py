@@ -63,7 +63,10 @@ def test_holdings_are_right_wherever_the_last_prompt_that_began_alike_had_other_
 
 
 def test_runs_whose_ends_are_remembered_are_bounded() -> None:
-    run_ends, number_of = RunEnds(), (lambda number: int(number).to_bytes(KEY_BYTES, "little"))
+    def number_of(number: int) -> bytes:
+        return number.to_bytes(KEY_BYTES, "little")
+
+    run_ends = RunEnds()
     for number in range(MAX_RUN_ENDS + 1):
         run_ends.learn(b"".join(map(number_of, (0, number))), 1, 7)
     assert run_ends.guess(number_of(MAX_RUN_ENDS), 0) == 7
