@@ -1,11 +1,13 @@
-"""What Redis is to several routers, in the simulation: it carries what they tell each other, or not all."""
+"""What Redis is to several routers, in the simulation: it carries what they tell each other, or not all.
+
+What it carries comes in order, as a stream's entries do.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from random import Random
 from typing import Final, TypeAlias
 
-from baton.cluster.sim.network import Network
+from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
 from baton.control import PageEvents
 from baton.router.redis_messages import AnyShared, decode_shared, encode
@@ -21,14 +23,14 @@ class SharedStream:
         self._network = network
         self._random = random
         self._loss_chance = random.choice(LOSS_CHANCES)
-        self._readers: dict[Process, Hear] = {}
+        self._readers: dict[Process, tuple[End, Hear]] = {}
 
     @property
     def may_lose(self) -> bool:
         return self._loss_chance > 0
 
     def join(self, process: Process, hear: Hear) -> "SharedLink":
-        self._readers[process] = hear
+        self._readers[process] = End(process, self._network), hear
 
         def leave() -> None:
             del self._readers[process]
@@ -37,9 +39,9 @@ class SharedStream:
         return SharedLink(self, process)
 
     def carry(self, sender: Process, body: bytes) -> None:
-        for reader, hear in list(self._readers.items()):
+        for reader, (end, hear) in list(self._readers.items()):
             if reader is not sender and self._random.random() >= self._loss_chance:
-                reader.later(self._network.delay_s(), partial(_say, reader, hear, body))
+                self._network.deliver(end, lambda hear=hear: hear(decode_shared(body)), 0.0)  # type: ignore[misc]
 
 
 class SharedLink:
@@ -58,7 +60,3 @@ class SharedLink:
     def share(self, message: AnyShared) -> None:
         body = encode(message)
         self._process.send(lambda: self._stream.carry(self._process, body))
-
-
-def _say(reader: Process, hear: Hear, body: bytes) -> None:
-    reader.post(lambda: hear(decode_shared(body)))

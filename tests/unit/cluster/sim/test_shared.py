@@ -46,3 +46,13 @@ def test_some_simulations_lose_some_of_it_or_all() -> None:
         num_heard = len(bench.heard[1])
         kinds.add("none" if not num_heard else "all" if num_heard == 200 else "some")
     assert kinds == {"none", "some", "all"}
+
+
+def test_it_comes_in_order() -> None:
+    """An end that overtook the dispatch that it ends would leave it in the books."""
+    bench = next(each for each in map(Bench, range(100)) if not each.stream.may_lose)
+    said = [SharedEnded(attempts=((id_of("r"), number),)) for number in range(200)]
+    for number, message in enumerate(said):
+        bench.links[number % 2].share(message)
+    bench.run()
+    assert bench.heard[2] == said
