@@ -76,10 +76,10 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
     latest = 0.0
     for waiting in islice(queues.heads(), MAX_LOOKED_AT):
         request = waiting.submit.request
-        is_promised = objective_of(request).is_promised and not request.standing.wishes
-        if is_promised:
-            may_wait_s = max(1e-3, waiting.due_s - waiting.since_s)
-            latest = max(latest, (now_s - waiting.since_s) / may_wait_s)
+        objective = objective_of(request)
+        if objective.is_promised and not request.standing.wishes:
+            may_wait_s = max(1e-3, objective.due_s)  # what workers have begun with may as long again
+            latest = max(latest, (now_s - waiting.queued_since_s) / may_wait_s)
     return latest
 
 

@@ -229,3 +229,15 @@ def test_first_does_not_wait_for_a_worker_that_is_kept_for_a_later_one() -> None
     assert names(answers(c)) == ["early"]
     end(c, "early")
     assert names(answers(c)) == ["late"]
+
+
+@pytest.mark.parametrize("age_s", [0.0, 600.0])
+def test_one_that_is_tried_again_is_not_late_at_once(c: Cluster, age_s: float) -> None:
+    """Its worker died: it waits for a place for a tenth of what it was promised, which presses nobody."""
+    fill(c)
+    again = asked("again", num_tokens=LONG, attempt=1, sla=Sla(ttft_ms=60_000))
+    assert submit(c, msgspec.structs.replace(again, age_s=age_s)) == []
+    for _ in range(12):
+        c.beat("p0", "d0", attempts=tuple((id_of(name), 0) for name in ("f0", "f1")))
+        c.tick(0.5)
+    assert c.router.reception.overload.rung is Rung.QUEUE
