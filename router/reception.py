@@ -281,7 +281,7 @@ class Reception:
         now_s = self._clock.now_s()
         for key in self._deadlines.passed(now_s):
             record = self._records[key]
-            is_over = now_s - record.came_s >= objective_of(record.request).deadline_s
+            is_over = record.came_s + objective_of(record.request).deadline_s <= now_s  # as it was added
             refused = self.admission.expired(record.work, is_over=is_over)
             self._count_hopeless(record.request, refused)
             self.refuse(key, refused)
