@@ -31,7 +31,7 @@ from baton.router.look import MAX_SOURCES, Known, Look
 from baton.router.sides import Side, Station
 
 MAX_COMPARED: Final = 16  # of a role; where there are more:
-MAX_HOLDERS: Final = 4  # those of each way to name pages that hold most
+MAX_HOLDERS: Final = 3  # those of each way to name pages that hold most
 NUM_DRAWN: Final = 4  # and of some by chance
 NUM_KEPT: Final = 2  # those with the least to do, and more where fewer hold any; see decision 11
 MAX_DRAWS: Final = 32  # for these, where some workers are left out
