@@ -75,7 +75,7 @@ class Turn(NamedTuple):
     """What a request's tenant is due."""
 
     lead: float | None = None  # see prompts_ahead.py
-    has_place: HasPlace | None = None  # to compute it at once: where any has, no other is chosen
+    has_place: HasPlace | None = None  # to compute it at once; a decode worker without one computes no prompt
 
 
 NO_TURN: Final = Turn()
@@ -183,10 +183,14 @@ class Chooser:
         return candidates
 
     def _placed(self, candidates: list[Candidate], turn: Turn) -> list[Candidate]:
-        """Those that can be computed at once, if any can; another rule of choice goes by nothing else."""
-        if turn.has_place is None or self.select is not cheapest:
+        """Without those that a decode worker has no place for and would compute itself, if others are left.
+
+        Another rule of choice goes by nothing else.
+        """
+        has_place = turn.has_place
+        if has_place is None or self.select is not cheapest:
             return candidates
-        return [each for each in candidates if turn.has_place(each.computer)] or candidates
+        return [each for each in candidates if each.prefill or has_place(each.decode)] or candidates
 
 
 def _without(left_out: Collection[str], stations: Sequence[Station]) -> list[Station]:

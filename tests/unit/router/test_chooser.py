@@ -173,23 +173,22 @@ def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() ->
     assert choice.candidate.prefill in ("", id_of("p7"), id_of("p8"))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_worker_with_a_place_comes_before_one_that_is_cheaper(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(seed: int) -> None:
     world = World(Random(seed), 8)
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
-    field = Field(decoders, fillers, lambda decode, prefill: True)
 
-    def choose(*without_place: str, rule: Select = cheapest) -> str:
+    def choose(has_place: bool, fill: bool = True, rule: Select = cheapest) -> Candidate:
         chooser = Chooser(world.clock, world.known, Random(seed))
         chooser.select = rule
-        turn = Turn(has_place=lambda worker: worker not in without_place)
-        return chooser.choose(world.request, field, turn).candidate.computer
+        field = Field(decoders, fillers, lambda decode, prefill: fill)
+        return chooser.choose(world.request, field, Turn(has_place=lambda worker: has_place)).candidate
 
-    first = choose()
-    second = choose(first)
-    assert second != first
-    assert choose(*(each.id for each in world.members)) == first, "nobody has one"
-    assert choose(first, rule=lambda *all: cheapest(*all)) == first, "another rule"
+    first = choose(True)
+    assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
+    assert not first.prefill or choose(False) == first, "and whichever is cheapest"
+    assert not choose(False, fill=False).prefill, "nobody else can"
+    assert choose(False, rule=lambda *all: cheapest(*all)) == first, "another rule"
 
 
 @given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
