@@ -8,8 +8,8 @@ behind it, and where all sequences are on one account nothing of this makes a di
    has had least comes next. The present is the least that any of those had that were computed: one that
    waits behind a higher class or at its quota does not hold it up.
 3. `close` ends a sequence. An account that has none any more and comes back is as far ahead of the others as
-   it was, so that it gains nothing by leaving, be it that all leave: whoever lets prompts in one by one leaves
-   an engine without any now and then. One that was away begins at what was the present CREDIT_STEPS
+   it was, so that it gains nothing by leaving, even where all leave: whoever lets prompts in one by one
+   leaves an engine without any now and then. One that was away begins at what was the present CREDIT_STEPS
    steps ago: what its share would have been since then it may still have, at once, for requests come in
    bursts; it gets nothing for the time before. The router's queues do the same (router/fair_share.py).
 
