@@ -162,7 +162,7 @@ class Reception:
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
-        tally.waited_s += max(0.0, self._clock.now_s() - waiting.queued_since_s)
+        tally.waited_s += waiting.queued_s(self._clock.now_s())
         is_clipped = self.overload.rung >= Rung.CLIP and not record.is_begun
         narrower = degraded(request) if is_clipped else request
         tally.num_degraded += narrower is not request
@@ -212,7 +212,7 @@ class Reception:
         yield from self._shed()
 
     def status(self) -> QueueStatus:
-        waits_s = ((each.tenant, self._clock.now_s() - each.queued_since_s) for each in self.queues)
+        waits_s = ((each.tenant, each.queued_s(self._clock.now_s())) for each in self.queues)
         return self.tallies.status(self.overload.ladder, waits_s, self.quotas.num_active)
 
     def check_integrity(self) -> None:

@@ -79,7 +79,7 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
         objective = objective_of(request)
         if objective.is_promised and not request.standing.wishes:
             may_wait_s = max(1e-3, objective.due_s)  # what workers have begun with may as long again
-            latest = max(latest, (now_s - waiting.queued_since_s) / may_wait_s)
+            latest = max(latest, waiting.queued_s(now_s) / may_wait_s)
     return latest
 
 

@@ -45,10 +45,10 @@ class Waiting:
         self.work = work
         self.order: Order = (request.priority, due_s, 0)  # and its number, which the queue gives it
 
-    @property
-    def queued_since_s(self) -> float:
-        """Since when it waits for its turn: what workers have begun with was being answered before."""
-        return self.since_s + (self.submit.age_s if self.submit.is_begun else 0.0)
+    def queued_s(self, now_s: float) -> float:
+        """For how long it waits for its turn: what workers have begun with was being answered before."""
+        since_s = self.since_s + (self.submit.age_s if self.submit.is_begun else 0.0)
+        return max(0.0, now_s - since_s)
 
 
 class _Lane:

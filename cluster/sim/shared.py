@@ -4,6 +4,7 @@ What it carries comes in order, as a stream's entries do.
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Final, TypeAlias
 
@@ -41,7 +42,7 @@ class SharedStream:
     def carry(self, sender: Process, body: bytes) -> None:
         for reader, (end, hear) in list(self._readers.items()):
             if reader is not sender and self._random.random() >= self._loss_chance:
-                self._network.deliver(end, lambda hear=hear: hear(decode_shared(body)), 0.0)  # type: ignore[misc]
+                self._network.deliver(end, partial(_say, hear, body), 0.0)
 
 
 class SharedLink:
@@ -60,3 +61,7 @@ class SharedLink:
     def share(self, message: AnyShared) -> None:
         body = encode(message)
         self._process.send(lambda: self._stream.carry(self._process, body))
+
+
+def _say(hear: Hear, body: bytes) -> None:
+    hear(decode_shared(body))

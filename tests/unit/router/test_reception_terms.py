@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from baton.control import Dispatch, Ended, Measured, Rejected, Routed, Started
+from baton.router.tenant_queues import Waiting
 from baton.tenancy import Degradation, Quotas, Refusal, Sla
 from baton.times import PrefillTimes
 from tests.node_peers import id_of
@@ -174,3 +175,12 @@ def test_what_was_being_answered_has_not_waited_for_its_turn(c: Cluster) -> None
     assert tenant_of(c, "a").waited_s == pytest.approx(0.5)
     dispatched = [each for each in c["d0"].received if isinstance(each, Dispatch)]
     assert dispatched[-1].age_s == pytest.approx(60.5)
+
+
+def test_nobody_has_waited_for_less_than_no_time() -> None:
+    """What workers have begun with waits for its turn from its age after it came, but for rounding."""
+    submit = msgspec.structs.replace(asked("r", "a"), age_s=7.7, is_begun=True)
+    waiting = Waiting("g", submit, since_s=0.7 - 7.7, due_s=0.0, work=1.0)
+    assert 0.7 - (waiting.since_s + 7.7) < 0.0, "what no message may say"
+    assert waiting.queued_s(0.7) == 0.0
+    assert waiting.queued_s(1.7) == pytest.approx(1.0)
