@@ -17,7 +17,7 @@ from baton.bench.tenants_real_world import Call
 
 VOCAB_SIZE: Final = 1024
 SLO: Final = Slo(ttft_s=2.0, tpot_s=0.2)
-VICTIMS: Final = tuple(f"victim-{number}" for number in range(4))
+VICTIMS: Final = tuple(f"victim-{number}" for number in range(9))
 VICTIM_TOKENS: Final = 850  # a prompt, on average
 NOISY: Final = "noisy"
 NOISY_TOKENS: Final = 3900

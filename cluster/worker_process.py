@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from baton import collector
 from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
@@ -56,7 +57,7 @@ def run_worker(
     progress: Progress | None = None,
 ) -> None:
     """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
-    with contextlib.closing(HostedWorker(config, key, progress)) as worker:
+    with contextlib.closing(HostedWorker(config, key, progress)) as worker, collector.calm():
         ready(worker.address)
         worker.serve(stop)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import secrets
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from baton import collector
 from baton.clock import Clock, SystemClock
 from baton.errors import Overloaded
 from baton.gateway import replay
@@ -121,12 +121,10 @@ async def serve_gateway(
         await _until_ready(frontend, stopping)
         address = await gateway.start()
         logger.info("the gateway listens on %s:%d", address.host, address.port)
-        gc.collect()
-        gc.freeze()  # what is there by now stays: the collector need not look at it again and again
-        ready(address)
-        await stopping.wait()
+        with collector.calm():
+            ready(address)
+            await stopping.wait()
     finally:
-        gc.unfreeze()
         await gateway.drain()
         await hub.close()
 

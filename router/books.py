@@ -42,7 +42,7 @@ class Account:
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "work_s", "since_s", "prompts"),
+        *("num_computing", "num_decoding", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class Account:
         self.work_s = 0.0  # that these are expected to take, together
         self.since_s = 0.0  # when the first of them came to be it
         self.num_attempts = 0
+        self.num_decoding = 0  # of these: they have their first token, and are decoded here
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that it works on and no entry names
@@ -125,6 +126,7 @@ class Books:
             return
         self._waiting.remove(key)
         entry = self._entries[key]
+        self._accounts[entry.decode].num_decoding += 1
         computer = self._accounts[entry.computer]
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
@@ -147,6 +149,7 @@ class Books:
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
+        decode.num_decoding -= 1
         decode.num_tokens -= entry.num_tokens
         return entry
 
@@ -208,6 +211,8 @@ class Books:
             assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filled), worker_id
             computed = [key for key in self._waiting if self._entries[key].computer == worker_id]
             assert account.num_computing == len(computed), worker_id
+            waiting = [key for key in self._waiting if self._entries[key].decode == worker_id]
+            assert account.num_decoding == len(decoded) - len(waiting), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
         assert sum(map(len, self._entered_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others

@@ -33,19 +33,22 @@ class _Prompt(NamedTuple):
 
 
 class Capacity:
-    def __init__(self, members: Membership, books: Books) -> None:
+    def __init__(self, members: Membership, books: Books, *, decoders_compute: bool = False) -> None:
+        """decoders_compute: a prompt of any length may be computed where it is decoded, if that is best."""
         self._members = members
-        self._books = books
+        self.books = books
         self._prompts: dict[Key, _Prompt] = {}
         self._num_of: Counter[str] = Counter()  # tenant -> its prompts that have no token yet
         self._placed = 0.0  # work of prompts that were let out to a place
         self._besides = 0.0  # and of the others
-        self._computers: Sequence[Member] = ()
+        self._decoders_compute = decoders_compute
+        self._prefills: Sequence[Member] = ()
+        self._decoders: Sequence[Member] = ()
         self._version = -1
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
         """num_tokens: whose KV it is expected to need. A worker that has nothing takes anything."""
-        account, worker = self._books.account(member.id), member.worker
+        account, worker = self.books.account(member.id), member.worker
         num_attempts = account.num_attempts + account.num_unknown
         if not num_attempts:
             return True
@@ -62,7 +65,7 @@ class Capacity:
     def roomiest(self, reached: frozenset[str]) -> str:
         """The decode worker that takes work, of those reached, with the most room; "": there is none."""
         decoders = [each for each in self._taking(WorkerRole.DECODE) if each.id in reached]
-        books = self._books
+        books = self.books
         shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")
 
@@ -71,23 +74,33 @@ class Capacity:
 
         is_owed: others have had more for their weight.
         """
-        return self._has_place() or self.may_overtake(tenant, is_owed=is_owed)
+        if self.prefills_have_place() or self.may_overtake(tenant, is_owed=is_owed):
+            return True
+        return self._decoders_compute and any(self.has_place_at(each.id) for each in self._decoders)
+
+    def prefills_have_place(self) -> bool:
+        """Any of them. Where there are none, decode workers are asked."""
+        if self._version != self._members.version:
+            self._version = self._members.version
+            self._decoders = self._taking(WorkerRole.DECODE)
+            self._prefills = self._taking(WorkerRole.PREFILL) or self._decoders
+        return any(self.has_place_at(each.id) for each in self._prefills) or not self._prefills
 
     def has_place_at(self, worker_id: str) -> bool:
         """Whether the next prompt would be computed there at once, or nearly so."""
-        account = self._books.account(worker_id)
+        account = self.books.account(worker_id)
         if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
             return True
-        return self._books.wait_s(worker_id) < AHEAD_S
+        return self.books.wait_s(worker_id) < AHEAD_S
 
     def may_overtake(self, tenant: str, *, is_owed: bool) -> bool:
         """Whether its next prompt may go where there is no place."""
         return not self._num_of[tenant] or (is_owed and self._besides < self._placed)
 
-    def dispatched(self, key: Key, tenant: str, work: float) -> None:
-        """The key must be new. To be called before the books know of it."""
+    def dispatched(self, key: Key, tenant: str, work: float, computer: str) -> None:
+        """The key must be new. To be called before the books know of it. computer: the worker's id."""
         self._num_of[tenant] += 1
-        prompt = self._prompts[key] = _Prompt(tenant, work, not self._has_place())
+        prompt = self._prompts[key] = _Prompt(tenant, work, not self.has_place_at(computer))
         self._count(prompt, work)
 
     def started(self, key: Key) -> None:
@@ -114,13 +127,6 @@ class Capacity:
         assert self._num_of == Counter(each.tenant for each in prompts)
         assert abs(self._besides - sum(each.work for each in prompts if each.is_besides)) < 1
         assert abs(self._placed - sum(each.work for each in prompts if not each.is_besides)) < 1
-
-    def _has_place(self) -> bool:
-        if self._version != self._members.version:
-            self._version = self._members.version
-            prefills = self._taking(WorkerRole.PREFILL)
-            self._computers = prefills or self._taking(WorkerRole.DECODE)
-        return any(self.has_place_at(member.id) for member in self._computers) or not self._computers
 
     def _taking(self, role: WorkerRole) -> list[Member]:
         return [member for member in self._members.of_role(role) if not member.is_draining]

@@ -28,6 +28,7 @@ from baton.router.costs import (
 )
 from baton.router.fading import Fading
 from baton.router.look import MAX_SOURCES, Known, Look
+from baton.router.prompts_ahead import LeadOf
 from baton.router.sides import Side, Station
 
 MAX_COMPARED: Final = 16  # of a role; where there are more:
@@ -55,6 +56,7 @@ class Choice(NamedTuple):
     source: PullSource | None
     keys: Mapping[str, bytes]  # of the prompt's pages, by each worker that will have them
     is_blind: bool  # what the worker that computes the prompt holds is unknown
+    is_owed: bool  # its tenant has had less than others
 
 
 class Field(NamedTuple):
@@ -75,7 +77,9 @@ class Turn(NamedTuple):
     """What a request's tenant is due."""
 
     lead: float | None = None  # see prompts_ahead.py
+    lead_of: LeadOf | None = None
     has_place: HasPlace | None = None  # to compute it at once; a decode worker without one computes no prompt
+    may_wait: bool = False  # no prefill worker has a place: it goes to none, and waits if that is best
 
 
 NO_TURN: Final = Turn()
@@ -92,13 +96,14 @@ class Chooser:
         self.select: Select = longest if only_prefix else cheapest
         self._worth: Callable[[Filled], Worth] = _most_held if only_prefix else _TOTAL_S
         now_s = clock.now_s()
-        self._work_s = Fading(MEMORY_S, now_s)  # that was given out
-        self._prompts = Fading(MEMORY_S, now_s)
+        self._crowd = _Crowd(now_s)
+        self._owed_crowd = _Crowd(now_s)  # whose tenants had had less than others: others do not hold them up
         self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field, turn: Turn = NO_TURN) -> Choice:
         """It is no more than an answer until `expect` says that it is followed."""
         now_s = self._clock.now_s()
+        is_owed = turn.lead is not None and turn.lead < 0
         look = Look(self._known, request, self._load(request, field, turn, now_s), now_s)
         decoders = self._compared(look, field.decoders, field.left_out)
         fillers = self._compared(look, field.fillers, field.avoided)
@@ -113,15 +118,16 @@ class Chooser:
                 break  # else it is only expected to hold so much: look knows that now
         keys = {each: look.keys(field.station(each)) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
-        return Choice(chosen, candidates, source, keys, not is_known)
+        return Choice(chosen, candidates, source, keys, not is_known, is_owed)
 
     def expect(self, choice: Choice, num_tokens: int) -> None:
         """A prompt of so many tokens was sent there: its siblings find its pages, and what is there already
         stays young.
         """
         chosen, now_s = choice.candidate, self._clock.now_s()
-        self._work_s.add(chosen.terms.compute_s, now_s)
-        self._prompts.add(1.0, now_s)
+        self._crowd.add(chosen.filled.compute_s, now_s)
+        if choice.is_owed:
+            self._owed_crowd.add(chosen.filled.compute_s, now_s)
         self._given(chosen.computer).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
@@ -138,10 +144,10 @@ class Chooser:
 
     def _load(self, request: Request, field: Field, turn: Turn, now_s: float) -> Load:
         num_computers = len(field.fillers) or len(field.decoders)
-        busy = min(MOST_BUSY, self._work_s.at(now_s) / MEMORY_S / num_computers)
-        rate = self._prompts.at(now_s) / MEMORY_S / num_computers
+        crowd = self._owed_crowd if turn.lead is not None and turn.lead < 0 else self._crowd
         num_tokens = request.num_tokens
-        return Load(num_tokens, num_kv_tokens(request) - num_tokens, rate / (1 - busy), turn.lead)
+        num_output_tokens = num_kv_tokens(request) - num_tokens
+        return Load(num_tokens, num_output_tokens, crowd.rate(num_computers, now_s), turn.lead, turn.lead_of)
 
     def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Station]:
         """In an order that begins with another one each time: what comes first wins where all is alike."""
@@ -191,6 +197,23 @@ class Chooser:
         if has_place is None or self.select is not cheapest:
             return candidates
         return [each for each in candidates if each.prefill or has_place(each.decode)] or candidates
+
+
+class _Crowd:
+    """Prompts that were given out lately."""
+
+    def __init__(self, now_s: float) -> None:
+        self._num = Fading(MEMORY_S, now_s)
+        self._work_s = Fading(MEMORY_S, now_s)
+
+    def add(self, compute_s: float, now_s: float) -> None:
+        self._num.add(1.0, now_s)
+        self._work_s.add(compute_s, now_s)
+
+    def rate(self, num_computers: int, now_s: float) -> float:
+        """How many a second come to a worker, and more where these hold up others in turn."""
+        busy = min(MOST_BUSY, self._work_s.at(now_s) / MEMORY_S / num_computers)
+        return self._num.at(now_s) / MEMORY_S / num_computers / (1 - busy)
 
 
 def _without(left_out: Collection[str], stations: Sequence[Station]) -> list[Station]:

@@ -14,6 +14,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from baton.router.prompts_ahead import LeadOf
+
 Kin: TypeAlias = tuple[str, str]  # fingerprint, kv_dtype: only of the same are pages of use to a worker
 
 # Seconds; a new token; a pair of a new token and one that it attends to. See cost_model.py.
@@ -66,7 +68,7 @@ class Decoder(msgspec.Struct, frozen=True, gc=False):
     """A worker that could decode, and perhaps compute the prompt too; what decoding there costs alone."""
 
     computer: Computer
-    num_running: int
+    num_decoding: int  # whose next tokens would wait for a prompt
     room_s: float  # until there is room for it
     join_s: float  # that, and until a step of the batch ends
     harm_s: float  # that its tokens cost who is there
@@ -83,6 +85,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     num_output_tokens: int  # that are expected to be generated
     crowd_rate: float  # prompts a second that come to a worker, and more where these hold up others in turn
     lead: float | None = None  # of its tenant; see prompts_ahead.py
+    lead_of: LeadOf | None = None
 
 
 class Filled(msgspec.Struct, frozen=True, gc=False):
@@ -132,7 +135,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         filled, decoder = self.filled, self.decoder
         join_s, harm_s = decoder.join_s, decoder.harm_s
         if not self.prefill:  # whoever is in that batch waits for the prompt, and it for no step of theirs
-            join_s, harm_s = decoder.room_s, harm_s + decoder.num_running * filled.compute_s
+            join_s, harm_s = decoder.room_s, harm_s + decoder.num_decoding * filled.compute_s
         return Terms(
             filled.computer.wait_s,
             filled.pull_s,
@@ -188,7 +191,7 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
 
 def local(filled: Filled, decoder: Decoder) -> Candidate:
     """The prompt computed where it is decoded."""
-    harm_s = decoder.harm_s + decoder.num_running * filled.compute_s
+    harm_s = decoder.harm_s + decoder.num_decoding * filled.compute_s
     return Candidate(filled.total_s + decoder.room_s + harm_s, "", filled.computer.worker, filled, decoder)
 
 

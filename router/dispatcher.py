@@ -123,18 +123,21 @@ class Dispatcher:
         """All that workers have room for now, one after the other.
 
         Where the first has none, others go past it, but to one worker: that is kept until it has room for it.
+        They go past it too where it is best for it to wait for a worker that they need not go to.
         """
         passed: Waiting | None = None
         while (waiting := self._reception.first()) is not None:
-            if self._let_out(waiting):
+            obstacle = self._let_out(waiting)
+            if obstacle is None:
                 continue
             if passed is not None:
                 break
-            if self._kept is not None and self._kept.key != waiting.key:
-                self._kept = None  # for one whose turn comes later: two would wait for each other
-                continue
+            if obstacle is Unpaired.FULL:
+                if self._kept is not None and self._kept.key != waiting.key:
+                    self._kept = None  # for one whose turn comes later: two would wait for each other
+                    continue
+                self._keep_a_worker(waiting)
             passed = waiting
-            self._keep_a_worker(waiting)
             self._reception.pass_over(waiting.tenant)
         if passed is not None:
             self._reception.take_up(passed.tenant)
@@ -155,27 +158,27 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _let_out(self, waiting: Waiting) -> bool:
-        """Whether it has left the queue, wherever to."""
+    def _let_out(self, waiting: Waiting) -> Unpaired | None:
+        """Why it has to wait; None: it has left the queue, wherever to."""
         refused = self._reception.hopeless(waiting)
         if refused is not None:
             self._reject(waiting.gateway, waiting.key, refused)
-            return True
+            return None
         gateway = self._gateways[waiting.gateway]
         pair = self._pair(gateway, waiting)
-        if pair is Unpaired.FULL:
-            return False
-        if isinstance(pair, Unpaired):
+        if pair is Unpaired.UNREACHED:
             refused = _no_room(pair.value)
             self._reception.refuse(waiting.key, refused)
             self._reject(waiting.gateway, waiting.key, refused)
-            return True
-        request = self._reception.let_out(waiting)
+            return None
+        if isinstance(pair, Unpaired):
+            return pair
+        request = self._reception.let_out(waiting, (pair.prefill or pair.decode).id)
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
         self._send_out(gateway, submit, pair, self._reception.waited_s(waiting))
-        return True
+        return None
 
     def _keep_a_worker(self, waiting: Waiting) -> None:
         if self._kept is None:

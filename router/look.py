@@ -66,7 +66,8 @@ class Look:
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
             token_harm_s = sequence_s + context_s * load.num_tokens
             harm_s = num_running * load.num_output_tokens * token_harm_s
-            decoders.append(Decoder(computer, num_running, room_s, room_s + 0.5 * step_s, harm_s))
+            num_decoding = account.num_decoding + account.num_unknown
+            decoders.append(Decoder(computer, num_decoding, room_s, room_s + 0.5 * step_s, harm_s))
         return decoders
 
     def _at(self, stations: Sequence[Station]) -> list[tuple[Computer, Account, Speeds]]:
@@ -89,7 +90,7 @@ class Look:
 
     def _wait_s(self, account: Account) -> float:
         load = self.load
-        before = account.prompts.part_before(self._party, load.num_tokens, load.lead)
+        before = account.prompts.part_before(self._party, load.num_tokens, load.lead, load.lead_of)
         return account.wait_s(self._now_s) * before
 
     def sources(self, computers: Sequence[Computer]) -> list[Source]:

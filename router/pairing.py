@@ -38,6 +38,7 @@ class Unpaired(Enum):
 
     UNREACHED = "no decode worker can be reached"
     FULL = "no decode worker has room"
+    NO_PLACE = "the worker that is best for it has prompts to compute before"
 
 
 class Pairing:
@@ -115,7 +116,7 @@ class Pairing:
 
     def _choose_both(
         self, submit: Submit, decoders: list[Member], reached: frozenset[str], turn: Turn
-    ) -> Pair:
+    ) -> Pair | Unpaired:
         """decoders: those that may take it, of all that the gateway reaches."""
         assert self._chooser is not None, self._config.policy
         if reached not in self._fields:
@@ -128,6 +129,8 @@ class Pairing:
         if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
             field = field._replace(avoided=submit.avoid)
         choice = self._chooser.choose(submit.request, field, turn)
+        if turn.may_wait and turn.has_place and not turn.has_place(choice.candidate.computer):
+            return Unpaired.NO_PLACE
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"
         prefill = self._members.get(choice.candidate.prefill)

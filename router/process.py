@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from baton import collector
 from baton.clock import SystemClock
 from baton.colleagues import new_router_id
 from baton.errors import ConfigError
@@ -43,8 +44,9 @@ async def serve_router(
         address = await hub.listen(config.host, config.port)
         hub.serve(router)
         logger.info("the router listens on %s:%d", address.host, address.port)
-        ready(address)
-        await stopping.wait()
+        with collector.calm():
+            ready(address)
+            await stopping.wait()
 
 
 async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> None:

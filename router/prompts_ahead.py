@@ -4,7 +4,8 @@ Of a higher class all, of a lower one nothing; of the tenant's own all; of any o
 share is by the time that the new prompt's tenant has had all of its own, less what that is owed already.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 
 class Party(NamedTuple):
@@ -13,6 +14,9 @@ class Party(NamedTuple):
     tenant: str = ""
     weight: float = 1.0
     rank: int = 0
+
+
+LeadOf: TypeAlias = Callable[[Party], float]
 
 
 class PromptsAhead:
@@ -38,20 +42,27 @@ class PromptsAhead:
         if not self._num[party]:
             del self._num[party], self._tokens[party]
 
-    def part_before(self, party: Party, num_tokens: int, lead: float | None = None) -> float:
+    def part_before(
+        self, party: Party, num_tokens: int, lead: float | None = None, lead_of: LeadOf | None = None
+    ) -> float:
         """Of all that is here, the part that comes before a prompt of so many tokens: 0 to 1.
 
         lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of
         what waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits here.
+        lead_of: the same of others, to which what they have waiting here is charged already. None: they have
+        had as much as each other.
         """
         if self.total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
             return 1.0
         before = float(self._tokens.get(party, 0))
         turn = (before if lead is None else lead * party.weight) + num_tokens
-        turn = max(0.0, turn) / party.weight
+        turn /= party.weight
         for other, waiting in self._tokens.items():
             if other.rank < party.rank:
                 before += waiting
             elif other.rank == party.rank and other != party:
-                before += min(waiting, turn * other.weight)
+                due = turn * other.weight
+                if lead_of is not None:
+                    due += waiting - lead_of(other) * other.weight
+                before += min(waiting, max(0.0, due))
         return before / self.total

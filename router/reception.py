@@ -20,7 +20,7 @@ from baton.control import Submit
 from baton.pressure import QueueStatus, Rung
 from baton.request import Request
 from baton.router.admission import Admission, Ahead, objective_of
-from baton.router.books import Books, Key
+from baton.router.books import Key
 from baton.router.capacity import Capacity
 from baton.router.chooser import Turn
 from baton.router.cost_model import CostModel
@@ -30,6 +30,7 @@ from baton.router.expected_work import Charge, Work, WorkLedger
 from baton.router.forecast import Forecast
 from baton.router.membership import Membership
 from baton.router.overload import Overload
+from baton.router.prompts_ahead import Party
 from baton.router.quotas import Refused, TenantQuotas
 from baton.router.tallies import Tallies
 from baton.router.tenant_queues import TenantQueues, Waiting
@@ -50,15 +51,15 @@ class Record(NamedTuple):
 
 
 class Reception:
-    def __init__(self, clock: Clock, members: Membership, books: Books, model: CostModel) -> None:
+    def __init__(self, clock: Clock, members: Membership, capacity: Capacity, model: CostModel) -> None:
         self.queues = TenantQueues()
         self.quotas = TenantQuotas(clock)
-        self.capacity = Capacity(members, books)
-        self.forecast = Forecast(clock, members, books, model)
+        self.capacity = capacity
+        self.books = capacity.books
+        self.forecast = Forecast(clock, members, self.books, model)
         self.admission = Admission(clock, self.forecast)
         self.overload = Overload(members, self.forecast, clock.now_s())
         self.tallies = Tallies()
-        self.books = books
         self._clock = clock
         self._members = members
         self._ledger = WorkLedger(self._correct)
@@ -120,8 +121,10 @@ class Reception:
     def turn(self, waiting: Waiting) -> Turn:
         """Where its prompt may go, and before whose it would be computed there."""
         lead = self.queues.lead_of(waiting)
-        may_overtake = self.capacity.may_overtake(waiting.tenant, is_owed=lead < 0)
-        return Turn(lead, None if may_overtake else self.capacity.has_place_at)
+        if self.capacity.may_overtake(waiting.tenant, is_owed=lead < 0):
+            return Turn(lead, self._lead_of)
+        may_wait = not self.capacity.prefills_have_place()
+        return Turn(lead, self._lead_of, self.capacity.has_place_at, may_wait)
 
     def waited_s(self, waiting: Waiting) -> float:
         """Since it came to its gateway: it may have waited at another router before."""
@@ -149,8 +152,8 @@ class Reception:
             self.refuse(waiting.key, refused)
         return refused
 
-    def let_out(self, waiting: Waiting) -> Request:
-        """As it is to be sent to its workers. It must be the first."""
+    def let_out(self, waiting: Waiting, computer: str) -> Request:
+        """As it is to be sent to its workers. It must be the first. computer: the id of who computes it."""
         record, request = self._records[waiting.key], waiting.submit.request
         self.queues.take(waiting)
         self._work_out += waiting.work
@@ -158,7 +161,7 @@ class Reception:
         self._hold_or_release(waiting.tenant)
         charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens, record.is_begun)
         self._ledger.charge(waiting.key, charge)
-        self.capacity.dispatched(waiting.key, waiting.tenant, max(1.0, record.work.prompt))
+        self.capacity.dispatched(waiting.key, waiting.tenant, max(1.0, record.work.prompt), computer)
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
@@ -227,6 +230,9 @@ class Reception:
         for tenant, _ in nums:
             assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
             assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
+
+    def _lead_of(self, party: Party) -> float:
+        return self.queues.lead(party.rank, party.tenant)
 
     def _refusal(self, waiting: Waiting, work: Work) -> Refused | None:
         """Of a request that nobody has worked on."""

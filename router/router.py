@@ -29,6 +29,7 @@ from baton.node import TICK_S, Peer
 from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
 from baton.pressure import Rung
 from baton.router.books import Books
+from baton.router.capacity import Capacity
 from baton.router.dispatcher import Dispatcher, Gateway
 from baton.router.fitted_status import fitted
 from baton.router.knowledge import Knowledge
@@ -60,7 +61,8 @@ class Router:
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
-        self.reception = Reception(clock, self.members, self.books, self.knowledge.model)
+        capacity = Capacity(self.members, self.books, decoders_compute=config.policy == "cost")
+        self.reception = Reception(clock, self.members, capacity, self.knowledge.model)
         self._dispatcher = Dispatcher(
             self._pairing, self.knowledge, self.reception, self._gateways, config.max_attempts
         )

@@ -163,8 +163,12 @@ class TenantQueues:
 
         Below 0: it is owed so much.
         """
-        share = self._shares[waiting.rank]
-        return share.clock(waiting.tenant) - share.present
+        return self.lead(waiting.rank, waiting.tenant)
+
+    def lead(self, rank: int, tenant: str) -> float:
+        """The same of any tenant."""
+        share = self._shares[rank]
+        return share.clock(tenant) - share.present
 
     def is_held(self, tenant: str) -> bool:
         return tenant in self._held

@@ -120,7 +120,9 @@ class ChoiceOracle:
         return account.num_attempts + account.num_unknown
 
     def _local(self, decoder: Member, filled: Weighed) -> Weighed:
-        harm_s = self._decoding(decoder).harm_s + self._num_running(decoder) * filled.terms.compute_s
+        account = self._known.books.account(decoder.id)
+        num_decoding = account.num_decoding + account.num_unknown
+        harm_s = self._decoding(decoder).harm_s + num_decoding * filled.terms.compute_s
         join_s = self._room_and_step_s(decoder)[0]
         return filled._replace(terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
 

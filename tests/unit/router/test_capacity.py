@@ -24,7 +24,7 @@ class Fleet:
 
     def dispatch(self, name: str, tenant: str = "a", *, work: int = 100, at: str = "p0") -> None:
         key = (id_of(name), 0)
-        self.capacity.dispatched(key, tenant, work)
+        self.capacity.dispatched(key, tenant, work, id_of(at))
         entry = Entry("g", id_of("d0"), id_of(at), work * 100, 10, compute_s=work * 1e-2)
         self.books.enter(key, entry)
 

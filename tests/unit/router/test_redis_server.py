@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -89,8 +90,17 @@ asyncio.run(run())
 """
 
 
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short, as sockets lie in it. In the common one a server of another test would clear up meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @needs_redis
-def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up() -> None:
+def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up(own_tmp: None) -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, url = owner.stdout.readline().split()
