@@ -21,9 +21,10 @@ VICTIMS: Final = tuple(f"victim-{number}" for number in range(9))
 VICTIM_TOKENS: Final = 850  # a prompt, on average
 NOISY: Final = "noisy"
 NOISY_TOKENS: Final = 3900
+STOPPED: Final = "stopped"  # asks as the noisy one does, and is over its quota with the first request
 SERVICE: Final = tuple(f"tenant-{number}" for number in range(4))
 SERVICE_TOKENS: Final = 900
-SLOS: Final = dict.fromkeys((*VICTIMS, *SERVICE), SLO) | {NOISY: Slo()}
+SLOS: Final = dict.fromkeys((*VICTIMS, *SERVICE), SLO) | {NOISY: Slo(), STOPPED: Slo()}
 
 
 def victims(tokens_per_s: float, until_s: float, random: Random) -> list[Call]:

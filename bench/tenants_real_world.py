@@ -10,7 +10,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -149,24 +149,27 @@ class Server:
         return outcome
 
 
-def tenants_yaml(keys: Mapping[str, str], slos: Mapping[str, Slo]) -> str:
-    """All of one weight; no quotas."""
+def tenants_yaml(keys: Mapping[str, str], slos: Mapping[str, Slo], stopped: Collection[str] = ()) -> str:
+    """All of one weight. No quotas, but that of the stopped: a token a second."""
     tenants: dict[str, object] = {}
     for name, key in keys.items():
         slo = slos.get(name, Slo())
         limits = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s}
         sla = {limit: 1e3 * limit_s for limit, limit_s in limits.items() if limit_s is not None}
         digest = sha256(key.encode()).hexdigest()
-        tenants[name] = {"keys": [f"sha256:{digest}"], "sla": sla}
+        quotas = {"tokens_per_s": 1, "burst_tokens": 1} if name in stopped else {}
+        tenants[name] = {"keys": [f"sha256:{digest}"], "sla": sla, "quotas": quotas}
     return yaml.safe_dump({"tenants": tenants}, sort_keys=False)
 
 
 @asynccontextmanager
-async def serving(slos: Mapping[str, Slo], folder: Path) -> AsyncIterator[Server]:
+async def serving(
+    slos: Mapping[str, Slo], folder: Path, stopped: Collection[str] = ()
+) -> AsyncIterator[Server]:
     """A cluster for these tenants, with what the file promises each. WorkerLost when it does not come up."""
     keys = {tenant: secrets.token_hex(16) for tenant in slos}
     file = folder / "tenants.yaml"
-    file.write_text(tenants_yaml(keys, slos))
+    file.write_text(tenants_yaml(keys, slos, stopped))
     # A thread each: on few cores more would measure how workers get in each other's way, and not the tenants.
     environment = environment_of_child(num_threads=1)
     command = [sys.executable, "-m", "baton.cluster.cli", "serve", MODEL, *OPTIONS, "--tenants", str(file)]

@@ -17,7 +17,7 @@ from baton.bench.tenants_real import (
     overload_rows,
     recovery_s,
 )
-from baton.bench.tenants_real_cases import SLO, SLOS, noisy, renewed, service, victims
+from baton.bench.tenants_real_cases import SLO, SLOS, STOPPED, noisy, renewed, service, victims
 from baton.bench.tenants_real_world import Call, Outcome, Server, serving, tenants_yaml
 from baton.errors import WorkerLost
 from baton.gateway.tenants_file import parse_tenants
@@ -64,16 +64,19 @@ def test_rows_of_an_overload_have_their_bars_beside_them() -> None:
 
 def test_ratios_are_medians_of_rounds() -> None:
     alone = [answered(3.0, 0.1)] * 9
-    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9) for ttft_s in (0.11, 0.1, 5.0)]
-    p99, _, attainment = noisy_rows(pairs)
+    apart = [answered(3.0, 0.105)] * 9
+    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9, apart) for ttft_s in (0.11, 0.1, 5.0)]
+    p99, least, _, attainment = noisy_rows(pairs)
     assert p99.value == pytest.approx(1.1) and p99.met
+    assert least.value == pytest.approx(1.05)
     assert attainment.value == 1.0
 
 
 def test_tenants_have_files_that_the_gateway_reads() -> None:
     keys = {tenant: f"key-{tenant}" for tenant in SLOS}
-    file = parse_tenants(tenants_yaml(keys, SLOS), "tenants.yaml")
+    file = parse_tenants(tenants_yaml(keys, SLOS, [STOPPED]), "tenants.yaml")
     assert list(file.tenants) == list(SLOS)
+    assert [name for name, tenant in file.tenants.items() if tenant.quotas.tokens_per_s] == [STOPPED]
     assert file.tenants["victim-1"].sla.ttft_ms == 1e3 * (SLO.ttft_s or 0)
     assert file.tenants["noisy"].sla.ttft_ms is None
 
