@@ -2,7 +2,7 @@
 
 A stream of a chat, choice by choice: a chunk with the role, chunks with text, one with the finish reason and
 an empty delta. Then, only if asked, one with the usage and no choices: clients that did not ask would read
-choices[0] of it. A completion's stream has no chunk for a role.
+choices[0] of it. A completion's stream has no chunk for a role; the text of its first one may be empty.
 """
 
 from collections import Counter

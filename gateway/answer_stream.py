@@ -189,16 +189,16 @@ class AnswerStream:
             return
         delta, has_ended = Delta.joined(held), choice.finish_reason is not None
         held.clear()
-        is_silent = False  # its first tokens, perhaps without a whole character: that they are here is shown
+        shows_arrival = False  # of its first tokens, though no character may be whole yet
         if index not in self._greeted:
             self._greeted.add(index)
             first = self._form.first(choice)
-            is_silent = not first and not has_ended
+            shows_arrival = not first and not has_ended
             self._put(first)
         if self._num_calm < CALM_SENTENCES and not has_ended and not self._answer.is_over:
             delta = self._whole_sentences(delta, held)
         has_ids = delta.token_ids and self._answer.call.returns_token_ids
-        if delta.text or delta.logprobs or has_ids or is_silent:
+        if delta.text or delta.logprobs or has_ids or shows_arrival:
             self._put(self._form.delta(choice, delta))
         for tool_call in delta.tool_calls:
             self._put(self._form.tool_call(choice, tool_call))

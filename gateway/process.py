@@ -116,17 +116,18 @@ async def serve_gateway(
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
     gateway = Gateway(config, key, frontend, clock, name=identity[:8])
-    try:
-        hub.serve(frontend)
-        await _until_ready(frontend, stopping)
-        address = await gateway.start()
-        logger.info("the gateway listens on %s:%d", address.host, address.port)
-        with collector.calm():
+    with contextlib.ExitStack() as ends:
+        try:
+            hub.serve(frontend)
+            await _until_ready(frontend, stopping)
+            address = await gateway.start()
+            logger.info("the gateway listens on %s:%d", address.host, address.port)
+            ends.enter_context(collector.calm())
             ready(address)
             await stopping.wait()
-    finally:
-        await gateway.drain()
-        await hub.close()
+        finally:
+            await gateway.drain()
+            await hub.close()
 
 
 async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:

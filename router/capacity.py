@@ -4,8 +4,8 @@ An order can still change at the router, and a worker can be chosen with what is
 at the workers: as much as keeps them busy until the router has heard that a place is free.
 
 A decode worker takes attempts up to its limits and a quarter more, as some of them have no token yet, and not
-all grow as long as is expected. A worker that computes prompts takes two, and as many more as it is thought
-to have done within AHEAD_S.
+all grow as long as is expected. A worker that computes prompts has places for two, and for as many more as it
+is thought to have done within AHEAD_S; a decode worker has them too where it may compute any prompt.
 
 Workers order prompts by shares too, and what is overtaken there keeps its place. So a tenant that is owed
 work by those who have places need not wait for one: it is let out besides, and overtakes. That comes to no
@@ -42,8 +42,7 @@ class Capacity:
         self._placed = 0.0  # work of prompts that were let out to a place
         self._besides = 0.0  # and of the others
         self._decoders_compute = decoders_compute
-        self._prefills: Sequence[Member] = ()
-        self._decoders: Sequence[Member] = ()
+        self._taking_now: tuple[Sequence[Member], Sequence[Member]] = ((), ())
         self._version = -1
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
@@ -74,17 +73,15 @@ class Capacity:
 
         is_owed: others have had more for their weight.
         """
-        if self.prefills_have_place() or self.may_overtake(tenant, is_owed=is_owed):
+        if not self.prefills_are_full() or self.may_overtake(tenant, is_owed=is_owed):
             return True
-        return self._decoders_compute and any(self.has_place_at(each.id) for each in self._decoders)
+        return self._decoders_compute and any(self.has_place_at(each.id) for each in self._workers()[1])
 
-    def prefills_have_place(self) -> bool:
-        """Any of them. Where there are none, decode workers are asked."""
-        if self._version != self._members.version:
-            self._version = self._members.version
-            self._decoders = self._taking(WorkerRole.DECODE)
-            self._prefills = self._taking(WorkerRole.PREFILL) or self._decoders
-        return any(self.has_place_at(each.id) for each in self._prefills) or not self._prefills
+    def prefills_are_full(self) -> bool:
+        """None of them has a place. Where there are none at all, decode workers are asked."""
+        prefills, decoders = self._workers()
+        computers = prefills or decoders
+        return bool(computers) and not any(self.has_place_at(each.id) for each in computers)
 
     def has_place_at(self, worker_id: str) -> bool:
         """Whether the next prompt would be computed there at once, or nearly so."""
@@ -100,7 +97,8 @@ class Capacity:
     def dispatched(self, key: Key, tenant: str, work: float, computer: str) -> None:
         """The key must be new. To be called before the books know of it. computer: the worker's id."""
         self._num_of[tenant] += 1
-        prompt = self._prompts[key] = _Prompt(tenant, work, not self.has_place_at(computer))
+        is_besides = self.prefills_are_full() and not self.has_place_at(computer)
+        prompt = self._prompts[key] = _Prompt(tenant, work, is_besides)
         self._count(prompt, work)
 
     def started(self, key: Key) -> None:
@@ -127,6 +125,13 @@ class Capacity:
         assert self._num_of == Counter(each.tenant for each in prompts)
         assert abs(self._besides - sum(each.work for each in prompts if each.is_besides)) < 1
         assert abs(self._placed - sum(each.work for each in prompts if not each.is_besides)) < 1
+
+    def _workers(self) -> tuple[Sequence[Member], Sequence[Member]]:
+        """Prefill and decode workers that take work."""
+        if self._version != self._members.version:
+            self._version = self._members.version
+            self._taking_now = self._taking(WorkerRole.PREFILL), self._taking(WorkerRole.DECODE)
+        return self._taking_now
 
     def _taking(self, role: WorkerRole) -> list[Member]:
         return [member for member in self._members.of_role(role) if not member.is_draining]

@@ -77,9 +77,14 @@ class Turn(NamedTuple):
     """What a request's tenant is due."""
 
     lead: float | None = None  # see prompts_ahead.py
-    lead_of: LeadOf | None = None
+    lead_of: LeadOf | None = None  # the same
     has_place: HasPlace | None = None  # to compute it at once; a decode worker without one computes no prompt
-    may_wait: bool = False  # no prefill worker has a place: it goes to none, and waits if that is best
+    needs_place: bool = False  # at a prefill worker too: it waits where that is best and has none
+
+    @property
+    def is_owed(self) -> bool:
+        """Its tenant has had less than others."""
+        return self.lead is not None and self.lead < 0
 
 
 NO_TURN: Final = Turn()
@@ -97,13 +102,12 @@ class Chooser:
         self._worth: Callable[[Filled], Worth] = _most_held if only_prefix else _TOTAL_S
         now_s = clock.now_s()
         self._crowd = _Crowd(now_s)
-        self._owed_crowd = _Crowd(now_s)  # whose tenants had had less than others: others do not hold them up
+        self._owed_crowd = _Crowd(now_s)  # of tenants that were owed work: those alone wait behind each other
         self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field, turn: Turn = NO_TURN) -> Choice:
         """It is no more than an answer until `expect` says that it is followed."""
         now_s = self._clock.now_s()
-        is_owed = turn.lead is not None and turn.lead < 0
         look = Look(self._known, request, self._load(request, field, turn, now_s), now_s)
         decoders = self._compared(look, field.decoders, field.left_out)
         fillers = self._compared(look, field.fillers, field.avoided)
@@ -118,7 +122,7 @@ class Chooser:
                 break  # else it is only expected to hold so much: look knows that now
         keys = {each: look.keys(field.station(each)) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
-        return Choice(chosen, candidates, source, keys, not is_known, is_owed)
+        return Choice(chosen, candidates, source, keys, not is_known, turn.is_owed)
 
     def expect(self, choice: Choice, num_tokens: int) -> None:
         """A prompt of so many tokens was sent there: its siblings find its pages, and what is there already
@@ -144,7 +148,7 @@ class Chooser:
 
     def _load(self, request: Request, field: Field, turn: Turn, now_s: float) -> Load:
         num_computers = len(field.fillers) or len(field.decoders)
-        crowd = self._owed_crowd if turn.lead is not None and turn.lead < 0 else self._crowd
+        crowd = self._owed_crowd if turn.is_owed else self._crowd
         num_tokens = request.num_tokens
         num_output_tokens = num_kv_tokens(request) - num_tokens
         return Load(num_tokens, num_output_tokens, crowd.rate(num_computers, now_s), turn.lead, turn.lead_of)

@@ -2,7 +2,10 @@
 
     wait for the prompts before it, and for pages from a peer meanwhile; compute what is missing;
     hand the pages over, as far as that is not hidden; join the batch;
-    and what those who are there already lose by it: a second of any client counts the same.
+    and what those who are there already, or come soon, lose by it: a second of any client counts the same.
+
+A prompt whose tenant is owed work delays only others like it, of those that come soon: the rest is behind it
+wherever it goes.
 
 Computing the prompt where it is decoded is one more candidate: nothing is handed over, and the batch waits.
 A prefix that only a busy worker holds is fetched or computed elsewhere when that is cheaper, and found there

@@ -20,6 +20,7 @@ from baton.errors import ProtocolError
 from baton.node import Peer
 from baton.pressure import Rung
 from baton.router.books import Key, num_kv_tokens
+from baton.router.chooser import Turn
 from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
 from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
@@ -66,6 +67,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._counters: Counter[str] = knowledge.counters
         self._kept: _Kept | None = None
+        self._stuck: tuple[Key, ...] = ()  # who waited for a place when it was last looked at: two at most
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
     def submit(self, gateway: Gateway, submit: Submit) -> None:
@@ -83,7 +85,7 @@ class Dispatcher:
             return
         refused = self._reception.ask(gateway.id, submit)
         if refused is None:
-            self.let_out()
+            self.find_room()
             refused = self._reception.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
@@ -101,46 +103,55 @@ class Dispatcher:
             self._books.ended(key)
             self._reception.ended(key, num_tokens[number] if number < len(num_tokens) else None)
         self._knowledge.ended(attempts)
-        self.let_out()
+        if attempts:
+            self.let_out()
+        else:  # a worker has said that it is well
+            self.find_room()
 
     def gateway_left(self, gateway_id: str) -> None:
         self._books.gateway_left(gateway_id)
         self._reception.gateway_left(gateway_id)
-        self.find_room()
+        self.let_out()
 
     def find_room(self) -> None:
-        """Workers may have room that they had not."""
-        self.let_out()
+        """Workers may have room that they had not, or somebody has come; no place has come free by that."""
+        self.let_out(has_places=False)
 
     def tick(self) -> None:
         for record, refused in self._reception.tick():
             self._reject(record.gateway, (record.request.request_id, record.request.attempt), refused)
         is_pressed = self._reception.overload.rung >= Rung.LOCAL_PREFILL
         self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
-        self.find_room()
+        self.let_out()
 
-    def let_out(self) -> None:
+    def let_out(self, *, has_places: bool = True) -> None:
         """All that workers have room for now, one after the other.
 
         Where the first has none, others go past it, but to one worker: that is kept until it has room for it.
-        They go past it too where it is best for it to wait for a worker that they need not go to.
+        They go past it too where it is best for it to wait for a place: to places that it does not want.
+        has_places: some may be free that were not at the last look; else who waited for one still does.
         """
+        if self._kept is not None and self._kept.key not in self._reception:
+            self._kept = None
+        stuck, self._stuck = () if has_places else self._stuck, ()
         passed: Waiting | None = None
-        while (waiting := self._reception.first()) is not None:
-            obstacle = self._let_out(waiting)
-            if obstacle is None:
-                continue
-            if passed is not None:
-                break
-            if obstacle is Unpaired.FULL:
-                if self._kept is not None and self._kept.key != waiting.key:
-                    self._kept = None  # for one whose turn comes later: two would wait for each other
+        try:
+            while (waiting := self._reception.first()) is not None:
+                is_stuck = waiting.key in stuck
+                obstacle = Unpaired.NO_PLACE if is_stuck else self._let_out(waiting, bool(self._stuck))
+                if obstacle is None:
                     continue
-                self._keep_a_worker(waiting)
-            passed = waiting
-            self._reception.pass_over(waiting.tenant)
-        if passed is not None:
-            self._reception.take_up(passed.tenant)
+                if obstacle is Unpaired.NO_PLACE:
+                    self._stuck += (waiting.key,)
+                elif passed is None and not self._keep_a_worker(waiting):
+                    continue
+                if passed is not None:
+                    break
+                passed = waiting
+                self._reception.pass_over(waiting.tenant)
+        finally:
+            if passed is not None:
+                self._reception.take_up(passed.tenant)
         self._reception.settle()
 
     def lost(self, member: Member, reason: str) -> None:
@@ -158,14 +169,14 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _let_out(self, waiting: Waiting) -> Unpaired | None:
+    def _let_out(self, waiting: Waiting, goes_past: bool) -> Unpaired | None:
         """Why it has to wait; None: it has left the queue, wherever to."""
         refused = self._reception.hopeless(waiting)
         if refused is not None:
             self._reject(waiting.gateway, waiting.key, refused)
             return None
         gateway = self._gateways[waiting.gateway]
-        pair = self._pair(gateway, waiting)
+        pair = self._pair(gateway, waiting, self._reception.turn(waiting, goes_past=goes_past))
         if pair is Unpaired.UNREACHED:
             refused = _no_room(pair.value)
             self._reception.refuse(waiting.key, refused)
@@ -173,19 +184,26 @@ class Dispatcher:
             return None
         if isinstance(pair, Unpaired):
             return pair
-        request = self._reception.let_out(waiting, (pair.prefill or pair.decode).id)
+        request = self._reception.let_out(waiting, pair.computer.id)
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
         self._send_out(gateway, submit, pair, self._reception.waited_s(waiting))
         return None
 
-    def _keep_a_worker(self, waiting: Waiting) -> None:
+    def _keep_a_worker(self, waiting: Waiting) -> bool:
+        """False: one was kept for somebody whose turn comes later, and is not any more. Two would wait for
+        each other.
+        """
         if self._kept is None:
             worker = self._reception.capacity.roomiest(self._gateways[waiting.gateway].reached)
             self._kept = _Kept(waiting.key, worker)
+        elif self._kept.key != waiting.key:
+            self._kept = None
+            return False
+        return True
 
-    def _pair(self, gateway: Gateway, waiting: Waiting) -> Pair | Unpaired:
+    def _pair(self, gateway: Gateway, waiting: Waiting, turn: Turn) -> Pair | Unpaired:
         """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
         submit = waiting.submit
         capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
@@ -196,7 +214,6 @@ class Dispatcher:
             self._is_crowded = bool(full)
             if kept is not None and kept.key != waiting.key:
                 full |= {kept.worker}
-        turn = self._reception.turn(waiting)
         pair = self._pairing.pair(submit, gateway.reached, full, turn)
         if full or isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
             return pair

@@ -105,6 +105,10 @@ class FairShare:
         account = self._accounts.get(tenant)
         return self._past[0] if account is None else max(account.clock, self._past[0])
 
+    def is_known(self, tenant: str) -> bool:
+        """Whether anything is remembered of it."""
+        return tenant in self._accounts
+
     def _move(self, tenant: str, account: _Account, work: float) -> None:
         waits = account.turn is not None
         if waits:

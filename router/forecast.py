@@ -16,7 +16,7 @@ from baton.clock import Clock
 from baton.router.books import Books
 from baton.router.cost_model import CostModel
 from baton.router.membership import Member, Membership
-from baton.router.prompts_ahead import Party
+from baton.router.prompts_ahead import LeadOf, Party
 from baton.worker import WorkerRole
 
 MEMORY_S: Final = 10.0  # of the time in which anybody waited
@@ -67,6 +67,7 @@ class Asked(NamedTuple):
     num_tokens: int  # of the prompt, that have to be computed
     answer: float  # tokens
     lead: float | None = None  # of its tenant; see prompts_ahead.py
+    lead_of: LeadOf | None = None
 
 
 class _Outlook(NamedTuple):
@@ -111,7 +112,7 @@ class Forecast:
 
     def _wait_s(self, computer: str, asked: Asked) -> float:
         prompts = self._books.account(computer).prompts
-        before = prompts.part_before(asked.party, asked.num_tokens, asked.lead)
+        before = prompts.part_before(asked.party, asked.num_tokens, asked.lead, asked.lead_of)
         return self._books.wait_s(computer) * before
 
     def step_s(self) -> float:

@@ -100,7 +100,7 @@ class Knowledge:
     def dispatched(self, submit: Submit, pair: Pair, entry: Entry) -> None:
         if self.sharing is None and self._log is None:
             return
-        request, worker = submit.request, (pair.prefill or pair.decode).worker
+        request, worker = submit.request, pair.computer.worker
         known = pair.choice.keys.get(worker.id) if pair.choice is not None else None
         keys = self._keys.keys(family_of(worker), request) if known is None else known
         key = (request.request_id, request.attempt)

@@ -7,7 +7,8 @@
 4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
    workers that the gateway and the decode worker reach, that reach it, and that have the same weights.
 
-The policies that look at prompts (chooser.py) choose both at once, and `cost` whether a prompt is short.
+The policies that look at prompts (chooser.py) choose both at once, and `cost` whether a prompt is short. One
+that is best computed by a worker that has others before may have to wait.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,9 +33,14 @@ class Pair(NamedTuple):
     reason: str
     choice: Choice | None = None
 
+    @property
+    def computer(self) -> Member:
+        """Of the prompt."""
+        return self.prefill or self.decode
+
 
 class Unpaired(Enum):
-    """Why nobody takes an attempt now."""
+    """Why an attempt goes nowhere now."""
 
     UNREACHED = "no decode worker can be reached"
     FULL = "no decode worker has room"
@@ -129,7 +135,7 @@ class Pairing:
         if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
             field = field._replace(avoided=submit.avoid)
         choice = self._chooser.choose(submit.request, field, turn)
-        if turn.may_wait and turn.has_place and not turn.has_place(choice.candidate.computer):
+        if turn.needs_place and turn.has_place and not turn.has_place(choice.candidate.computer):
             return Unpaired.NO_PLACE
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"

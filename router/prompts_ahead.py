@@ -1,7 +1,8 @@
 """How much of a worker's prompts would be computed before another one: workers serve tenants by turns.
 
 Of a higher class all, of a lower one nothing; of the tenant's own all; of any other tenant's no more than its
-share is by the time that the new prompt's tenant has had all of its own, less what that is owed already.
+share is by the time that the new prompt's tenant has had all of its own, less what that is owed already; of
+those that are owed as much, no less.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ class Party(NamedTuple):
     rank: int = 0
 
 
-LeadOf: TypeAlias = Callable[[Party], float]
+LeadOf: TypeAlias = Callable[[Party], float | None]
 
 
 class PromptsAhead:
@@ -49,8 +50,8 @@ class PromptsAhead:
 
         lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of
         what waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits here.
-        lead_of: the same of others, to which what they have waiting here is charged already. None: they have
-        had as much as each other.
+        lead_of: the same of others, who are charged already for what they have waiting here. None, or of one
+        None: they have had as much as each other.
         """
         if self.total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
             return 1.0
@@ -62,7 +63,8 @@ class PromptsAhead:
                 before += waiting
             elif other.rank == party.rank and other != party:
                 due = turn * other.weight
-                if lead_of is not None:
-                    due += waiting - lead_of(other) * other.weight
+                others_lead = lead_of(other) if lead_of is not None else None
+                if others_lead is not None:
+                    due += waiting - others_lead * other.weight
                 before += min(waiting, max(0.0, due))
         return before / self.total

@@ -30,7 +30,6 @@ from baton.router.expected_work import Charge, Work, WorkLedger
 from baton.router.forecast import Forecast
 from baton.router.membership import Membership
 from baton.router.overload import Overload
-from baton.router.prompts_ahead import Party
 from baton.router.quotas import Refused, TenantQuotas
 from baton.router.tallies import Tallies
 from baton.router.tenant_queues import TenantQueues, Waiting
@@ -61,7 +60,6 @@ class Reception:
         self.overload = Overload(members, self.forecast, clock.now_s())
         self.tallies = Tallies()
         self._clock = clock
-        self._members = members
         self._ledger = WorkLedger(self._correct)
         self._records: dict[Key, Record] = {}
         self._deadlines = Deadlines(self.queues)
@@ -111,20 +109,20 @@ class Reception:
         return refused
 
     def first(self) -> Waiting | None:
-        """Whose turn it is. None: nobody waits, or no worker would compute the prompt."""
+        """Whose turn it is. None: nobody waits, or no worker has a place for the prompt."""
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.submit.request):
             return waiting
         is_owed = self.queues.lead_of(waiting) < 0
         return waiting if self.capacity.can_compute(waiting.tenant, is_owed=is_owed) else None
 
-    def turn(self, waiting: Waiting) -> Turn:
-        """Where its prompt may go, and before whose it would be computed there."""
-        lead = self.queues.lead_of(waiting)
-        if self.capacity.may_overtake(waiting.tenant, is_owed=lead < 0):
-            return Turn(lead, self._lead_of)
-        may_wait = not self.capacity.prefills_have_place()
-        return Turn(lead, self._lead_of, self.capacity.has_place_at, may_wait)
+    def turn(self, waiting: Waiting, *, goes_past: bool) -> Turn:
+        """Where its prompt may go, and before whose. goes_past: one that waits for a place that it leaves."""
+        turn, capacity = Turn(self.queues.lead_of(waiting), self.queues.known_lead), self.capacity
+        if not goes_past and capacity.may_overtake(waiting.tenant, is_owed=turn.is_owed):
+            return turn
+        needs_place = goes_past or capacity.prefills_are_full()
+        return turn._replace(has_place=capacity.has_place_at, needs_place=needs_place)
 
     def waited_s(self, waiting: Waiting) -> float:
         """Since it came to its gateway: it may have waited at another router before."""
@@ -144,7 +142,7 @@ class Reception:
         has_waited = waited_s > waiting.submit.age_s + 1e-6  # else it has just been asked for
         if record.is_begun or not has_waited or not objective_of(record.request).is_promised:
             return None
-        ahead = Ahead(lead=self.queues.lead_of(waiting))
+        ahead = Ahead(lead=self.queues.lead_of(waiting), lead_of=self.queues.known_lead)
         prediction = self.admission.predict(record.request, record.work, ahead)
         refused = self.admission.refusal(record.request, record.work, waited_s, prediction)
         if refused is not None:
@@ -231,9 +229,6 @@ class Reception:
             assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
             assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
 
-    def _lead_of(self, party: Party) -> float:
-        return self.queues.lead(party.rank, party.tenant)
-
     def _refusal(self, waiting: Waiting, work: Work) -> Refused | None:
         """Of a request that nobody has worked on."""
         request = waiting.submit.request
@@ -246,7 +241,7 @@ class Reception:
             return None
         before = self.queues.work_before(waiting)
         mean_work = self.queues.work / max(1, len(self.queues))
-        ahead = Ahead(before, mean_work, self.queues.lead_of(waiting))
+        ahead = Ahead(before, mean_work, self.queues.lead_of(waiting), self.queues.known_lead)
         prediction = self.admission.predict(request, work, ahead)
         if is_shed:
             return self.admission.shed(work, prediction)

@@ -160,7 +160,7 @@ class Router:
             case Reachable():
                 gateway.reached = frozenset(message.workers)
                 self._pairing.forget()
-                self._dispatcher.find_room()
+                self._dispatcher.let_out()
             case StatusQuery():
                 peer.send(self.status())
             case Explain():
@@ -199,7 +199,7 @@ class Router:
                 self._dispatcher.ended(self.books.beat(member.worker, message))
             case Reachable():
                 self.members.reach(member, message.workers)
-                self._dispatcher.find_room()
+                self._dispatcher.let_out()
             case PageEvents():
                 self.knowledge.pages(peer, message)
             case Measured():

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from baton.control import Submit
 from baton.router.books import Key
 from baton.router.fair_share import FairShare
+from baton.router.prompts_ahead import Party
 from baton.router.work_line import Order, WorkLine
 from baton.tenancy import MAX_CLASSES, Standing
 
@@ -163,12 +164,13 @@ class TenantQueues:
 
         Below 0: it is owed so much.
         """
-        return self.lead(waiting.rank, waiting.tenant)
+        share = self._shares[waiting.rank]
+        return share.clock(waiting.tenant) - share.present
 
-    def lead(self, rank: int, tenant: str) -> float:
-        """The same of any tenant."""
-        share = self._shares[rank]
-        return share.clock(tenant) - share.present
+    def known_lead(self, party: Party) -> float | None:
+        """The same of any tenant. None: nothing was charged to it here."""
+        share = self._shares[party.rank]
+        return share.clock(party.tenant) - share.present if share.is_known(party.tenant) else None
 
     def is_held(self, tenant: str) -> bool:
         return tenant in self._held

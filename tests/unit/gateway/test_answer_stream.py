@@ -1,56 +1,12 @@
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
 from baton.errors import WorkerLost
-from baton.gateway.answer import Answer
-from baton.gateway.answer_format import answer_format
-from baton.gateway.answer_stream import (
-    CALM_SENTENCES,
-    MAX_HELD_BYTES,
-    MAX_TURN_BYTES,
-    SERVER_SENT_EVENTS,
-    AnswerStream,
-)
+from baton.gateway.answer_stream import CALM_SENTENCES, MAX_HELD_BYTES, MAX_TURN_BYTES
 from baton.gateway.call import Prompt
 from baton.gateway.turn import Turn
-from tests.scripted_service import ScriptedService, events
-from tests.unit.gateway import calls
-from tests.unit.gateway.calls import Client
-
-
-class Streaming:
-    """One stream with its service and its client. Made on a loop."""
-
-    def __init__(self, turn: Turn | None = None, **fields: Any) -> None:
-        self.service = ScriptedService()
-        self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
-        form = answer_format(self.answer, calls.TOKENIZER, 0)
-        self.stream = AnswerStream(
-            self.answer, form, SERVER_SENT_EVENTS, turn or Turn(), lambda choice, delta: None
-        )
-        self.client = Client()
-        self.answer.start(self.stream)
-        self._nums = [0] * len(self.answer.choices)
-
-    async def emit(self, text: str, *, choice: int = 0, is_end: bool = False) -> None:
-        """And let the turn end."""
-        self.emit_now(text, choice=choice, is_end=is_end)
-        await asyncio.sleep(0)
-
-    def emit_now(self, text: str, *, choice: int = 0, is_end: bool = False) -> None:
-        request = self.service.requests[choice]
-        batch = events(request, calls.ids(text), start=self._nums[choice])
-        if not is_end:
-            batch = events(request, calls.ids(text), start=self._nums[choice], end=None)
-        self._nums[choice] += len(batch)
-        self.service.emit(request.request_id, batch)
-
-
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(scenario())
+from tests.unit.gateway.streaming import Streaming, run
 
 
 def test_nothing_is_written_before_the_headers() -> None:

@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -7,11 +8,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from baton.clock import ManualClock
 from baton.control import Beat
 from baton.request import Request, SamplingParams
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, SILENCE_S, Books, Entry, Key, num_kv_tokens
+from baton.router.books import (
+    EXPECTED_OUTPUT_TOKENS,
+    OTHERS,
+    SILENCE_S,
+    Books,
+    Entry,
+    Key,
+    num_kv_tokens,
+)
 from baton.worker import Load
 from tests.node_peers import a_request, a_worker, id_of
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
+GATEWAYS = st.sampled_from("gh")
 KEYS = st.tuples(st.sampled_from(["a", "b", "c", "d"]), st.integers(0, 1))
 
 
@@ -24,7 +34,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.open: dict[Key, Entry] = {}
         self.waiting: set[Key] = set()
 
-    @rule(key=KEYS, gateway=st.sampled_from("gh"), decode=WORKERS, prefill=WORKERS | st.just(""))
+    @rule(key=KEYS, gateway=GATEWAYS | st.just(OTHERS), decode=WORKERS, prefill=WORKERS | st.just(""))
     def enter(self, key: Key, gateway: str, decode: str, prefill: str) -> None:
         if key not in self.open:
             entry = Entry(gateway, decode, prefill, 10 + len(self.open), 100 + len(self.open))
@@ -42,7 +52,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.books.ended(key)
         self._forget(key)
 
-    @rule(gateway=st.sampled_from("gh"))
+    @rule(gateway=GATEWAYS)
     def leave(self, gateway: str) -> None:
         self.books.gateway_left(gateway)
         for key in [key for key, entry in self.open.items() if entry.gateway == gateway]:
@@ -51,6 +61,8 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def forget_worker(self, worker: str) -> None:
         self.books.forget([worker])
+        for key in [key for key, entry in self.open.items() if entry[:2] == (OTHERS, worker)]:
+            self._forget(key)
 
     def _forget(self, key: Key) -> None:
         self.open.pop(key, None)
@@ -67,6 +79,8 @@ class BooksMachine(RuleBasedStateMachine):
                 key for key in self.waiting if self.open[key].decode == worker
             )
             decoding = [entry for entry in self.open.values() if entry.decode == worker]
+            begun = [key for key in self.open.keys() - self.waiting if self.open[key].decode == worker]
+            assert account.num_decoding == len(begun)
             assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filling)
             assert account.num_tokens == sum(entry.num_tokens for entry in decoding)
             assert account.num_attempts == len(filling) + len(decoding)
@@ -74,6 +88,43 @@ class BooksMachine(RuleBasedStateMachine):
 
 TestBooks: Any = BooksMachine.TestCase
 TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("gateway", ["g", OTHERS])
+@pytest.mark.parametrize("prefill", ["p0", ""])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_decoding_are_those_that_have_their_first_token_and_no_end(
+    gateway: str, prefill: str, is_started: bool
+) -> None:
+    books, key = Books(), (id_of("r"), 0)
+    books.enter((id_of("another"), 0), Entry("h", "d0", prefill, 10, 10))
+    books.enter(key, Entry(gateway, "d0", prefill, 10, 10))
+    assert books.account("d0").num_decoding == 0
+    if is_started:
+        books.started(key)
+        books.started(key)
+        assert books.account("d0").num_decoding == 1
+    books.check_integrity()
+    books.ended(key)
+    books.ended(key)
+    books.started(key)
+    assert books.account("d0").num_decoding == books.account("p0").num_decoding == 0
+    books.check_integrity()
+
+
+def test_what_a_gateway_or_another_router_had_decoded_is_not_when_that_is_gone() -> None:
+    books = Books()
+    for gateway in ("g", "h", OTHERS):
+        for name in ("begun", "waiting"):
+            books.enter((id_of(gateway + name), 0), Entry(gateway, "d0", "p0", 10, 10))
+        books.started((id_of(f"{gateway}begun"), 0))
+    assert books.account("d0").num_decoding == 3
+    books.gateway_left("g")
+    assert books.account("d0").num_decoding == 2
+    books.check_integrity()
+    books.forget(["d0"])  # the gateway that is left is still to say what has ended
+    assert books.account("d0").num_decoding == 1
+    books.check_integrity()
 
 
 def test_share_is_of_what_is_scarcer() -> None:

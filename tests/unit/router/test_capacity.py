@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,21 +13,35 @@ from tests.unit.router.router_cluster import cluster
 
 
 class Fleet:
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, decoders_compute: bool = False) -> None:
         self.clock = ManualClock()
         self.members = Membership(self.clock)
         self.books = Books(self.clock)
-        self.capacity = Capacity(self.members, self.books)
-        node = cluster().router
+        self.capacity = Capacity(self.members, self.books, decoders_compute=decoders_compute)
         for name in names:
-            worker = a_worker(name, max_num_seqs=4, num_pages=10, page_size=16)
-            self.members.join(worker, TestPeer.worker(node, worker))
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        worker = a_worker(name, max_num_seqs=4, num_pages=10, page_size=16)
+        self.members.join(worker, TestPeer.worker(cluster().router, worker))
+
+    def drain(self, name: str) -> None:
+        member = self.members.get(id_of(name))
+        assert member is not None
+        self.members.beat(member, Beat(load=Load(), is_draining=True))
 
     def dispatch(self, name: str, tenant: str = "a", *, work: int = 100, at: str = "p0") -> None:
-        key = (id_of(name), 0)
+        key, is_local = (id_of(name), 0), at.startswith("d")
+        decode, prefill = (id_of(at), "") if is_local else (id_of("d0"), id_of(at))
         self.capacity.dispatched(key, tenant, work, id_of(at))
-        entry = Entry("g", id_of("d0"), id_of(at), work * 100, 10, compute_s=work * 1e-2)
+        entry = Entry("g", decode, prefill, work * 100, 10, compute_s=work * 1e-2)
         self.books.enter(key, entry)
+
+    def fill(self, *names: str) -> None:
+        """All places of these workers are taken."""
+        for name in names:
+            for number in range(MIN_COMPUTING):
+                self.dispatch(f"{name}-{number}", at=name)
 
     def start(self, name: str) -> None:
         self.books.started((id_of(name), 0))
@@ -120,6 +135,61 @@ def test_a_worker_has_a_place_until_it_has_enough_to_do() -> None:
         fleet.dispatch(str(number))
     assert not fleet.capacity.has_place_at(id_of("p0"))
     assert fleet.capacity.has_place_at(id_of("d0"))  # to compute a prompt itself
+
+
+@pytest.mark.parametrize("decoders_compute", [False, True])
+def test_a_place_at_a_decode_worker_counts_if_it_would_compute_the_prompt(decoders_compute: bool) -> None:
+    fleet = Fleet("p0", "d0", "d1", decoders_compute=decoders_compute)
+    fleet.fill("p0", "d0")
+    assert fleet.capacity.can_compute("a", is_owed=False) is decoders_compute
+    fleet.fill("d1")
+    assert not fleet.capacity.can_compute("a", is_owed=False)
+    fleet.start("d1-0")
+    assert fleet.capacity.can_compute("a", is_owed=False) is decoders_compute
+    fleet.drain("d1")
+    assert not fleet.capacity.can_compute("a", is_owed=False)
+    fleet.start("p0-0")
+    assert fleet.capacity.can_compute("a", is_owed=False)
+
+
+def test_places_of_prefill_workers_are_not_those_of_decode_workers() -> None:
+    fleet = Fleet("p0", "p1", "d0", decoders_compute=True)
+    fleet.fill("d0", "p0")
+    assert not fleet.capacity.prefills_are_full()
+    fleet.fill("p1")
+    fleet.start("d0-0")
+    assert fleet.capacity.prefills_are_full()
+    fleet.join("p2")
+    assert not fleet.capacity.prefills_are_full()
+    fleet.drain("p2")
+    assert fleet.capacity.prefills_are_full()
+
+
+def test_decode_workers_are_asked_for_a_place_where_there_are_no_prefill_workers() -> None:
+    fleet = Fleet("p0", "d0")
+    fleet.fill("d0")
+    assert not fleet.capacity.prefills_are_full()
+    fleet.drain("p0")
+    assert fleet.capacity.prefills_are_full()
+    fleet.start("d0-0")
+    assert not fleet.capacity.prefills_are_full()
+    assert not Fleet().capacity.prefills_are_full(), "who is to compute it is found out later"
+
+
+@pytest.mark.parametrize(
+    ("full", "at", "is_besides"),
+    [("p0 p1", "p0", True), ("p0 p1", "d0", False), ("p0", "p1", False), ("p0", "p0", False)],
+)
+def test_besides_is_what_goes_to_a_worker_without_a_place(full: str, at: str, is_besides: bool) -> None:
+    """Not what went there though another prefill worker had one."""
+    fleet = Fleet("p0", "p1", "d0", decoders_compute=True)
+    fleet.fill(*full.split())
+    fleet.dispatch("r", "quiet", work=500, at=at)
+    assert fleet.capacity.may_overtake("quiet", is_owed=True) is not is_besides
+    assert not fleet.capacity.may_overtake("quiet", is_owed=False)
+    fleet.start("r")
+    assert fleet.capacity.may_overtake("quiet", is_owed=False)
+    fleet.capacity.check_integrity()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 500), st.booleans()), max_size=40))

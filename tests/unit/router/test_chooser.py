@@ -17,6 +17,7 @@ from baton.router.look import Known, Look
 from baton.router.membership import Member
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import PromptKeys, family_of
+from baton.router.prompts_ahead import Party
 from baton.router.sides import Side
 from baton.times import PrefillTimes, StepTimes
 from baton.worker import Load as WorkerLoad
@@ -51,8 +52,18 @@ class World:
             self._employ(member)
         self.clock.advance(random.random())
 
+    def join(self, name: str) -> None:
+        """It has nothing, and room for much."""
+        worker = a_worker(name, num_pages=1000, max_num_seqs=64)
+        self.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+
     def side(self, role: WorkerRole) -> Side:
         return Side([member for member in self.members if member.worker.role is role])
+
+    def field(self) -> Field:
+        """All, and everybody reaches everybody."""
+        sides = self.side(WorkerRole.DECODE), self.side(WorkerRole.PREFILL)
+        return Field(*sides, lambda decode, prefill: True)
 
     def _fill(self, member: Member) -> None:
         """With some of the prompt's first pages; or it is expected to have them; or it is not known."""
@@ -202,3 +213,81 @@ def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> No
         look = Look(world.known, world.request, load, world.clock.now_s())
         waits_s.append([computer.wait_s for computer in look.computers(stations)])
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
+
+
+OWED, SERVED = Turn(lead=-1.0), Turn(lead=0.0)
+
+
+@pytest.mark.parametrize(("turn", "is_owed"), [(OWED, True), (SERVED, False), (Turn(), False)])
+def test_a_choice_says_whether_its_tenant_is_owed_work(turn: Turn, is_owed: bool) -> None:
+    world = World(Random(0), 8)
+    chooser = Chooser(world.clock, world.known, Random(0))
+    assert chooser.choose(world.request, world.field(), turn).is_owed is is_owed
+
+
+@pytest.mark.parametrize("turn", [SERVED, Turn(lead=1e6), Turn()])
+def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: Turn) -> None:
+    world = World(Random(0), 8)
+    field, chooser = world.field(), Chooser(world.clock, world.known, Random(0))
+
+    def crowds_s(turn: Turn) -> set[float]:
+        return {each.terms.crowd_s for each in chooser.choose(world.request, field, turn).candidates}
+
+    for _ in range(50):
+        chooser.expect(chooser.choose(world.request, field, turn), PROMPT_TOKENS)
+    assert crowds_s(OWED) == {0.0}
+    assert min(crowds_s(SERVED) | crowds_s(Turn())) > 0.0
+    chooser.expect(chooser.choose(world.request, field, OWED), PROMPT_TOKENS)
+    assert min(crowds_s(OWED)) > 0.0
+
+
+def test_who_is_owed_work_is_in_the_way_of_all() -> None:
+    world = World(Random(0), 8)
+    field, chooser = world.field(), Chooser(world.clock, world.known, Random(0))
+    chooser.expect(chooser.choose(world.request, field, OWED), PROMPT_TOKENS)
+    for turn in (OWED, SERVED, Turn()):
+        choice = chooser.choose(world.request, field, turn)
+        assert all(each.terms.crowd_s > 0.0 for each in choice.candidates)
+
+
+@pytest.mark.parametrize("prefill", ["p0", ""])
+def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: str) -> None:
+    """Those whose prompts are not computed yet, here or elsewhere, have no next token that would wait."""
+    world, num = World(Random(0), 0), 3
+    for name in ("d0", "p0"):
+        world.join(name)
+    keys = [(id_of(f"u{number}"), 0) for number in range(num)]
+    for key in keys:
+        world.books.enter(key, Entry("g", id_of("d0"), prefill and id_of(prefill), 10, 10))
+    field, chooser = world.field(), Chooser(world.clock, world.known, Random(0))
+
+    def local() -> Candidate:
+        choice = chooser.choose(world.request, field)
+        return next(each for each in choice.candidates if not each.prefill)
+
+    before = local().terms
+    for key in keys:
+        world.books.started(key)
+    after, compute_s = local(), before.compute_s
+    assert compute_s > 0.0 and after.terms.harm_s == pytest.approx(before.harm_s + num * compute_s)
+    assert after.total_s == pytest.approx(after.terms.total_s)
+    world.books.beat(world.members[0].worker, Beat(load=WorkerLoad(), attempts=((id_of("old"), 0),)))
+    assert local().terms.harm_s > after.terms.harm_s + compute_s, "what only the worker knows of decodes"
+
+
+def test_who_had_more_than_its_share_is_not_waited_for() -> None:
+    world, other = World(Random(0), 0), Party("another")
+    for name in ("d0", "p0"):
+        world.join(name)
+    world.books.enter((id_of("u"), 0), Entry("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other))
+    world.books.enter((id_of("v"), 0), Entry("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other))
+    chooser = Chooser(world.clock, world.known, Random(0))
+
+    def queue_s(lead_of_other: float) -> float:
+        turn = Turn(lead=0.0, lead_of={other: lead_of_other}.__getitem__)
+        choice = chooser.choose(world.request, world.field(), turn)
+        return next(each for each in choice.candidates if each.prefill).terms.queue_s
+
+    assert queue_s(0.0) == 20.0
+    assert queue_s(2000.0) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
+    assert queue_s(2000.0 + PROMPT_TOKENS) == 0.0

@@ -39,6 +39,49 @@ def test_higher_class_comes_before_and_a_lower_one_after() -> None:
     assert ahead((high, 100), (low, 300)).part_before(Party("m", 1.0, 1), 1000) == 0.25
 
 
+def test_what_others_had_has_them_wait_and_what_they_are_owed_does_not() -> None:
+    """What they have waiting here is charged to them: it comes later only by what they had besides."""
+
+    def part(lead_of_b: float, lead: float = 0.0, weight: float = 1.0) -> float:
+        other = Party("b", weight)
+        return ahead((other, 1000)).part_before(A, 100, lead, {other: lead_of_b}.__getitem__)
+
+    assert part(1000.0) == ahead((B, 1000)).part_before(A, 100, 0.0) == 0.1
+    assert part(1040.0) == 0.06
+    assert part(500.0) == 0.6
+    assert part(2000.0) == 0.0
+    assert part(0.0) == part(-500.0) == 1.0
+    assert part(400.0, weight=2.0) == 0.4
+    assert part(500.0, lead=-300.0) == 0.3
+    assert part(500.0, lead=-700.0) == 0.0
+    assert part(1000.0, lead=200.0) == 0.3
+
+
+def test_nobody_asks_what_was_had_by_oneself_or_by_other_classes() -> None:
+    party = Party("m", 1.0, 1)
+    found = ahead((Party("h", 1.0, 0), 100), (Party("l", 1.0, 2), 300), (party, 50), (Party("b", 1.0, 1), 50))
+    asked: list[Party] = []
+
+    def lead_of(other: Party) -> float:
+        asked.append(other)
+        return 9000.0
+
+    assert found.part_before(party, 100, 0.0, lead_of) == 150 / 500
+    assert asked == [Party("b", 1.0, 1)]
+
+
+@given(prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20), leads=st.data())
+def test_the_more_others_had_the_less_comes_before(
+    prompts: list[tuple[Party, int]], leads: st.DataObject
+) -> None:
+    found, amounts = ahead(*prompts), st.floats(-1e3, 1e3)
+    had = {party: leads.draw(amounts) for party, _ in prompts}
+    more = {party: lead + leads.draw(st.floats(0, 1e3)) for party, lead in had.items()}
+    lead = leads.draw(amounts)
+    parts = [found.part_before(A, 10, lead, each.__getitem__) for each in (more, had)]
+    assert 0.0 <= parts[0] <= parts[1] <= 1.0
+
+
 @given(
     prompts=st.lists(st.tuples(PARTIES, st.integers(0, 100)), max_size=20),
     party=PARTIES,

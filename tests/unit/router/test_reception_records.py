@@ -111,7 +111,8 @@ class Storm:
         first, dispatcher = self.c.router.reception.first(), self.c.router._dispatcher
         if first is not None:
             gateway = self.c.router._gateways[first.gateway]
-            assert dispatcher._pair(gateway, first) is Unpaired.FULL
+            turn = self.c.router.reception.turn(first, goes_past=False)
+            assert dispatcher._pair(gateway, first, turn) in (Unpaired.FULL, Unpaired.NO_PLACE)
 
     def finish(self) -> None:
         """Everybody leaves: nothing is left."""

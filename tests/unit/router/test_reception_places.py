@@ -1,0 +1,170 @@
+"""The router with its queue, by the policy of costs: which worker's place a prompt waits for."""
+
+from collections.abc import Iterator
+from zlib import crc32
+
+import msgspec
+import pytest
+
+from baton.control import Beat, PageEvents, Rejected, Routed, Started, Submit
+from baton.request import Request
+from baton.router.capacity import MIN_COMPUTING
+from baton.router.prompt_keys import PromptKeys, family_of
+from baton.router.prompts_ahead import Party
+from baton.worker import Load
+from tests.node_peers import a_worker, id_of
+from tests.unit.router.queue_cases import asked
+from tests.unit.router.reception_cases import LONG, answers, end, names, submit
+from tests.unit.router.router_cluster import Cluster, cluster
+
+HELD = 8192  # tokens of a prompt that a prefill worker holds: waiting for it is quicker than doing without
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    made = cluster(policy="cost")
+    for name in ("p0", "d0"):
+        made.add(name, num_pages=10_000, max_num_seqs=64)
+    yield made
+    made.router.reception.check_integrity()
+    made.router.books.check_integrity()
+
+
+def a_prompt(
+    name: str, tenant: str = "a", *, num_tokens: int = LONG, weight: float = 1.0, rank: int = 0
+) -> Submit:
+    """Unlike any other's."""
+    asked_for = asked(name, tenant, num_tokens=num_tokens, weight=weight, rank=rank)
+    token_ids = (crc32(name.encode()) % 2**16,) * num_tokens
+    request = msgspec.structs.replace(asked_for.request, token_ids=token_ids)
+    return msgspec.structs.replace(asked_for, request=request)
+
+
+def best_at_p0(c: Cluster, name: str, tenant: str = "a", *, weight: float = 1.0) -> Submit:
+    """That holds its prefix, and from now on nothing else."""
+    asked_for = a_prompt(name, tenant, num_tokens=HELD + 16, weight=weight)
+    hold(c, "p0", asked_for.request)
+    return asked_for
+
+
+def hold(c: Cluster, name: str, request: Request) -> None:
+    pages = tuple(range(HELD // 16))
+    keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * len(pages)]
+    c[name].say(PageEvents(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_afresh=True))
+
+
+def start(c: Cluster, name: str) -> None:
+    """Its first token is there: who computed it has a place again."""
+    c["g"].say(Started(attempts=((id_of(name), 0),)))
+
+
+def went(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
+    """Which prompts, and who computes each."""
+    assert all(isinstance(each, Routed) for each in answered), answered
+    computers = {id_of(name): name for name in ("p0", "d0")}
+    routed = [each for each in answered if isinstance(each, Routed)]
+    return list(
+        zip(names(answered), (computers[each.prefill or each.decode] for each in routed), strict=True)
+    )
+
+
+def lead(c: Cluster, tenant: str, rank: int = 0) -> float:
+    """Work that it has had more than who was served last."""
+    share = c.router.reception.queues._shares[rank]
+    return share.clock(tenant) - share.present
+
+
+def busy(c: Cluster, *, rank: int = 0) -> None:
+    """The prefill worker has no place by "a", and the decode worker one prompt of "b", of this class."""
+    others = tuple((id_of(f"other {number}"), 0) for number in range(32))
+    c["d0"].say(Beat(load=Load(), attempts=others))  # they decode there: prompts are computed elsewhere
+    filling = [a_prompt(f"a{n}", weight=8.0) for n in range(MIN_COMPUTING)]
+    assert went(submit(c, *filling)) == [("a0", "p0"), ("a1", "p0")]
+    c["d0"].say(Beat(load=Load()))
+    assert went(submit(c, a_prompt("b0", "b", rank=rank))) == [("b0", "d0")]
+
+
+def test_a_prompt_waits_for_the_worker_that_is_best_for_it_though_another_is_idle(c: Cluster) -> None:
+    busy(c)
+    assert submit(c, best_at_p0(c, "r")) == [] and len(c.router.reception) == 1
+    start(c, "b0")
+    c.tick(0.01)
+    assert answers(c) == [], "the decode worker has nothing to compute at all"
+    start(c, "a0")
+    assert went(answers(c)) == [("r", "p0")]
+
+
+def test_others_go_past_it_to_a_decode_worker_that_has_a_place(c: Cluster) -> None:
+    busy(c, rank=1)
+    assert submit(c, best_at_p0(c, "r")) == []
+    assert went(submit(c, a_prompt("b1", "b", rank=1))) == [("b1", "d0")], "no decode worker is kept for it"
+    assert submit(c, a_prompt("b2", "b", rank=1)) == [], "it has no place now"
+    c.tick(0.01)
+    assert answers(c) == [] and len(c.router.reception) == 2
+    end(c, "b0", "b1")
+    assert went(answers(c)) == [("b2", "d0")]
+    start(c, "a0")
+    assert went(answers(c)) == [("r", "p0")]
+
+
+def test_nobody_who_goes_past_takes_the_place_that_is_waited_for(c: Cluster) -> None:
+    """Not even tenants that have nothing under way, each of which overtakes otherwise."""
+    busy(c, rank=1)
+    assert submit(c, best_at_p0(c, "r")) == []
+    assert went(submit(c, a_prompt("b1", "b", rank=1))) == [("b1", "d0")], "which has no place any more"
+    assert submit(c, *(a_prompt(f"x{n}", f"x{n}", rank=1) for n in range(4))) == []
+    c.tick(0.01)
+    assert answers(c) == []
+    start(c, "a0")
+    assert went(answers(c))[0] == ("r", "p0")
+
+
+def test_whom_others_of_its_class_went_past_is_owed_and_overtakes(c: Cluster) -> None:
+    busy(c)
+    assert submit(c, best_at_p0(c, "r", weight=8.0)) == []
+    assert 0 < lead(c, "a") < lead(c, "b"), "its turn comes first, and it is owed nothing"
+    assert went(submit(c, a_prompt("b1", "b"))) == [("b1", "d0")]
+    c.tick(0.01)
+    assert went(answers(c)) == [("r", "p0")]
+
+
+def test_what_waits_for_a_worker_that_goes_is_computed_by_another(c: Cluster) -> None:
+    busy(c)
+    assert submit(c, best_at_p0(c, "r")) == []
+    c["p0"].leave()
+    c.tick(0.01)
+    assert went(answers(c)) == [("r", "d0")]
+
+
+def test_who_has_nothing_there_goes_to_the_best_worker_without_a_place(c: Cluster) -> None:
+    busy(c)
+    assert went(submit(c, best_at_p0(c, "x", "x"))) == [("x", "p0")]
+
+
+def test_it_does_not_wait_while_a_prefill_worker_has_a_place(c: Cluster) -> None:
+    busy(c)
+    c.add("p1", num_pages=10_000, max_num_seqs=64)
+    assert went(submit(c, best_at_p0(c, "r"))) == [("r", "p0")]
+
+
+def test_what_goes_where_there_is_no_place_is_besides_though_it_is_decoded_where_there_is_one(
+    c: Cluster,
+) -> None:
+    """And as much may go besides as has places."""
+    busy(c)
+    assert c.router.reception.capacity.has_place_at(id_of("d0"))
+    for name in ("x0", "x1"):
+        assert went(submit(c, best_at_p0(c, name, "x", weight=100.0))) == [(name, "p0")]
+    assert lead(c, "x") < 0, "it is owed work, and has to wait all the same"
+    assert submit(c, best_at_p0(c, "x2", "x", weight=100.0)) == []
+
+
+def test_a_turn_tells_what_others_of_any_class_have_had(c: Cluster) -> None:
+    busy(c, rank=1)
+    assert submit(c, best_at_p0(c, "r")) == []
+    reception = c.router.reception
+    (waiting,) = reception.queues
+    lead_of = reception.turn(waiting, goes_past=False).lead_of
+    assert lead_of is not None
+    assert lead_of(Party("a")) == lead(c, "a") > 0
+    assert lead_of(Party("b", 1.0, 1)) == lead(c, "b", 1) > 0
