@@ -39,6 +39,7 @@ class Colleagues:
         self._lists: dict[str, Members] = {}  # router's id -> what it said last; those that are connected
         self._chosen = ""  # router
         self._unsent: dict[str, list[TokenEvent]] = {}  # gateway's id -> events
+        self._absent: set[str] = set()  # of these gateways, at the last tick
         self._reported: dict[str, frozenset[str]] = {}  # router's id -> what it was last told of
 
     @property
@@ -112,13 +113,19 @@ class Colleagues:
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:
-        """Ask for the connections that are missing."""
+        """At every tick: ask for the connections that are missing. What was to be sent to a gateway is let go of
+        when that is not here at two in a row.
+        """
         if len(self._lists) < len(self._addresses):
             for address in self._addresses:
                 self._dial(address)
         for worker in self.members.values():
             if worker.role in self._wanted and worker.id not in self._peers:
                 self._dial(worker.address)
+        absent = {gateway for gateway in self._unsent if gateway not in self._peers}
+        for gateway in absent & self._absent:
+            del self._unsent[gateway]
+        self._absent = absent
 
     def report(self, reachable: Collection[str]) -> None:
         """Tell each router whom this worker can send to, if it does not know that."""
@@ -139,13 +146,14 @@ class Colleagues:
             peer.send(message)
 
     def emit(self, gateway: str, event: TokenEvent) -> None:
+        """For the next `flush` that finds the gateway here: what it asks for may come a moment before it."""
         self._unsent.setdefault(gateway, []).append(event)
 
     def flush(self) -> None:
         if not self._unsent:
             return
-        unsent, self._unsent = self._unsent, {}
-        for gateway, events in unsent.items():
+        here = [gateway for gateway in self._unsent if gateway in self._peers]
+        for gateway, events in [(gateway, self._unsent.pop(gateway)) for gateway in here]:
             large = [event for event in events if event.prompt_logprobs is not None]
             for event in large:
                 self.tell(gateway, Tokens(events=(event,)))

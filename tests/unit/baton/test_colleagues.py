@@ -273,6 +273,26 @@ class TestTokens:
         batches = [letter.message for letter in desk.post.take()]
         assert batches == [Tokens(events=(large,)), Tokens(events=tuple(small))]
 
+    def test_those_of_a_gateway_that_is_about_to_come_wait_for_it(self) -> None:
+        desk = Desk()
+        event = TokenEvent("a" * 32, 0, 0, 1)
+        desk.colleagues.emit(GATEWAY.id, event)
+        desk.colleagues.flush()
+        desk.colleagues.keep_up()
+        desk.join(GATEWAY)
+        desk.colleagues.flush()
+        assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,))]
+
+    def test_at_the_second_tick_without_their_gateway_they_are_dropped(self) -> None:
+        desk = Desk()
+        desk.colleagues.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
+        for _ in range(2):
+            desk.colleagues.flush()
+            desk.colleagues.keep_up()
+        desk.join(GATEWAY)
+        desk.colleagues.flush()
+        assert desk.post.take() == []
+
     def test_those_of_a_gateway_that_is_gone_are_dropped(self) -> None:
         desk = Desk()
         gateway = desk.join(GATEWAY)
