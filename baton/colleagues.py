@@ -113,8 +113,9 @@ class Colleagues:
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:
-        """At every tick: ask for the connections that are missing. What was to be sent to a gateway that is not
-        here at two in a row is let go of.
+        """At every tick: ask for the connections that are missing.
+
+        What was to be sent to a gateway that is not here at two ticks in a row is let go of.
         """
         if len(self._lists) < len(self._addresses):
             for address in self._addresses:
