@@ -57,7 +57,7 @@ def knock(agents: RankAgents, secret: bytes | None = None) -> Connection:
 def is_reachable(rank: RemoteRank) -> bool:
     try:
         socket.create_connection(("127.0.0.1", rank.doors.tcp_port), timeout=5.0).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it was closed meanwhile
         return False
     return True
 
