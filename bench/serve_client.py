@@ -35,6 +35,12 @@ class Answer:
         return b"".join(piece for _, piece in self.pieces)
 
 
+async def sleep_until(due_s: float) -> None:
+    """By `time.perf_counter`, and never less: a loop's timers are of its own time, which it reads once a turn."""
+    while (left_s := due_s - time.perf_counter()) > 0:
+        await asyncio.sleep(left_s)
+
+
 class Address:
     """Where a server is, and what every request to it begins with."""
 

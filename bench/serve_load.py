@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from baton.bench.serve_client import Address, Answer
+from baton.bench.serve_client import Address, Answer, sleep_until
 from baton.bench.serve_figures import Bad, Sample, Slo, Summary, streamed, summarise, unary
 from baton.bench.serve_workload import FIRST_TOKEN, Job
 from baton.errors import ConfigError, PeerGone
@@ -77,7 +77,7 @@ class Load:
 
     async def _when_due(self, job: Job, body: bytes, begin_s: float) -> None:
         due_s = begin_s + job.arrival_s
-        await asyncio.sleep(due_s - time.perf_counter())
+        await sleep_until(due_s)
         self._max_lag_s = max(self._max_lag_s, time.perf_counter() - due_s)
         await self._one(job, body, due_s)
 

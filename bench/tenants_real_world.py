@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import yaml
 
-from baton.bench.serve_client import Address, Client
+from baton.bench.serve_client import Address, Client, sleep_until
 from baton.bench.serve_figures import Bad, Sample, Slo, streamed
 from baton.bench.serve_workload import Job
 from baton.config import environment_of_child
@@ -122,7 +122,7 @@ class Server:
     async def _call(self, call: Call, body: bytes, begin_s: float, found: list[Outcome]) -> None:
         due_s = begin_s + call.job.arrival_s
         for retry in range(MAX_RETRIES + 1):
-            await asyncio.sleep(due_s - time.perf_counter())
+            await sleep_until(due_s)
             outcome = await self._ask(call, body, due_s, retry, found, begin_s)
             if not (outcome.is_refused and outcome.may_return):
                 return

@@ -4,8 +4,7 @@
    where there is room.
 2. `first`: whose turn it is, if a worker could compute its prompt; the caller looks for workers.
 3. `let_out`: it has some. Its tenant is charged what it is expected to take. Or `refuse`: it is not to wait.
-4. `started`, `computed`, `ended`: what it has really taken is made good. Whatever became of it, it ends once.
-   What ends while it waits is taken out of the queue.
+4. `started`, `computed`, `ended`: what it took is made good. It ends once, and leaves the queue if it waits.
 
 `tick` finds what has waited too long, and looks how overloaded the cluster is.
 """

@@ -84,8 +84,7 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         )
     assert "SSE, open loop, trace.jsonl" in capsys.readouterr().out
     (round,) = json.loads((tmp_path / "serve.json").read_text())["rounds"]["baton"]
-    timer_s = 0.002  # the loop's timers are of whole milliseconds, and may be early by one
-    assert round["num_ok"] == 4 and round["duration_s"] >= 3 * 0.04 / 2 - timer_s
+    assert round["num_ok"] == 4 and round["duration_s"] >= 3 * 0.04 / 2
     assert round["out_tokens_per_s"] * round["duration_s"] == pytest.approx(2 + 4 + 6 + 8)
 
 
