@@ -36,7 +36,7 @@ class Answer:
 
 
 async def sleep_until(due_s: float) -> None:
-    """By `time.perf_counter`, and never sooner: a loop reads its own time, which its timers go by, once a turn."""
+    """By `time.perf_counter`, and never sooner: timers go by a time that the loop reads once a turn."""
     while (left_s := due_s - time.perf_counter()) > 0:
         await asyncio.sleep(left_s)
 
