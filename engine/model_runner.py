@@ -118,7 +118,8 @@ class ModelRunner:
         """
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
-            return torch.empty((0, self.model.vocab_size), device=self.device)
+            empty_RV = torch.empty((0, self.model.vocab_size), device=self.device)
+            return self.tp.all_reduce(empty_RV)  # and so the pages have been copied on every rank
         if self._graphs is not None and self._graphs.can_replay(arrays):
             logits_RV = self._graphs.replay(arrays)
             if groups is not None:

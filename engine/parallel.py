@@ -72,9 +72,13 @@ class TensorParallel:
         return self.rank * part, (self.rank + 1) * part
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place, the same bits on every rank."""
+        """The sum over all ranks, in place, the same bits on every rank.
+
+        No rank has it before all have come here, even if there is nothing to sum: a step that yields no
+        logits ends with such sums, and what one rank tells of a step holds for the pages of all.
+        """
         if self.group is not None:
-            self._wait(self.group.allreduce([x]))
+            self._wait(self.group.allreduce([x if x.numel() else x.new_zeros(1)]))
         return x
 
     def all_gather(self, x_TN: Tensor) -> Tensor:

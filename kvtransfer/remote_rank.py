@@ -5,8 +5,9 @@
 3. The connection ends: it is lost, nothing more begins with it, and what was under way fails. Its agent stops
    writing then, but only its death is proof of that: until then its parts' pages stay where they are.
 4. Its process has died, which a pidfd tells: whatever is asked of it has been done.
-5. Pages are pushed that rank 0 has computed. A sum over all ranks follows whatever a layer writes, so the
-   other ranks have written theirs by then: on a CPU the sum has waited for them, on a GPU our stream waits.
+5. Pages are pushed that rank 0 has written. The ranks meet in a sum after whatever a step writes, even if
+   there is nothing to add, so the others have written theirs by then: on a CPU the sum has waited for them,
+   on a GPU our stream waits.
 """
 
 import threading

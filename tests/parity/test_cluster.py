@@ -160,9 +160,10 @@ def difference(request: Request, answer: Answer, cluster: Cluster, oracle: Engin
 
 def _first_difference(token_ids: Sequence[int], engine: Engine, oracle: Engine) -> str | None:
     theirs, ours = _prompt_kv(engine, token_ids), _prompt_kv(oracle, token_ids)
-    num_tokens = min(theirs.shape[3], ours.shape[3])
+    num_heads, num_tokens = theirs.shape[2], min(theirs.shape[3], ours.shape[3])  # rank 0 has the first heads
+    differs_LCHTD = theirs[:, :, :, :num_tokens] != ours[:, :, :num_heads, :num_tokens]
     for layer in range(ours.shape[0]):
-        differs_T = (theirs[layer, ..., :num_tokens, :] != ours[layer, ..., :num_tokens, :]).amax((0, 1, 3))
+        differs_T = differs_LCHTD[layer].amax((0, 1, 3))
         if differs_T.any():
             token = int(differs_T.nonzero()[0])
             return f"layer {layer}, page {token // engine.pages.page_size} of the prompt, token {token}"

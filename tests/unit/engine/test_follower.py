@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,8 @@ from baton.clock import ManualClock
 from baton.engine import follower_channel
 from baton.engine.follower import Followers
 from baton.engine.loading import load_engine
+from baton.engine.plan import Batch
+from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.request import Request, SamplingParams
 from tests.tensor_parallel_peer import ROOT
@@ -65,6 +68,19 @@ def test_a_step_with_nothing_to_compute_is_followed_too(tiny_model: Path) -> Non
         engine.close()
 
 
+def test_a_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch(chunks=(), num_decodes=0))
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            early = thread.submit(engine.runner.execute, step)
+            assert not wait([early], timeout=0.3).done
+            engine.runner.tp.send_command(encode(step))
+            assert len(early.result()) == 0
+    finally:
+        engine.close()
+
+
 def test_a_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_model.parent)
     engine = tiny_engine(Path(tiny_model.name), tensor_parallel_size=2)
@@ -103,6 +119,27 @@ def test_an_interrupted_step_leaves_the_ranks_apart_and_the_next_request_is_told
         generate(engine, [1, 2, 3])
     engine.close()
     assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_copy_that_fails_leaves_the_ranks_apart_too(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copies today")
+
+    prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
+    cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)
+    try:
+        generate(engine, prompt)
+        generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
+        monkeypatch.setattr(engine.runner, "execute", fail)
+        with pytest.raises(RuntimeError, match="no copies today"):
+            engine.lend(engine.page_keys(prompt, b"", 4), "a borrower")
+        with pytest.raises(WorkerLost, match="left the ranks apart: the engine must be loaded again"):
+            generate(engine, [1, 2, 3])
+    finally:
+        engine.close()
 
 
 def test_a_follower_that_dies_on_the_way_up_is_reported(

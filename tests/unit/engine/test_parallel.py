@@ -1,10 +1,11 @@
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 from baton.engine import parallel
 from baton.engine.parallel import TensorParallel
@@ -18,6 +19,15 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 def test_all_reduce_is_the_sum_on_both_ranks(pair: Pair, tiny_model: Path, dtype: str) -> None:
     expected = values(0, 5, 7, dtype=dtype) + values(1, 5, 7, dtype=dtype)
     assert torch.equal(pair.run("reduce", tiny_model, dtype), expected)
+
+
+def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(lambda rank: TensorParallel.join(rank, 2, store, CPU), range(2)))
+        early = threads.submit(ranks[0].all_reduce, torch.zeros(0, 7))
+        assert not wait([early], timeout=0.3).done
+        assert ranks[1].all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
 
 
 @dtypes
