@@ -33,6 +33,7 @@ from baton.engine.leases import Owner
 from baton.engine.model_runner import ModelRunner
 from baton.engine.page_events import PageChanges
 from baton.engine.pages import PagePool
+from baton.engine.parameters import attention_parity
 from baton.engine.plan import Batch
 from baton.engine.preemption_meter import PreemptionMeter
 from baton.engine.prefix_cache import PrefixCache
@@ -81,7 +82,7 @@ class Engine:
             )
         pool = PagePool(len(runner.pool.device), layout.page_size)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        self.scheduler = Scheduler(config.scheduler, cache, clock)
+        self.scheduler = Scheduler(config.scheduler, cache, clock, attention_parity(runner.model))
         self._start_steps()
 
     def _start_steps(self) -> None:
@@ -192,7 +193,12 @@ class Engine:
         self._expire()
         loan = self.scheduler.outside.lend(keys, borrower)
         if loan is not None and loan.copies:
-            self._run(Batch(chunks=(), num_decodes=0, copies_to_device=loan.copies), None)
+            try:
+                self._run(Batch(chunks=(), num_decodes=0, copies_to_device=loan.copies), None)
+            except BaseException as error:
+                self.pages.release(loan.pages, borrower)
+                self._fall_apart(error)
+                raise
         return None if loan is None else loan.pages
 
     def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
@@ -230,9 +236,7 @@ class Engine:
         except BaseException as error:
             self.scheduler.lose(keys)
             self._start_steps()
-            if self.runner.tp.size > 1:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
+            self._fall_apart(error)
             raise
 
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
@@ -265,6 +269,12 @@ class Engine:
         with suppress(WorkerLost):  # a rank that is gone already needs no telling
             self.runner.tp.send_command(STOP_COMMAND)
         followers.close()
+
+    def _fall_apart(self, error: BaseException) -> None:
+        """Several ranks no longer do the same, once one of them has not come to the end of a step."""
+        if self.runner.tp.size > 1:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
 
     def _expire(self) -> None:
         self.scheduler.pool.expire(self._clock.now_s())

@@ -75,6 +75,19 @@ def test_pages_on_the_host_are_lent_as_copies(engine: Engine) -> None:
     assert engine.pages.num_free >= known.count(None)
 
 
+def test_pages_that_could_not_be_copied_are_nobodys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copies today")
+
+    keys = engine.page_keys(PROMPT, b"", 4)
+    run(engine, OTHER)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no copies today"):
+        patched.setattr(engine.runner, "execute", fail)
+        engine.lend(keys, "a borrower")
+    assert is_all_back(engine)
+    assert len(lend(engine, keys)) == len(keys)
+
+
 def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     run(engine, OTHER)
