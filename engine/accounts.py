@@ -1,40 +1,45 @@
 """On whose account sequences run: what each account is due, and what it has had.
 
 An account is a name with a weight and perhaps a quota of pages. The engine knows nothing else of who is
-behind it, and where all sequences are on one account nothing of this makes a difference.
+behind it, and where all requests are on one account nothing of this makes a difference.
 
 1. `open` puts a new sequence on its account. What it says of the weight holds from now on.
 2. `charge` adds what each has computed in a step, in tokens for its weight: of one class, the account that
-   has had least comes next. The present is the least that any of those had that were computed: one that
-   waits behind a higher class or at its quota does not hold it up.
-3. `close` ends a sequence. An account that has none any more and comes back is as far ahead of the others as
-   it was, so that it gains nothing by leaving, even where all leave: whoever lets prompts in one by one
-   leaves an engine without any now and then. One that was away begins at what was the present CREDIT_STEPS
-   steps ago: what its share would have been since then it may still have, at once, for requests come in
-   bursts; it gets nothing for the time before. The router's queues do the same (router/fair_share.py).
+   has had least comes next. What an account has had counts half as much HALF_LIFE_STEPS steps later, whether
+   it has sequences or not: so requests that come in bursts are computed at once, as long as the account has
+   had less of late than those that always want more; and nobody is held to what it had long ago, when nobody
+   else wanted it. A newcomer counts as if it had had a small part of all that was computed of late. So one
+   that has had all, and still wants more, comes next after no more than log2(1 / PART) half-lives of steps as
+   full, however many newcomers of its weight there are; after HALF_LIFE_STEPS * log2(1 + n) if they are n.
+3. `close` ends a sequence. What an account without sequences has had is remembered, as long as it counts.
+4. `is_beyond_share` tells who has had much of what others were due, because they did not ask for it. Whoever
+   comes next of those, in its class, overtakes it: so it should not keep them waiting for a long step.
 
 A quota bounds the pages that an account's sequences use in the ledger (page_accounts.py). Each sequence may
 count on the one that it came with: so the largest holds, and a lesser one from when those have ended.
 """
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from baton.tenancy import Standing
 
-CREDIT_STEPS: Final = 64  # a second or two, of prompts and of tokens
-MAX_AHEAD: Final = 4096  # accounts without sequences that are remembered
-MAX_WORK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
+HALF_LIFE_STEPS: Final = 128  # some seconds, of prompts and of tokens
+FADING: Final = 0.5 ** (1 / HALF_LIFE_STEPS)  # in one step
+PART: Final = 1 / 64  # of what all have had of late: nobody who comes has had less
+FORGET_STEPS: Final = 6 * HALF_LIFE_STEPS  # whoever has been away for longer has had less
+MAX_AWAY: Final = 4096  # accounts without sequences that are remembered
+MUCH: Final = 0.1  # of what others were due: accounts that take turns are not so far apart
 
 
 @dataclass(slots=True, eq=False)
 class Account:
     name: str
     weight: float = 1.0
-    work: float = 0.0  # tokens for its weight that it has had
+    work: float = 0.0  # tokens for its weight that it has had, of late
     quotas: Counter[float] = field(
         default_factory=Counter
     )  # pages, inf for none -> sequences that count on it
@@ -43,6 +48,14 @@ class Account:
     def max_pages(self) -> float:
         """inf without a quota."""
         return max(self.quotas, default=inf)
+
+
+class _Away(NamedTuple):
+    """An account without sequences."""
+
+    weight: float
+    num_tokens: float  # that it had had, of late, when it left
+    num_steps: int  # that there had been by then
 
 
 class OnAccount(Protocol):
@@ -59,9 +72,10 @@ class Accounts:
     def __init__(self) -> None:
         self.live: dict[str, Account] = {}  # those with a sequence
         self.have_quotas = False
-        self._present = 0.0  # the least work of those computed last; it never goes back
-        self._past = deque([0.0], maxlen=CREDIT_STEPS)  # the present, at the last steps; the oldest first
-        self._ahead: dict[str, float] = {}  # work of others, where it was more than the past
+        self._num_steps = 0
+        self._num_tokens = 0.0  # that all have had, of late
+        self._away: OrderedDict[str, _Away] = OrderedDict()  # in the order in which they left
+        self._away_weight = 0.0
 
     @property
     def are_several(self) -> bool:
@@ -71,21 +85,26 @@ class Accounts:
     def total_weight(self) -> float:
         return sum(account.weight for account in self.live.values())
 
+    def is_beyond_share(self, account: Account) -> bool:
+        """Whether it has had more of late than its share among all that are remembered, by MUCH of theirs."""
+        if not self._away and not self.are_several:
+            return False
+        share = account.weight / (self.total_weight + self._away_weight)
+        return account.work * account.weight > (share + MUCH * (1 - share)) * self._num_tokens
+
     def clear(self) -> None:
         self.live.clear()
         self.have_quotas = False
-        self._ahead.clear()
-        self._present = 0.0
-        self._past = deque([0.0], maxlen=CREDIT_STEPS)
+        self._num_tokens = self._away_weight = 0.0
+        self._away.clear()
 
     def open(self, name: str, standing: Standing) -> Account:
         """The account of a sequence that comes."""
-        account = self.live.get(name)
+        account, weight = self.live.get(name), standing.weight
         if account is None:
-            past = self._past[0]
-            account = Account(name, work=max(past, self._ahead.pop(name, past)))
-            self.live[name] = account
-        account.weight = standing.weight
+            account = self.live[name] = Account(name, weight, self._num_tokens_of(name) / weight)
+        account.work *= account.weight / weight  # the tokens are the same
+        account.weight = weight
         quota = standing.quotas.max_kv_pages
         account.quotas[inf if quota is None else quota] += 1
         self.have_quotas = self.have_quotas or quota is not None
@@ -105,38 +124,40 @@ class Accounts:
 
     def charge(self, computed: Iterable[tuple[Account, int]]) -> None:
         """Tokens that have been computed in one step."""
-        served = list(computed)
-        self._age(account for account, _ in served)
-        for account, num_tokens in served:
+        self._num_steps += 1
+        self._num_tokens *= FADING
+        for account in self.live.values():
+            account.work *= FADING
+        for account, num_tokens in computed:
             account.work += num_tokens / account.weight
+            self._num_tokens += num_tokens
+        self._forget()
 
     def charge_only(self, num_tokens: int) -> None:
         """The same where there is one account."""
-        self._age(self.live.values())
-        for account in self.live.values():
-            account.work += num_tokens / account.weight
-
-    def _age(self, served: Iterable[Account]) -> None:
-        least = min((account.work for account in served), default=self._present)
-        self._present = max(self._present, least)
-        self._past.append(self._present)
-        if self._past[0] > MAX_WORK:
-            self._rebase()
+        self.charge((account, num_tokens) for account in self.live.values())
 
     def _leave(self, account: Account) -> None:
         del self.live[account.name]
-        past = self._past[0]
-        if account.work > past:
-            self._ahead[account.name] = account.work
-        if len(self._ahead) > MAX_AHEAD:
-            self._ahead = {name: work for name, work in self._ahead.items() if work > past}
-            while len(self._ahead) > MAX_AHEAD:
-                del self._ahead[next(iter(self._ahead))]
+        self._away[account.name] = _Away(account.weight, account.work * account.weight, self._num_steps)
+        self._away_weight += account.weight
 
-    def _rebase(self) -> None:
-        shift = self._past[0]
-        for account in self.live.values():
-            account.work -= shift
-        self._ahead = {name: work - shift for name, work in self._ahead.items()}
-        self._past = deque((past - shift for past in self._past), maxlen=CREDIT_STEPS)
-        self._present -= shift
+    def _num_tokens_of(self, name: str) -> float:
+        """What counts of those that it has had, when it comes."""
+        away, least = self._drop(name), PART * self._num_tokens
+        if away is None:
+            return least
+        return max(least, away.num_tokens * FADING ** (self._num_steps - away.num_steps))
+
+    def _drop(self, name: str) -> _Away | None:
+        away = self._away.pop(name, None)
+        if away is not None:
+            self._away_weight = max(0.0, self._away_weight - away.weight) if self._away else 0.0
+        return away
+
+    def _forget(self) -> None:
+        while self._away:
+            name, away = next(iter(self._away.items()))
+            if len(self._away) <= MAX_AWAY and self._num_steps - away.num_steps <= FORGET_STEPS:
+                return
+            self._drop(name)

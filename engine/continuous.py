@@ -13,6 +13,7 @@ A waiting sequence that finds no pages ends admission for the step: nothing over
 finds no room in the quota of its account holds up only what is on that account.
 
 With several accounts the order is that of turns.py instead of the ranks alone; a rank orders its account.
+One beyond its share computes no step that would keep others waiting for long (ease.py).
 """
 
 from collections import defaultdict

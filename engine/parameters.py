@@ -34,6 +34,16 @@ def parameter_bytes(config: ModelConfig, dtype: str) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(config).values()) * DTYPE_BYTES[dtype]
 
 
+def attention_parity(config: ModelConfig) -> float:
+    """Tokens before a token that cost as much to attend to as all that the layers' weights do with it, by
+    operations; inf where attention is over windows alone.
+    """
+    matrices = [shape for name, shape in parameter_shapes(config).items() if ".layers." in name and shape[1:]]
+    num_weights = sum(map(math.prod, matrices))
+    num_full = sum(window is None for window in config.sliding_windows)
+    return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
+
+
 def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raise ModelError naming the first tensor that is missing, of another shape, or not in the model.
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from baton.engine.account_books import AccountBooks
 from baton.engine.draft_quotas import DraftQuotas
+from baton.engine.ease import Ease
 from baton.engine.plan import Plan, PreemptMode
 from baton.engine.preemption import PreemptionRates, cheaper_mode
 from baton.engine.prefix_cache import PrefixCache
@@ -31,6 +32,7 @@ class PlanDraft:
         self.seats = max_num_seqs - queues.num_running
         self.rates: PreemptionRates | None = None
         self.relief = Relief()
+        self.ease = Ease(queues.accounts)
         self.num_padded_tokens = 0
         self._tells_apart = queues.accounts.are_several or queues.accounts.have_quotas
         self._may_admit = True
@@ -43,17 +45,14 @@ class PlanDraft:
         self._page_needs: dict[SequenceKey, int] = {}
         self._admitted: dict[SequenceKey, tuple[int, int]] = {}  # key -> (first token, pages it comes with)
         self._preempted: dict[SequenceKey, PreemptMode] = {}
-        self._lacking: tuple[Sequence, int] | None = (
-            None  # that was not admitted, and the pages that it needs
-        )
+        self._lacking: tuple[Sequence, int] | None = None  # that was not admitted, and the pages it needs
         self._way_for: SequenceKey | None = None
         self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
         self._num_leaving = 0  # running sequences that this plan preempts
         self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
-        self._committed = 0  # pages that running prefills will still ask for
-        for sequence in queues.prefilling.values():
-            self._committed += self._num_missing_pages(sequence)
+        # Pages that running prefills will still ask for.
+        self._committed = sum(map(self._num_missing_pages, queues.prefilling.values()))
 
     # Made when something is short, which it rarely is.
 
@@ -113,17 +112,18 @@ class PlanDraft:
 
         Fewer when pages are short. Only a sequence that could not advance at all preempts others.
         """
-        num_tokens = min(num_tokens, self.budget, self.remaining(sequence))
+        account, start = sequence.account, self._end(sequence)
+        num_tokens = min(
+            self.ease.most(account, start, min(num_tokens, self.budget)), self.remaining(sequence)
+        )
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self.available
-        if self._tells_apart:
-            num_pages = self.quotas.most(sequence.account, num_pages)
+        num_pages = self.quotas.most(account, self.available) if self._tells_apart else self.available
         num_pages += self._num_held(sequence)
-        num_tokens = min(num_tokens, num_pages * self._pool.page_size - self._end(sequence))
+        num_tokens = min(num_tokens, num_pages * self._pool.page_size - start)
         self._committed -= self._take_pages(sequence, num_tokens)
         self._chunks[sequence.key] = self._chunks.get(sequence.key, 0) + num_tokens
-        self.budget -= num_tokens
+        self.budget -= self.ease.price(account, start, num_tokens, self.budget)
         return num_tokens
 
     # Waiting sequences.

@@ -18,10 +18,12 @@ Every accepted sequence ends exactly once: as an Advance with a finish reason, o
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import count
+from math import inf
 from operator import attrgetter
 
 from baton.clock import Clock
 from baton.config import SchedulerConfig
+from baton.engine.ease import Ease
 from baton.engine.leases import Owner
 from baton.engine.outside_pages import OutsidePages
 from baton.engine.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
@@ -42,7 +44,10 @@ _num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: PrefixCache, clock: Clock) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, attention_parity: float = inf
+    ) -> None:
+        """attention_parity: of the model, see parameters.py."""
         self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
         self.relief = Relief()
         self._config = config
@@ -54,6 +59,9 @@ class Scheduler:
         self.outside = OutsidePages(cache, self._queues)
         self._pages = SequencePages(cache)
         self._policy = policy_of(config)
+        # The other policies are there to be compared with, and let nobody overtake.
+        is_continuous = config.policy == "continuous"
+        self._ease = Ease(self._queues.accounts, attention_parity if is_continuous else inf)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._serials = count()
         self._version = 0
@@ -157,7 +165,7 @@ class Scheduler:
         """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
         config, queues = self._config, self._queues
         draft = PlanDraft(queues, self.cache, config.max_num_seqs, config.max_num_batched_tokens)
-        draft.rates, draft.relief = self.rates, self.relief
+        draft.rates, draft.relief, draft.ease = self.rates, self.relief, self._ease
         for key, mode in self._to_preempt.items():
             sequence = queues.by_key.get(key)
             if sequence is not None and sequence.status is _RUNNING:
@@ -184,9 +192,9 @@ class Scheduler:
         if plan.page_needs:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
-        if accounts.are_several:
+        if accounts.are_several and sequences:
             accounts.charge((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
-        else:
+        elif sequences:
             accounts.charge_only(sum(plan.scheduled.values()))
         starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()

@@ -3,9 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from baton.clock import ManualClock
 from baton.config import SchedulerConfig
+from baton.engine.ease import MAX_STRETCH
 from baton.engine.host_tier import HostTier
 from baton.engine.leases import Owner
 from baton.engine.pages import PagePool, PageState
@@ -28,6 +30,7 @@ class Settings:
     num_host_pages: int = 0
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    attention_parity: float = inf
 
 
 class Harness:
@@ -40,7 +43,7 @@ class Harness:
         keys = PageKeys(model_fingerprint="hash-model", dtype="float32", page_size=settings.page_size)
         self.host = HostTier(settings.num_host_pages)
         self.cache = PrefixCache(self.pool, keys if settings.prefix_caching else None, self.host)
-        self.scheduler = Scheduler(settings.scheduler, self.cache, self.clock)
+        self.scheduler = Scheduler(settings.scheduler, self.cache, self.clock, settings.attention_parity)
         self.model = HashModel(self.pool, settings.num_host_pages)
         self.live: dict[SequenceKey, Sequence] = {}
         self.finished: list[Sequence] = []
@@ -143,9 +146,14 @@ class Harness:
         assert num_pages <= self.pool.num_available + len(freed)
         if config.policy == "continuous" and num_pages < self.pool.num_available + len(freed):
             self._check_share_of_the_first(plan, running)
+        if config.policy == "continuous":
+            self._check_cost(plan)
 
     def _check_share_of_the_first(self, plan: Plan, running: set[SequenceKey]) -> None:
-        """With pages to spare, the best-ranked prefill gets half of what decodes leave, or all it needs."""
+        """With pages to spare, the best-ranked prefill gets half of what decodes leave, or all it needs.
+
+        Of an account beyond its share it gets as much of the budget, which buys fewer tokens.
+        """
         decoding = {key for key in running if self.live[key].num_uncomputed_tokens == 1}
         prefills = (running - decoding - set(plan.preempted)) | set(plan.admitted)
         first = min(prefills, key=lambda key: self._turn_of(self.live[key]), default=None)
@@ -156,7 +164,24 @@ class Harness:
             if num_decodes and self.scheduler.relief.small_chunks:
                 left = min(left, max(1, budget // CHUNK_SHARE))
             share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
+            if self._is_beyond_share(self.live[first]):
+                last = self.live[first].num_computed_tokens + (left + 1) // 2
+                cost = 1 + last / self.settings.attention_parity  # of any of these tokens, at most
+                share = min(share, max(1, int(MAX_STRETCH * ((left + 1) // 2) / cost)))
             assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
+
+    def _check_cost(self, plan: Plan) -> None:
+        """What accounts beyond their shares compute costs no more than it may, but for one token."""
+        limit, total, dearest = MAX_STRETCH * self.settings.scheduler.max_num_batched_tokens, 0.0, 0.0
+        for key, num_tokens in list(plan.scheduled.items())[plan.num_decodes :]:
+            start = self.live[key].num_computed_tokens if self.live[key].page_table else 0  # or later
+            if self._is_beyond_share(self.live[key]):
+                total += num_tokens * (1 + (start + num_tokens / 2) / self.settings.attention_parity)
+                dearest = max(dearest, 1 + (start + num_tokens) / self.settings.attention_parity)
+        assert total <= limit + dearest, f"others would wait for {total} of {limit}"
+
+    def _is_beyond_share(self, sequence: Sequence) -> bool:
+        return self.scheduler._queues.accounts.is_beyond_share(sequence.account)
 
     def _turn_of(self, sequence: Sequence) -> tuple[bool, int, float, SequenceRank]:
         """Ranks alone order one account; of several, who is owed pages comes first."""

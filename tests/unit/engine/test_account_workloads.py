@@ -1,6 +1,7 @@
 """Random workloads of several accounts on small pools: shares, classes, quotas, books and every answer."""
 
 import random
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ class Workload:
                 page_size=rng.choice([1, 2, 4, 8]),
                 num_host_pages=rng.choice([0, 3, 20, 60]),
                 prefix_caching=rng.random() < 0.7,
+                attention_parity=rng.choice([inf, 1.0, 10.0]),
                 scheduler=SchedulerConfig(
                     max_num_seqs=rng.randint(1, 8),
                     max_num_batched_tokens=rng.choice([1, 3, 8, 17, 64]),

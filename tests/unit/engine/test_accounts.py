@@ -1,6 +1,8 @@
+from math import log2
+
 import pytest
 
-from baton.engine.accounts import CREDIT_STEPS, MAX_AHEAD, MAX_WORK, Accounts
+from baton.engine.accounts import FORGET_STEPS, HALF_LIFE_STEPS, MAX_AWAY, PART, Account, Accounts
 from baton.engine.sequence import Sequence
 from baton.request import Request
 from baton.tenancy import Standing
@@ -21,63 +23,134 @@ def test_work_is_counted_for_its_weight() -> None:
     assert (light.work, heavy.work) == (8.0, 4.0)
 
 
-def test_who_was_away_has_what_its_share_of_the_last_steps_would_have_been() -> None:
+def test_work_counts_half_as_much_after_a_while() -> None:
     accounts = Accounts()
     first, second = open_one(accounts, "first"), open_one(accounts, "second")
-    for _ in range(CREDIT_STEPS + 50):
-        accounts.charge([(first.account, 10), (second.account, 7)])
-    assert open_one(accounts, "third").account.work == 7.0 * 50
+    accounts.charge([(first.account, 1000)])
+    for _ in range(HALF_LIFE_STEPS):
+        accounts.charge([(second.account, 1)])
+    assert first.account.work == pytest.approx(500)
 
 
-def test_one_that_waits_behind_others_does_not_hold_up_the_present() -> None:
+def test_work_fades_alike_with_sequences_and_without() -> None:
     accounts = Accounts()
-    first, _ = open_one(accounts, "first"), open_one(accounts, "of a lower class")
-    for _ in range(CREDIT_STEPS + 50):
-        accounts.charge([(first.account, 10)])
-    assert open_one(accounts, "third").account.work == 10.0 * 50
+    stays, leaves = open_one(accounts, "stays"), open_one(accounts, "leaves")
+    accounts.charge([(stays.account, 100), (leaves.account, 100)])
+    accounts.close(leaves)
+    for _ in range(70):
+        accounts.charge_only(0)
+    assert open_one(accounts, "leaves").account.work == pytest.approx(stays.account.work)
 
 
-def test_one_account_alone_moves_the_present() -> None:
+def test_a_newcomer_has_had_a_small_part() -> None:
     accounts = Accounts()
-    open_one(accounts, "first")
-    for _ in range(CREDIT_STEPS + 50):
-        accounts.charge_only(10)
-    assert open_one(accounts, "second").account.work == 10.0 * 50
+    assert open_one(accounts, "first").account.work == 0.0
+    accounts.charge_only(10)
+    assert open_one(accounts, "second", standing(2.0)).account.work == PART * 10 / 2
 
 
-def test_who_is_ahead_gains_nothing_by_leaving() -> None:
+def test_nobody_who_comes_back_has_had_less_than_a_newcomer() -> None:
+    accounts = Accounts()
+    stays, leaves = open_one(accounts, "stays"), open_one(accounts, "leaves")
+    accounts.charge([(leaves.account, 10)])
+    accounts.close(leaves)
+    for num_steps in (FORGET_STEPS // 2, FORGET_STEPS):
+        for _ in range(num_steps):
+            accounts.charge([(stays.account, 10)])
+        back = open_one(accounts, "leaves")
+        newcomer = open_one(accounts, f"newcomer {num_steps}")
+        assert back.account.work >= newcomer.account.work > 0
+        for sequence in (back, newcomer):
+            accounts.close(sequence)
+
+
+def test_nobody_gains_by_leaving_even_when_all_leave() -> None:
     accounts = Accounts()
     first, second = open_one(accounts, "first"), open_one(accounts, "second")
     accounts.charge([(first.account, 100), (second.account, 70)])
-    accounts.close(first)
-    assert open_one(accounts, "first").account.work == 100.0
-    accounts.close(second)
-    assert open_one(accounts, "second").account.work == 70.0
-
-
-def test_who_is_ahead_stays_so_when_all_have_left_for_a_moment() -> None:
-    accounts = Accounts()
-    first, second = open_one(accounts, "first"), open_one(accounts, "second")
-    accounts.charge([(first.account, 100)])
     for sequence in (first, second):
         accounts.close(sequence)
     assert not accounts.live
-    assert [open_one(accounts, name).account.work for name in ("first", "second")] == [100.0, 0.0]
+    assert [open_one(accounts, name).account.work for name in ("first", "second")] == [100.0, 70.0]
 
 
-def test_work_is_counted_exactly_however_much_there_was() -> None:
+def heavy_and_newcomers(num_newcomers: int) -> tuple[Accounts, Account, list[Account]]:
+    """One that has had everything, and others that come then."""
     accounts = Accounts()
-    first, second = open_one(accounts, "first", standing(1e-6)), open_one(accounts, "second")
-    for _ in range(CREDIT_STEPS):
-        accounts.charge([(first.account, 2**30)])
-    lead = first.account.work - second.account.work
-    accounts.charge([(first.account, 1)])
-    for _ in range(CREDIT_STEPS):
-        accounts.charge([(first.account, 1)])
-    second.account.work = first.account.work
-    accounts.charge([(second.account, 1)])
-    assert second.account.work - first.account.work == 1.0 and lead > MAX_WORK
-    assert open_one(accounts, "third").account.work < MAX_WORK
+    heavy = open_one(accounts, "heavy").account
+    for _ in range(20 * HALF_LIFE_STEPS):
+        accounts.charge_only(256)
+    return accounts, heavy, [open_one(accounts, str(number)).account for number in range(num_newcomers)]
+
+
+@pytest.mark.parametrize("num_newcomers", [1, 3, 10])
+def test_one_that_has_had_all_waits_for_newcomers_no_longer_than_is_said(num_newcomers: int) -> None:
+    """Whoever has had least is computed, as turns.py has it."""
+    accounts, heavy, others = heavy_and_newcomers(num_newcomers)
+    num_steps = 0
+    while (least := min((*others, heavy), key=lambda account: account.work)) is not heavy:
+        accounts.charge([(least, 256)])
+        num_steps += 1
+    bound = HALF_LIFE_STEPS * log2(1 + num_newcomers)
+    assert 0.8 * bound <= num_steps <= bound + num_newcomers + 1
+
+
+def test_one_that_has_had_all_comes_next_however_many_others_come() -> None:
+    accounts, heavy, _ = heavy_and_newcomers(0)
+    for number in range(FORGET_STEPS + 2):
+        newcomer = open_one(accounts, str(number))
+        if heavy.work <= newcomer.account.work:
+            return
+        accounts.charge([(newcomer.account, 256)])
+        accounts.close(newcomer)
+    raise AssertionError("it starves")
+
+
+def test_tokens_are_the_same_when_the_weight_changes() -> None:
+    accounts = Accounts()
+    stays, leaves = open_one(accounts, "stays"), open_one(accounts, "leaves")
+    accounts.charge([(stays.account, 60), (leaves.account, 60)])
+    assert open_one(accounts, "stays", standing(4.0)).account.work == 15.0
+    accounts.close(leaves)
+    assert open_one(accounts, "leaves", standing(0.5)).account.work == 120.0
+
+
+def test_nothing_is_left_of_what_is_cleared() -> None:
+    accounts = Accounts()
+    accounts.charge([(open_one(accounts, "stays").account, 10)])
+    accounts.close(open_one(accounts, "leaves"))
+    accounts.clear()
+    only = open_one(accounts, "stays").account
+    assert only.work == 0.0 and not accounts.is_beyond_share(only)
+
+
+def test_who_has_had_much_of_what_others_were_due_is_beyond_its_share() -> None:
+    accounts = Accounts()
+    heavy, light = open_one(accounts, "heavy").account, open_one(accounts, "light", standing(3.0)).account
+    assert not accounts.is_beyond_share(heavy)  # nobody has had anything
+    accounts.charge([(heavy, 25), (light, 75)])
+    assert not accounts.is_beyond_share(heavy) and not accounts.is_beyond_share(light)
+    accounts.charge([(heavy, 20)])
+    assert accounts.is_beyond_share(heavy) and not accounts.is_beyond_share(light)
+
+
+def test_the_only_account_is_never_beyond_its_share() -> None:
+    accounts = Accounts()
+    only = open_one(accounts, "only").account
+    accounts.charge_only(100)
+    assert not accounts.is_beyond_share(only)
+
+
+def test_a_share_is_among_those_that_are_remembered() -> None:
+    accounts = Accounts()
+    stays, leaves = open_one(accounts, "stays"), open_one(accounts, "leaves", standing(1e6))
+    accounts.charge([(stays.account, 60), (leaves.account, 1)])
+    accounts.close(leaves)
+    assert accounts.is_beyond_share(stays.account)
+    for _ in range(FORGET_STEPS + 1):
+        accounts.charge_only(256)
+    assert not accounts.is_beyond_share(stays.account) and not accounts._away
+    assert accounts._away_weight == 0.0
 
 
 def test_the_latest_weight_holds() -> None:
@@ -101,15 +174,14 @@ def test_a_lesser_quota_holds_when_those_with_a_larger_one_have_ended() -> None:
     assert Accounts().have_quotas == accounts.have_quotas
 
 
-def test_those_who_were_ahead_are_forgotten_at_some_number() -> None:
+def test_who_is_away_longest_is_forgotten_at_some_number() -> None:
     accounts = Accounts()
     open_one(accounts, "stays")
-    for number in range(MAX_AHEAD + 50):
-        sequence = open_one(accounts, str(number))
-        accounts.charge([(sequence.account, 10)])
-        accounts.close(sequence)
-    assert len(accounts._ahead) <= MAX_AHEAD
-    assert open_one(accounts, str(MAX_AHEAD + 49)).account.work == 10.0
+    for number in range(MAX_AWAY + 50):
+        accounts.close(open_one(accounts, str(number)))
+        accounts.charge([(accounts.live["stays"], 10)])
+    assert len(accounts._away) <= MAX_AWAY and accounts._away_weight == len(accounts._away)
+    assert str(MAX_AWAY + 49) in accounts._away and "0" not in accounts._away
 
 
 @pytest.mark.parametrize("weight", [1e-6, 1e6])

@@ -5,7 +5,7 @@ from typing import Final
 
 from baton.clock import ManualClock
 from baton.config import SchedulerConfig
-from baton.engine.accounts import CREDIT_STEPS
+from baton.engine.accounts import HALF_LIFE_STEPS
 from baton.engine.host_tier import HostTier
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
@@ -76,21 +76,21 @@ def test_bursts_of_quiet_tenants_hardly_notice_one_that_always_wants_more() -> N
         beside = quiet_tenants(1500, seed, is_noisy=True)
         assert len(beside) > 0.98 * len(alone)
         slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, beside))
-        assert slow <= 1.35 * slow_alone + 1, (seed, slow, slow_alone)
+        assert slow <= 1.1 * slow_alone + 1, (seed, slow, slow_alone)
 
 
 def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
     prefill = Prefill()
-    for _ in range(40):
+    for _ in range(80):
         prefill.add("noisy", LONG)
-    for _ in range(2 * CREDIT_STEPS):
+    for _ in range(4 * HALF_LIFE_STEPS):
         prefill.step()
     noisy_before = prefill.num_computed["noisy"]
     for _ in range(40):
         prefill.add("quiet-0", LONG)
-    for _ in range(4 * CREDIT_STEPS):
+    for _ in range(4 * HALF_LIFE_STEPS):
         prefill.step()
     noisy = prefill.num_computed["noisy"] - noisy_before
-    credit = CREDIT_STEPS * STEP_TOKENS
-    assert prefill.num_computed["quiet"] - noisy <= credit + 2 * STEP_TOKENS
-    assert prefill.num_computed["quiet"] - noisy >= 0.9 * credit
+    most = HALF_LIFE_STEPS * STEP_TOKENS  # of one that comes with nothing had: see accounts.py
+    assert prefill.num_computed["quiet"] - noisy <= most + 2 * STEP_TOKENS
+    assert prefill.num_computed["quiet"] - noisy >= 0.9 * most
