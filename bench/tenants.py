@@ -223,7 +223,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, default=3000, metavar="N", help="its first N requests (3000)")
     parser.add_argument("--quick", action="store_true", help="a minute of each case, fewer requests")
-    parser.add_argument("--real", action="store_true", help="processes, HTTP and keys: some eleven minutes")
+    parser.add_argument("--real", action="store_true", help="processes, HTTP and keys: a quarter of an hour")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the overload there")

@@ -37,7 +37,7 @@ MOMENT_S: Final = 2.0
 class Size(NamedTuple):
     """How long it takes."""
 
-    rounds: int = 5
+    rounds: int = 9  # a p99 is of two or three requests of each
     round_s: float = 16.0
     point_s: float = 12.0  # of a load that may be the peak
     overload_s: float = 60.0

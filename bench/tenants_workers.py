@@ -1,4 +1,4 @@
-"""Prefill workers of the simulator that order prompts by the shares of tenants, as an engine does."""
+"""Prefill workers of the simulator that order prompts by the shares of tenants, much as an engine does."""
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
