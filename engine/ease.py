@@ -27,7 +27,7 @@ class Ease:
     def most(self, account: Account, start: int, budget: int) -> int:
         """How many tokens from `start` on can be had for so much of a step's budget: of any, one at least."""
         limit = budget * MAX_STRETCH
-        if self._cost(start, budget) <= limit or not self._accounts.is_beyond_share(account):
+        if self.cost(start, budget) <= limit or not self._accounts.is_beyond_share(account):
             return budget
         # The positive n of n * (1 + (start + n / 2) / parity) = limit
         half, wanted = self._parity + start, 2 * self._parity * limit
@@ -35,10 +35,10 @@ class Ease:
 
     def price(self, account: Account, start: int, num_tokens: int, budget: int) -> int:
         """What of the budget these take."""
-        price = ceil(self._cost(start, num_tokens) / MAX_STRETCH)
+        price = ceil(self.cost(start, num_tokens) / MAX_STRETCH)
         if price <= num_tokens or not self._accounts.is_beyond_share(account):
             return num_tokens
         return min(budget, price)
 
-    def _cost(self, start: int, num_tokens: int) -> float:
+    def cost(self, start: int, num_tokens: int) -> float:
         return num_tokens * (1 + (start + num_tokens / 2) / self._parity)

@@ -253,7 +253,7 @@ class Engine:
         for sequence in sampled.failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
-        advances = self.scheduler.commit(batch, sampled.token_ids)
+        advances = self.scheduler.commit(batch, sampled.token_ids, step_s)
         outputs = [output_of(advance, sampled) for advance in advances]
         return outputs + [last_output_of(sequence, BAD_LOGITS) for sequence in sampled.failed]
 

@@ -36,6 +36,7 @@ from baton.engine.request_checks import most_tokens
 from baton.engine.sequence import FilledPages, Sequence, SequenceKey, SequenceStatus
 from baton.engine.sequence_pages import SequencePages
 from baton.engine.sequence_queues import SequenceQueues
+from baton.engine.shared_steps import share_step
 from baton.errors import IntegrityError
 from baton.request import MAX_CHOICES, FinishReason
 
@@ -206,11 +207,14 @@ class Scheduler:
             num_padded_tokens=plan.num_padded_tokens,
         )
 
-    def commit(self, batch: Batch, sampled: Ordered[int | None]) -> list[Advance]:
+    def commit(self, batch: Batch, sampled: Ordered[int | None], step_s: float = 0.0) -> list[Advance]:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
         Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
+        step_s: that it took.
         """
+        if self._queues.prefilling:
+            share_step(self._queues.prefilling, batch, step_s, self._ease.cost)
         advances: list[Advance] = []
         page_size = self.pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):

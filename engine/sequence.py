@@ -61,6 +61,9 @@ class Progress(Protocol):
     @property
     def finish_reason(self) -> FinishReason | None: ...
 
+    @property
+    def others_s(self) -> float: ...
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
@@ -100,6 +103,7 @@ class Sequence:
     rank: SequenceRank = (0, 0, 0.0, 0.0, 0)
     account: Account = field(default_factory=lambda: Account(""))  # of its name, while it is live
     enqueued_s: float = 0.0
+    others_s: float = 0.0  # of steps that computed other prompts, since it runs (shared_steps.py)
 
     @classmethod
     def from_request(

@@ -106,7 +106,7 @@ class SimEngine:
         sampled = [self._run(chunk) for chunk in batch.chunks]
         for sequence in failed:
             self.scheduler.fail(sequence)
-        advances = self.scheduler.commit(batch, sampled)
+        advances = self.scheduler.commit(batch, sampled, duration_s)
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()

@@ -30,6 +30,15 @@ def test_prefill_is_predicted_within_a_tenth_from_any_prior(token_s: float) -> N
         assert predicted_s == pytest.approx(0.01 + token_s * num_tokens, rel=0.15)
 
 
+def test_what_computed_other_prompts_is_no_cost_of_a_prompt() -> None:
+    alone, beside = CostModel(), CostModel()
+    for num_new in (100, 500, 2000, 100, 500, 2000):
+        alone.learn("p", Measured(prefills=(times(num_new, 1e-4 * num_new),)))
+        late = times(num_new, 1e-4 * num_new + 0.7, others_s=0.7)
+        beside.learn("p", Measured(prefills=(late,)))
+    assert beside.of("p").compute_s(1000, 1000) == pytest.approx(alone.of("p").compute_s(1000, 1000))
+
+
 def test_newcomer_begins_with_what_the_others_have_shown() -> None:
     model = taught(CostModel(), "p", 1e-3)
     assert model.of("q").compute_s(1000, 1000) == pytest.approx(1.01, rel=0.2)
