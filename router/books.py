@@ -5,7 +5,7 @@ its tokens weigh on the decode worker until its end. What a worker works on and 
 an earlier router dispatched, weighs by the worker's own count.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -42,7 +42,7 @@ class Account:
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "num_decoding", "work_s", "since_s", "prompts"),
+        *("num_computing", "num_decoding", "decoding", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
@@ -52,6 +52,7 @@ class Account:
         self.since_s = 0.0  # when the first of them came to be it
         self.num_attempts = 0
         self.num_decoding = 0  # of these: they have their first token, and are decoded here
+        self.decoding: Counter[Party] = Counter()  # whose those are
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that it works on and no entry names
@@ -126,7 +127,9 @@ class Books:
             return
         self._waiting.remove(key)
         entry = self._entries[key]
-        self._accounts[entry.decode].num_decoding += 1
+        decode = self._accounts[entry.decode]
+        decode.num_decoding += 1
+        decode.decoding[entry.party] += 1
         computer = self._accounts[entry.computer]
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
@@ -150,6 +153,9 @@ class Books:
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_decoding -= 1
+        decode.decoding[entry.party] -= 1
+        if not decode.decoding[entry.party]:
+            del decode.decoding[entry.party]
         decode.num_tokens -= entry.num_tokens
         return entry
 
@@ -213,6 +219,9 @@ class Books:
             assert account.num_computing == len(computed), worker_id
             waiting = [key for key in self._waiting if self._entries[key].decode == worker_id]
             assert account.num_decoding == len(decoded) - len(waiting), worker_id
+            begun = [key for key in self._entries if key not in self._waiting]
+            parties = [self._entries[key].party for key in begun if self._entries[key].decode == worker_id]
+            assert account.decoding == Counter(parties), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
         assert sum(map(len, self._entered_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others

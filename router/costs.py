@@ -71,7 +71,7 @@ class Decoder(msgspec.Struct, frozen=True, gc=False):
     """A worker that could decode, and perhaps compute the prompt too; what decoding there costs alone."""
 
     computer: Computer
-    num_decoding: int  # whose next tokens would wait for a prompt
+    num_held_up: int  # sequences there whose next tokens would wait for the prompt, as far as they count
     room_s: float  # until there is room for it
     join_s: float  # that, and until a step of the batch ends
     harm_s: float  # that its tokens cost who is there
@@ -138,7 +138,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         filled, decoder = self.filled, self.decoder
         join_s, harm_s = decoder.join_s, decoder.harm_s
         if not self.prefill:  # whoever is in that batch waits for the prompt, and it for no step of theirs
-            join_s, harm_s = decoder.room_s, harm_s + decoder.num_decoding * filled.compute_s
+            join_s, harm_s = decoder.room_s, harm_s + decoder.num_held_up * filled.compute_s
         return Terms(
             filled.computer.wait_s,
             filled.pull_s,
@@ -194,7 +194,7 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
 
 def local(filled: Filled, decoder: Decoder) -> Candidate:
     """The prompt computed where it is decoded."""
-    harm_s = decoder.harm_s + decoder.num_decoding * filled.compute_s
+    harm_s = decoder.harm_s + decoder.num_held_up * filled.compute_s
     return Candidate(filled.total_s + decoder.room_s + harm_s, "", filled.computer.worker, filled, decoder)
 
 

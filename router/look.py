@@ -12,6 +12,7 @@ from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Holdings
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import Family, PromptKeys
+from baton.router.prompts_ahead import LeadOf, Party
 from baton.router.sides import Side, Station
 
 MAX_SOURCES: Final = 2
@@ -36,6 +37,7 @@ class Look:
         self._party = party_of(request)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
+        self._may_be_held_up: dict[Party, bool] = {}
 
     def holders(self, side: Side, limit: int, first: Station) -> list[Station]:
         """At most so many of each family, and none that is left out holds more of the prompt."""
@@ -66,8 +68,8 @@ class Look:
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
             token_harm_s = sequence_s + context_s * load.num_tokens
             harm_s = num_running * load.num_output_tokens * token_harm_s
-            num_decoding = account.num_decoding + account.num_unknown
-            decoders.append(Decoder(computer, num_decoding, room_s, room_s + 0.5 * step_s, harm_s))
+            num_held_up = account.num_unknown + self._num_held_up(account)
+            decoders.append(Decoder(computer, num_held_up, room_s, room_s + 0.5 * step_s, harm_s))
         return decoders
 
     def _at(self, stations: Sequence[Station]) -> list[tuple[Computer, Account, Speeds]]:
@@ -92,6 +94,27 @@ class Look:
         load = self.load
         before = account.prompts.part_before(self._party, load.num_tokens, load.lead, load.lead_of)
         return account.wait_s(self._now_s) * before
+
+    def _num_held_up(self, account: Account) -> int:
+        """Of those that decode there, who would wait for the prompt and has no less right to go on: all, but
+        where its tenant is owed work, none of its class that is not, and none of a lower one.
+        """
+        load, known = self.load, self._may_be_held_up
+        if load.lead is None or load.lead >= 0 or load.lead_of is None:
+            return account.num_decoding
+        num = 0
+        for party, num_of in account.decoding.items():
+            if party not in known:
+                known[party] = not self._yields(party, load.lead_of)
+            num += num_of if known[party] else 0
+        return num
+
+    def _yields(self, party: Party, lead_of: LeadOf) -> bool:
+        own = self._party
+        if party == own or party.rank != own.rank:
+            return party.rank > own.rank
+        lead = lead_of(party)
+        return lead is not None and lead >= 0
 
     def sources(self, computers: Sequence[Computer]) -> list[Source]:
         """Those that hold most of the prompt; expected pages count until `locate` was asked."""

@@ -215,6 +215,35 @@ def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> No
     assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
 
 
+def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
+    """Nor to a lower class. Whoever has as much right to go on counts, and so does its own tenant."""
+    world = World(Random(3), 2)
+    world.join("d9")
+    own, equal, beyond = Party(), Party("equal"), Party("beyond")
+    lower, higher = Party("lower", rank=2), Party("higher", rank=-1)
+    for number, party in enumerate([own, *[equal] * 2, *[beyond] * 4, *[lower] * 8, *[higher] * 16]):
+        key = (f"new{number}", 0)
+        world.books.enter(key, Entry("g", id_of("d9"), "", 10, 20, 0.1, party))
+        world.books.started(key)
+    world.books.check_integrity()
+    leads = {own: -5.0, equal: -1.0, beyond: 0.0, lower: -9.0, higher: 9.0}
+
+    def num_held_up(lead: float | None) -> int:
+        load = replace(load_of(world.request), lead=lead, lead_of=leads.get)
+        look = Look(world.known, world.request, load, world.clock.now_s())
+        (decoder,) = look.decoders(
+            [
+                station
+                for station in world.side(WorkerRole.DECODE).stations(world.index)
+                if station.id == id_of("d9")
+            ]
+        )
+        return decoder.num_held_up
+
+    assert num_held_up(-5.0) == 1 + 2 + 16
+    assert num_held_up(0.0) == num_held_up(None) == 1 + 2 + 4 + 8 + 16
+
+
 OWED, SERVED = Turn(lead=-1.0), Turn(lead=0.0)
 
 

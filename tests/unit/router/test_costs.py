@@ -39,9 +39,9 @@ def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> Source:
     return Source(worker, num_tokens, lambda computer, num: 0.005 + token_s * num)
 
 
-def a_decoder(worker: str = "d", num_decoding: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:
+def a_decoder(worker: str = "d", num_held_up: int = 0, num_held: int = 0, wait_s: float = 0.0) -> Decoder:
     computer = a_computer(worker, wait_s, num_held)
-    return Decoder(computer, num_decoding, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_decoding)
+    return Decoder(computer, num_held_up, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_held_up)
 
 
 def local_at(decoder: Decoder) -> Candidate:
@@ -57,7 +57,7 @@ def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: 
     """It costs nothing to decode."""
     computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
     filled = Filled(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
-    decoder = Decoder(a_computer("d"), num_decoding=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    decoder = Decoder(a_computer("d"), num_held_up=0, room_s=0.0, join_s=0.0, harm_s=0.0)
     return remote(filled, decoder, 0.0) if prefill else local(filled, decoder)
 
 
@@ -107,7 +107,7 @@ def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
 
 
 def test_local_prefill_makes_the_batch_wait() -> None:
-    alone, full = local_at(a_decoder()), local_at(a_decoder(num_decoding=8))
+    alone, full = local_at(a_decoder()), local_at(a_decoder(num_held_up=8))
     assert alone.terms.harm_s == 0.0
     assert full.terms.harm_s >= 8 * full.terms.compute_s
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
@@ -115,7 +115,7 @@ def test_local_prefill_makes_the_batch_wait() -> None:
 
 @pytest.mark.parametrize("is_local", (True, False))
 def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
-    decoder = Decoder(a_computer("d", 0.5), num_decoding=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    decoder = Decoder(a_computer("d", 0.5), num_held_up=3, room_s=0.25, join_s=0.3, harm_s=0.2)
     computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
     filled = filled_at(computer, [a_source("q", 800)], load)
     candidate = local(filled, decoder) if is_local else remote(filled, decoder, 0.05)
@@ -126,8 +126,8 @@ def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
 
 
 def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
-    for num_decoding, expected in ((0, ""), (16, "p")):
-        decoder = a_decoder(num_decoding=num_decoding)
+    for num_held_up, expected in ((0, ""), (16, "p")):
+        decoder = a_decoder(num_held_up=num_held_up)
         away = remote(filled_at(a_computer()), decoder, 0.05)
         assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
 
