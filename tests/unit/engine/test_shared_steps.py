@@ -77,7 +77,7 @@ def test_every_step_is_shared_out_once_among_the_prompts_that_run(seed: int) -> 
             has_begun = name in own_s and before[name]
             running_s[name] = running_s.get(name, 0.0) + STEP_S * has_begun
     for name, each in sequences.items():
-        assert each.others_s == pytest.approx(running_s[name] - own_s[name]), name
+        assert each.others_s == pytest.approx(running_s[name] - own_s.get(name, 0.0)), name
 
 
 def test_a_step_is_shared_by_what_tokens_cost() -> None:
