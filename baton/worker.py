@@ -40,6 +40,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tensor_parallel_size: Count = 1
     kv_dtype: Name = ""  # of the elements in its pages: part of their names
     num_host_pages: Count = 0
+    max_num_batched_tokens: Count = 0  # that a step computes; 0: it does not say
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

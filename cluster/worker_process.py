@@ -145,6 +145,7 @@ class HostedWorker:
             page_size=engine.pages.page_size,
             num_pages=engine.pages.num_pages,
             max_num_seqs=config.engine.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.engine.scheduler.max_num_batched_tokens,
             max_model_len=engine.max_model_len,
             tensor_parallel_size=config.engine.tensor_parallel_size,
             kv_dtype=engine.runner.layout.dtype,

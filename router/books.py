@@ -30,6 +30,7 @@ class Entry(NamedTuple):
     num_tokens: int  # that its KV will hold
     compute_s: float = 0.0  # that the prompt is expected to take
     party: Party = Party()
+    num_output_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its answer, as expected
 
     @property
     def computer(self) -> str:
@@ -42,7 +43,7 @@ class Account:
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "num_decoding", "decoding", "work_s", "since_s", "prompts"),
+        *("num_computing", "num_decoding", "num_output_tokens", "decoding", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class Account:
         self.since_s = 0.0  # when the first of them came to be it
         self.num_attempts = 0
         self.num_decoding = 0  # of these: they have their first token, and are decoded here
-        self.decoding: Counter[Party] = Counter()  # whose those are
+        self.num_output_tokens = 0  # that these are expected to answer, together
+        self.decoding: Counter[Party] = Counter()  # whose they are
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that it works on and no entry names
@@ -129,6 +131,7 @@ class Books:
         entry = self._entries[key]
         decode = self._accounts[entry.decode]
         decode.num_decoding += 1
+        decode.num_output_tokens += entry.num_output_tokens
         decode.decoding[entry.party] += 1
         computer = self._accounts[entry.computer]
         computer.num_computing -= 1
@@ -153,6 +156,7 @@ class Books:
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_decoding -= 1
+        decode.num_output_tokens -= entry.num_output_tokens
         decode.decoding[entry.party] -= 1
         if not decode.decoding[entry.party]:
             del decode.decoding[entry.party]
@@ -220,8 +224,9 @@ class Books:
             waiting = [key for key in self._waiting if self._entries[key].decode == worker_id]
             assert account.num_decoding == len(decoded) - len(waiting), worker_id
             begun = [key for key in self._entries if key not in self._waiting]
-            parties = [self._entries[key].party for key in begun if self._entries[key].decode == worker_id]
-            assert account.decoding == Counter(parties), worker_id
+            entries = [self._entries[key] for key in begun if self._entries[key].decode == worker_id]
+            assert account.decoding == Counter(each.party for each in entries), worker_id
+            assert account.num_output_tokens == sum(each.num_output_tokens for each in entries), worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
         assert sum(map(len, self._entered_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others

@@ -7,12 +7,14 @@
 A prompt whose tenant is owed work delays only others like it, of those that come soon: the rest is behind it
 wherever it goes.
 
-Computing the prompt where it is decoded is one more candidate: nothing is handed over, and the batch waits.
+Computing the prompt where it is decoded is one more candidate: nothing is handed over, and the batch waits,
+as long as its sequences last. Where prompts are computed anyway, it waits for those.
 A prefix that only a busy worker holds is fetched or computed elsewhere when that is cheaper, and found there
 by its next reader: that is how hot prefixes spread.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Final, TypeAlias
 
 import msgspec
@@ -75,6 +77,9 @@ class Decoder(msgspec.Struct, frozen=True, gc=False):
     room_s: float  # until there is room for it
     join_s: float  # that, and until a step of the batch ends
     harm_s: float  # that its tokens cost who is there
+    patience_s: float = (
+        inf  # until those whose tokens would wait have ended, beyond what they wait for anyway
+    )
 
     @property
     def total_s(self) -> float:
@@ -138,7 +143,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         filled, decoder = self.filled, self.decoder
         join_s, harm_s = decoder.join_s, decoder.harm_s
         if not self.prefill:  # whoever is in that batch waits for the prompt, and it for no step of theirs
-            join_s, harm_s = decoder.room_s, harm_s + decoder.num_held_up * filled.compute_s
+            join_s, harm_s = (
+                decoder.room_s,
+                harm_s + decoder.num_held_up * min(filled.compute_s, decoder.patience_s),
+            )
         return Terms(
             filled.computer.wait_s,
             filled.pull_s,
@@ -194,7 +202,7 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
 
 def local(filled: Filled, decoder: Decoder) -> Candidate:
     """The prompt computed where it is decoded."""
-    harm_s = decoder.harm_s + decoder.num_held_up * filled.compute_s
+    harm_s = decoder.harm_s + decoder.num_held_up * min(filled.compute_s, decoder.patience_s)
     return Candidate(filled.total_s + decoder.room_s + harm_s, "", filled.computer.worker, filled, decoder)
 
 

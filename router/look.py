@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from baton.decision import PullSource
@@ -26,6 +27,12 @@ class Known:
     index: PrefixIndex
     model: CostModel
     keys: PromptKeys
+
+
+def _num_left(account: Account) -> float:
+    """Tokens that each of those that decode there has still to come, on average, as expected."""
+    num_tokens = account.num_output_tokens + EXPECTED_OUTPUT_TOKENS * account.num_unknown
+    return 0.5 * num_tokens / (account.num_decoding + account.num_unknown)
 
 
 class Look:
@@ -60,7 +67,7 @@ class Look:
         for station, (computer, account, speeds) in zip(stations, self._at(stations), strict=True):
             num_running = account.num_attempts + account.num_unknown
             num_tokens = account.num_tokens + account.num_unknown_tokens
-            fixed_s, sequence_s, context_s, _ = speeds.step.coefficients
+            fixed_s, sequence_s, context_s, token_s = speeds.step.coefficients
             step_s = fixed_s + sequence_s * num_running + context_s * num_tokens
             share = (num_tokens + num_tokens_more) / station.num_slots
             seats = (num_running + 1) / station.max_num_seqs
@@ -69,7 +76,12 @@ class Look:
             token_harm_s = sequence_s + context_s * load.num_tokens
             harm_s = num_running * load.num_output_tokens * token_harm_s
             num_held_up = account.num_unknown + self._num_held_up(account)
-            decoders.append(Decoder(computer, num_held_up, room_s, room_s + 0.5 * step_s, harm_s))
+            patience_s = inf
+            if num_held_up and station.max_num_batched_tokens:
+                longest_s = step_s + token_s * station.max_num_batched_tokens
+                patience_s = _num_left(account) * longest_s - account.wait_s(self._now_s)
+            join_s = room_s + 0.5 * step_s
+            decoders.append(Decoder(computer, num_held_up, room_s, join_s, harm_s, max(0.0, patience_s)))
         return decoders
 
     def _at(self, stations: Sequence[Station]) -> list[tuple[Computer, Account, Speeds]]:

@@ -48,6 +48,7 @@ def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) ->
         num_tokens=num_tokens,
         compute_s=compute_s,
         party=party_of(request),
+        num_output_tokens=num_tokens - request.num_tokens,
     )
 
 

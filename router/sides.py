@@ -21,6 +21,7 @@ class Station(msgspec.Struct, frozen=True, gc=False):
     page_size: int
     num_slots: int  # of KV, at least 1
     max_num_seqs: int  # at least 1
+    max_num_batched_tokens: int  # that a step computes; 0: unknown
     is_prefill: bool
     slot: int  # in the index; 0 where it does not know it
     slot_bit: int  # 0: the index does not know it
@@ -86,6 +87,7 @@ def _station(member: Member, shared: Mapping[Family, tuple[Family, Kin]], index:
         page_size=worker.page_size,
         num_slots=max(1, worker.num_pages * worker.page_size),
         max_num_seqs=max(1, worker.max_num_seqs),
+        max_num_batched_tokens=worker.max_num_batched_tokens,
         is_prefill=worker.role is WorkerRole.PREFILL,
         slot=slot or 0,
         slot_bit=0 if slot is None else 1 << slot,

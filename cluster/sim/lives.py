@@ -146,6 +146,7 @@ class WorkerLife:
             page_size=machine.page_size,
             num_pages=machine.num_pages,
             max_num_seqs=machine.max_num_seqs,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
             max_model_len=machine.max_model_len,
         )
         return Hello(process=Kind.WORKER, id=worker.id, worker=worker)

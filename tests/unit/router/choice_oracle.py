@@ -1,6 +1,7 @@
 """What every pair of workers would cost, worker by worker and term by term: slow, and plainly right."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -122,7 +123,20 @@ class ChoiceOracle:
     def _local(self, decoder: Member, filled: Weighed) -> Weighed:
         account = self._known.books.account(decoder.id)
         num_decoding = account.num_decoding + account.num_unknown
-        harm_s = self._decoding(decoder).harm_s + num_decoding * filled.terms.compute_s
+        harm_s = self._decoding(decoder).harm_s
+        if num_decoding:
+            left = (
+                (account.num_output_tokens + EXPECTED_OUTPUT_TOKENS * account.num_unknown) / num_decoding / 2
+            )
+            _, step_s = self._room_and_step_s(decoder)
+            token_s = self._known.model.of(decoder.id).step.coefficients[3]
+            num_tokens = decoder.worker.max_num_batched_tokens
+            last_s = (
+                left * (step_s + token_s * num_tokens) if num_tokens else inf
+            )  # that their tokens take where every step is full of prompts
+            anyway_s = account.wait_s(self._now_s)
+            with_it_s = anyway_s + filled.terms.compute_s
+            harm_s += num_decoding * (min(last_s, with_it_s) - min(last_s, anyway_s))
         join_s = self._room_and_step_s(decoder)[0]
         return filled._replace(terms=replace(filled.terms, join_s=join_s, harm_s=harm_s))
 

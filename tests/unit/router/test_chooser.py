@@ -45,6 +45,7 @@ class World:
             fingerprint = random.choice(("f", "f", "g"))
             name, num_pages = f"{'dp'[number % 2]}{number}", random.randint(30, 90)
             worker = a_worker(name, num_pages=num_pages, fingerprint=fingerprint)
+            worker = replace(worker, max_num_batched_tokens=random.choice((0, 64, 256)))
             self.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
         for member in self.members:
             self._fill(member)
@@ -103,7 +104,10 @@ class World:
             prefill = member.id if is_prefill else ""
             num_tokens, compute_s = random.randint(10, 300), random.uniform(0.01, 0.5)
             entry = Entry("g", decode, prefill, num_tokens, num_tokens, compute_s)
+            entry = entry._replace(num_output_tokens=random.choice((1, 10, 256)))
             self.books.enter((f"{member.id}{number}", 0), entry)
+            if random.random() < 0.4:
+                self.books.started((f"{member.id}{number}", 0))
         if random.random() < 0.3:
             attempts = tuple((id_of(f"u{number}"), 0) for number in range(random.randint(1, 3)))
             load = WorkerLoad(pages={"active": random.randint(0, 60)})

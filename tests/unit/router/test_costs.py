@@ -113,6 +113,15 @@ def test_local_prefill_makes_the_batch_wait() -> None:
     assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
 
 
+def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
+    compute_s = local_at(a_decoder()).terms.compute_s
+    for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
+        decoder = replace(a_decoder(), num_held_up=8, patience_s=patience_s)
+        terms = local_at(decoder).terms
+        assert terms.harm_s == pytest.approx(decoder.harm_s + 8 * waits_s)
+        assert terms.total_s == pytest.approx(local_at(decoder).total_s)
+
+
 @pytest.mark.parametrize("is_local", (True, False))
 def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
     decoder = Decoder(a_computer("d", 0.5), num_held_up=3, room_s=0.25, join_s=0.3, harm_s=0.2)
