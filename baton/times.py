@@ -18,7 +18,7 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     pulled_s: Seconds = 0.0
     moved_bytes: Count = 0  # handed to the decode worker
     exposed_s: Seconds = 0.0  # of the hand-off: after the first token
-    others_s: Seconds = 0.0  # of computed_s: what computed other prompts
+    own_s: Seconds = 0.0  # of computed_s: its part, where others were computed too; 0: not known
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -79,7 +79,7 @@ def _truth(decision: Decision) -> list[str]:
         lines.append(
             f"measured: waited {times.waited_s:.4f} s, "
             f"computed {times.num_new_tokens} of {times.num_tokens} tokens in {times.computed_s:.4f} s, "
-            f"{times.others_s:.4f} s of it others', "
+            f"{times.own_s or times.computed_s:.4f} s of it its own, "
             f"pulled {times.pulled_bytes} bytes in {times.pulled_s:.4f} s, "
             f"hand-off exposed {times.exposed_s:.4f} s"
         )

@@ -66,7 +66,7 @@ class Reports(WorkerReports):
                 num_tokens=len(attempt.token_ids),
                 pulled_bytes=pull.num_bytes if pull is not None and pull.pages else 0,
                 pulled_s=pull.seconds if pull is not None else 0.0,
-                others_s=stamps.progress.others_s if stamps.progress is not None else 0.0,
+                own_s=stamps.progress.own_s if stamps.progress is not None else 0.0,
             )
         )
 

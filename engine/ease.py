@@ -41,4 +41,5 @@ class Ease:
         return min(budget, price)
 
     def cost(self, start: int, num_tokens: int) -> float:
+        """Of so many tokens from `start` on."""
         return num_tokens * (1 + (start + num_tokens / 2) / self._parity)

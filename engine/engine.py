@@ -72,6 +72,7 @@ class Engine:
         self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
         self._last_step: tuple[Batch, float] | None = None
+        self._busy_since_s: float | None = None  # the end of the last step, if there was more to do
         self._seeds = random.Random(runner.config.seed)
         self._meter = PreemptionMeter(runner.pool)
         config, layout = runner.config, runner.layout
@@ -88,6 +89,7 @@ class Engine:
     def _start_steps(self) -> None:
         """With nothing remembered of earlier ones."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
+        self._busy_since_s = None
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         self._sampler = Sampler(self.runner.device)
 
@@ -241,19 +243,22 @@ class Engine:
 
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
         self.scheduler.rates = self._meter.rates
+        began_s = perf_counter() if self._busy_since_s is None else self._busy_since_s
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
         started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch, watch))
-        step_s = perf_counter() - started_s
+        ended_s = perf_counter()
+        step_s = ended_s - started_s
         self._meter.observe(batch, step_s)
         if batch.chunks:
             self._last_step = batch, step_s
         for sequence in sampled.failed:
             logger.error("logits that are not numbers", extra={"request_id": sequence.request_id})
             self.scheduler.fail(sequence)
-        advances = self.scheduler.commit(batch, sampled.token_ids, step_s)
+        advances = self.scheduler.commit(batch, sampled.token_ids, ended_s - began_s)
+        self._busy_since_s = ended_s if self.scheduler.has_work() else None
         outputs = [output_of(advance, sampled) for advance in advances]
         return outputs + [last_output_of(sequence, BAD_LOGITS) for sequence in sampled.failed]
 

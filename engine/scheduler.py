@@ -211,10 +211,9 @@ class Scheduler:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
         Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
-        step_s: that it took.
+        step_s: since the last batch, or since there was something to compute.
         """
-        if self._queues.prefilling:
-            share_step(self._queues.prefilling, batch, step_s, self._ease.cost)
+        share_step(batch, step_s, self._ease.cost)
         advances: list[Advance] = []
         page_size = self.pool.page_size
         for chunk, token_id in zip(batch.chunks, sampled, strict=True):

@@ -62,7 +62,7 @@ class Progress(Protocol):
     def finish_reason(self) -> FinishReason | None: ...
 
     @property
-    def others_s(self) -> float: ...
+    def own_s(self) -> float: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -103,7 +103,7 @@ class Sequence:
     rank: SequenceRank = (0, 0, 0.0, 0.0, 0)
     account: Account = field(default_factory=lambda: Account(""))  # of its name, while it is live
     enqueued_s: float = 0.0
-    others_s: float = 0.0  # of steps that computed other prompts, since it runs (shared_steps.py)
+    own_s: float = 0.0  # its part of the time of steps, as a prompt; see shared_steps.py
 
     @classmethod
     def from_request(

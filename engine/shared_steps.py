@@ -4,25 +4,21 @@ A prompt's time from its first step to its first token says little of what it ta
 first meanwhile. Whoever predicts from it would count those twice, as work that takes long and as a wait.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from baton.engine.plan import Batch
-from baton.engine.sequence import Sequence, SequenceKey
 
 
-def share_step(
-    prefilling: Mapping[SequenceKey, Sequence],
-    batch: Batch,
-    step_s: float,
-    cost: Callable[[int, int], float],
-) -> None:
-    """Add to `others_s` of each running prompt what it had not of this step: all but its part of the cost of
-    prompts in it. Decodes ride along with any prompt, and are no others.
+def share_step(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
+    """Add to `own_s` of each prompt in the batch its part of the time, by what its tokens cost. Decodes ride
+    along, and have none; a batch of single tokens is a step of decodes, whoever is in it.
 
     cost: of so many tokens from a start on (ease.py).
     """
-    chunks = [chunk for chunk in batch.chunks if chunk.sequence.key in prefilling]
-    costs = {chunk.sequence.key: cost(chunk.start, chunk.num_tokens) for chunk in chunks}
-    total = sum(costs.values()) or 1.0
-    for key, sequence in prefilling.items():
-        sequence.others_s += step_s * (1.0 - costs.get(key, 0.0) / total)
+    if batch.num_decodes == len(batch.chunks):
+        return
+    prompts = [each for each in batch.chunks if each.num_tokens > 1 or not each.sequence.num_generated_tokens]
+    costs = [cost(each.start, each.num_tokens) for each in prompts]
+    total = sum(costs)
+    for each, own in zip(prompts, costs, strict=True):
+        each.sequence.own_s += step_s * own / total

@@ -26,7 +26,7 @@ class _Stamps:
     started_s: float | None = None
     computed_s: float | None = None  # it took
     num_cached_tokens: int = 0
-    others_s: float = 0.0
+    own_s: float = 0.0
     pulled_bytes: int = 0
     pulled_s: float = 0.0
 
@@ -55,7 +55,7 @@ class Reports(WorkerReports):
             stamps.started_s = self.step_began_s
         stamps.computed_s = self.clock.now_s() - stamps.started_s
         stamps.num_cached_tokens = output.num_cached_tokens
-        stamps.others_s = departure.progress.others_s if departure.progress else 0.0
+        stamps.own_s = departure.progress.own_s if departure.progress else 0.0
 
     def ended(self, departure: Departure, ended: Ended) -> None:
         """Its transfer, one way or another; what is left of it is forgotten."""
@@ -76,7 +76,7 @@ class Reports(WorkerReports):
                 pulled_s=stamps.pulled_s,
                 moved_bytes=times.num_bytes if times is not None else 0,
                 exposed_s=times.exposed_s if times is not None else 0.0,
-                others_s=stamps.others_s,
+                own_s=stamps.own_s,
             )
         )
 

@@ -5,7 +5,7 @@ its tokens weigh on the decode worker until its end. What a worker works on and 
 an earlier router dispatched, weighs by the worker's own count.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple, TypeAlias
 
@@ -38,12 +38,22 @@ class Entry(NamedTuple):
         return self.prefill or self.decode
 
 
+class Decoding(NamedTuple):
+    """What one party has of it."""
+
+    num: int
+    num_output_tokens: int  # of their answers, as expected
+
+
+NOBODY: Final = Decoding(0, 0)
+
+
 class Account:
     """One worker's."""
 
     __slots__ = (
         *("num_attempts", "num_prompt_tokens", "num_tokens", "num_unknown", "num_unknown_tokens"),
-        *("num_computing", "num_decoding", "num_output_tokens", "decoding", "work_s", "since_s", "prompts"),
+        *("num_computing", "num_decoding", "decoding", "work_s", "since_s", "prompts"),
     )
 
     def __init__(self) -> None:
@@ -53,8 +63,7 @@ class Account:
         self.since_s = 0.0  # when the first of them came to be it
         self.num_attempts = 0
         self.num_decoding = 0  # of these: they have their first token, and are decoded here
-        self.num_output_tokens = 0  # that these are expected to answer, together
-        self.decoding: Counter[Party] = Counter()  # whose they are
+        self.decoding: dict[Party, Decoding] = {}  # whose they are
         self.num_prompt_tokens = 0
         self.num_tokens = 0
         self.num_unknown = 0  # attempts that it works on and no entry names
@@ -131,8 +140,8 @@ class Books:
         entry = self._entries[key]
         decode = self._accounts[entry.decode]
         decode.num_decoding += 1
-        decode.num_output_tokens += entry.num_output_tokens
-        decode.decoding[entry.party] += 1
+        num, num_tokens = decode.decoding.get(entry.party, NOBODY)
+        decode.decoding[entry.party] = Decoding(num + 1, num_tokens + entry.num_output_tokens)
         computer = self._accounts[entry.computer]
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
@@ -156,10 +165,9 @@ class Books:
         decode = self._accounts[entry.decode]
         decode.num_attempts -= 1
         decode.num_decoding -= 1
-        decode.num_output_tokens -= entry.num_output_tokens
-        decode.decoding[entry.party] -= 1
-        if not decode.decoding[entry.party]:
-            del decode.decoding[entry.party]
+        num, num_tokens = decode.decoding.pop(entry.party)
+        if num > 1:
+            decode.decoding[entry.party] = Decoding(num - 1, num_tokens - entry.num_output_tokens)
         decode.num_tokens -= entry.num_tokens
         return entry
 
@@ -223,10 +231,13 @@ class Books:
             assert account.num_computing == len(computed), worker_id
             waiting = [key for key in self._waiting if self._entries[key].decode == worker_id]
             assert account.num_decoding == len(decoded) - len(waiting), worker_id
-            begun = [key for key in self._entries if key not in self._waiting]
-            entries = [self._entries[key] for key in begun if self._entries[key].decode == worker_id]
-            assert account.decoding == Counter(each.party for each in entries), worker_id
-            assert account.num_output_tokens == sum(each.num_output_tokens for each in entries), worker_id
+            begun = [each for key, each in self._entries.items() if key not in self._waiting]
+            decoding = defaultdict[Party, list[int]](list)
+            for entry in begun:
+                if entry.decode == worker_id:
+                    decoding[entry.party].append(entry.num_output_tokens)
+            found = {party: Decoding(len(each), sum(each)) for party, each in decoding.items()}
+            assert account.decoding == found, worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
         assert sum(map(len, self._entered_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others

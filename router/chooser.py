@@ -39,6 +39,7 @@ NUM_KEPT: Final = 2  # those with the least to do, and more where fewer hold any
 MAX_DRAWS: Final = 32  # for these, where some workers are left out
 MAX_COMBINED: Final = 3  # of a role
 MEMORY_S: Final = 30.0  # of how busy the cluster has been
+BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
 MOST_BUSY: Final = 0.9
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 
@@ -103,7 +104,7 @@ class Chooser:
         now_s = clock.now_s()
         self._crowd = _Crowd(now_s)
         self._owed_crowd = _Crowd(now_s)  # of tenants that were owed work: those alone wait behind each other
-        self._spread = Spread(now_s)
+        self._tokens: dict[str, Fading] = {}  # by worker
 
     def choose(self, request: Request, field: Field, turn: Turn = NO_TURN) -> Choice:
         """It is no more than an answer until `expect` says that it is followed."""
@@ -116,7 +117,7 @@ class Chooser:
         for _ in range(MAX_SOURCES + 1):
             candidates = self._candidates(look, decoding, filling, field.are_pair)
             candidates = self._placed(candidates, turn)
-            chosen = self.select(candidates, random, lambda worker_id: self._spread.of(worker_id, now_s))
+            chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = look.locate(field.station(chosen.source)) if chosen.source else None
             if not chosen.source or (source and source.num_tokens >= chosen.num_held_tokens):
                 break  # else it is only expected to hold so much: look knows that now
@@ -129,24 +130,30 @@ class Chooser:
         stays young.
         """
         chosen, now_s = choice.candidate, self._clock.now_s()
-        self._crowd.add(chosen.filled.compute_s, now_s)
+        self._crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
         if choice.is_owed:
-            self._owed_crowd.add(chosen.filled.compute_s, now_s)
-        self._spread.add(chosen.computer, num_tokens, now_s)
+            self._owed_crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
+        self._given(chosen.computer).add(num_tokens, now_s)
         ttl_s = chosen.terms.ttft_s + EXPECTED_FOR_S
         for worker_id, keys in choice.keys.items():
             self._known.index.expect(worker_id, keys, ttl_s)
 
     def forget(self, worker_id: str) -> None:
         """It is gone."""
-        self._spread.forget(worker_id, self._clock.now_s())
+        self._tokens.pop(worker_id, None)
+        for crowd in (self._crowd, self._owed_crowd):
+            crowd.forget(worker_id, self._clock.now_s())
+
+    def _given(self, worker_id: str) -> Fading:
+        if worker_id not in self._tokens:
+            self._tokens[worker_id] = Fading(BALANCE_S, self._clock.now_s())
+        return self._tokens[worker_id]
 
     def _load(self, request: Request, turn: Turn, now_s: float) -> Load:
         crowd = self._owed_crowd if turn.is_owed else self._crowd
         num_tokens = request.num_tokens
         num_output_tokens = num_kv_tokens(request) - num_tokens
-        crowd_rate = crowd.rate(self._spread.num(now_s), now_s)
-        return Load(num_tokens, num_output_tokens, crowd_rate, turn.lead, turn.lead_of)
+        return Load(num_tokens, num_output_tokens, crowd.rate(now_s), turn.lead, turn.lead_of)
 
     def _compared(self, look: Look, side: Side, left_out: Collection[str]) -> list[Station]:
         """In an order that begins with another one each time: what comes first wins where all is alike."""
@@ -202,17 +209,21 @@ class _Crowd:
     """Prompts that were given out lately."""
 
     def __init__(self, now_s: float) -> None:
-        self._num = Fading(MEMORY_S, now_s)
-        self._work_s = Fading(MEMORY_S, now_s)
+        self._num = Spread(MEMORY_S, now_s)
+        self._work_s = Spread(MEMORY_S, now_s)
 
-    def add(self, compute_s: float, now_s: float) -> None:
-        self._num.add(1.0, now_s)
-        self._work_s.add(compute_s, now_s)
+    def add(self, worker_id: str, compute_s: float, now_s: float) -> None:
+        self._num.add(worker_id, 1.0, now_s)
+        self._work_s.add(worker_id, compute_s, now_s)
 
-    def rate(self, num_computers: float, now_s: float) -> float:
+    def forget(self, worker_id: str, now_s: float) -> None:
+        self._num.forget(worker_id, now_s)
+        self._work_s.forget(worker_id, now_s)
+
+    def rate(self, now_s: float) -> float:
         """How many a second come to a worker, and more where these hold up others in turn."""
-        busy = min(MOST_BUSY, self._work_s.at(now_s) / MEMORY_S / num_computers)
-        return self._num.at(now_s) / MEMORY_S / num_computers / (1 - busy)
+        busy = min(MOST_BUSY, self._work_s.mean(now_s) / MEMORY_S)
+        return self._num.mean(now_s) / MEMORY_S / (1 - busy)
 
 
 def _without(left_out: Collection[str], stations: Sequence[Station]) -> list[Station]:

@@ -70,20 +70,23 @@ class Source(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decoder(msgspec.Struct, frozen=True, gc=False):
-    """A worker that could decode, and perhaps compute the prompt too; what decoding there costs alone."""
+    """A worker that could decode, and perhaps compute the prompt too."""
 
     computer: Computer
-    num_held_up: int  # sequences there whose next tokens would wait for the prompt, as far as they count
+    num_held_up: int  # sequences whose tokens would wait for a prompt, as far as they count
     room_s: float  # until there is room for it
     join_s: float  # that, and until a step of the batch ends
     harm_s: float  # that its tokens cost who is there
-    patience_s: float = (
-        inf  # until those whose tokens would wait have ended, beyond what they wait for anyway
-    )
+    patience_s: float = inf  # until they have ended, beyond what they wait for anyway
 
     @property
     def total_s(self) -> float:
+        """Of decoding there alone."""
         return self.join_s + self.harm_s
+
+    def harm_of_s(self, compute_s: float) -> float:
+        """The same, and what they lose while a prompt is computed there."""
+        return self.harm_s + self.num_held_up * min(compute_s, self.patience_s)
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -143,10 +146,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         filled, decoder = self.filled, self.decoder
         join_s, harm_s = decoder.join_s, decoder.harm_s
         if not self.prefill:  # whoever is in that batch waits for the prompt, and it for no step of theirs
-            join_s, harm_s = (
-                decoder.room_s,
-                harm_s + decoder.num_held_up * min(filled.compute_s, decoder.patience_s),
-            )
+            join_s, harm_s = decoder.room_s, decoder.harm_of_s(filled.compute_s)
         return Terms(
             filled.computer.wait_s,
             filled.pull_s,
@@ -202,7 +202,7 @@ def fill(computers: Sequence[Computer], load: Load, sources: Sequence[Source]) -
 
 def local(filled: Filled, decoder: Decoder) -> Candidate:
     """The prompt computed where it is decoded."""
-    harm_s = decoder.harm_s + decoder.num_held_up * min(filled.compute_s, decoder.patience_s)
+    harm_s = decoder.harm_of_s(filled.compute_s)
     return Candidate(filled.total_s + decoder.room_s + harm_s, "", filled.computer.worker, filled, decoder)
 
 

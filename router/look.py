@@ -7,13 +7,13 @@ from typing import Final
 
 from baton.decision import PullSource
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Account, Books, party_of
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Account, Books, Decoding, party_of
 from baton.router.cost_model import CostModel, Speeds
 from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Holdings
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import Family, PromptKeys
-from baton.router.prompts_ahead import LeadOf, Party
+from baton.router.prompts_ahead import Party
 from baton.router.sides import Side, Station
 
 MAX_SOURCES: Final = 2
@@ -29,12 +29,6 @@ class Known:
     keys: PromptKeys
 
 
-def _num_left(account: Account) -> float:
-    """Tokens that each of those that decode there has still to come, on average, as expected."""
-    num_tokens = account.num_output_tokens + EXPECTED_OUTPUT_TOKENS * account.num_unknown
-    return 0.5 * num_tokens / (account.num_decoding + account.num_unknown)
-
-
 class Look:
     def __init__(self, known: Known, request: Request, load: Load, now_s: float) -> None:
         self._known = known
@@ -44,7 +38,7 @@ class Look:
         self._party = party_of(request)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
-        self._may_be_held_up: dict[Party, bool] = {}
+        self._yields: dict[Party, bool] = {}  # to the prompt, if that is owed work
 
     def holders(self, side: Side, limit: int, first: Station) -> list[Station]:
         """At most so many of each family, and none that is left out holds more of the prompt."""
@@ -75,13 +69,13 @@ class Look:
             room_s = excess * EXPECTED_OUTPUT_TOKENS * step_s if excess > 0.0 else 0.0
             token_harm_s = sequence_s + context_s * load.num_tokens
             harm_s = num_running * load.num_output_tokens * token_harm_s
-            num_held_up = account.num_unknown + self._num_held_up(account)
-            patience_s = inf
-            if num_held_up and station.max_num_batched_tokens:
+            held_up, patience_s = self._held_up(account), inf
+            if held_up.num and station.max_num_batched_tokens:
+                num_left = 0.5 * held_up.num_output_tokens / held_up.num  # of each, on average
                 longest_s = step_s + token_s * station.max_num_batched_tokens
-                patience_s = _num_left(account) * longest_s - account.wait_s(self._now_s)
+                patience_s = max(0.0, num_left * longest_s - account.wait_s(self._now_s))
             join_s = room_s + 0.5 * step_s
-            decoders.append(Decoder(computer, num_held_up, room_s, join_s, harm_s, max(0.0, patience_s)))
+            decoders.append(Decoder(computer, held_up.num, room_s, join_s, harm_s, patience_s))
         return decoders
 
     def _at(self, stations: Sequence[Station]) -> list[tuple[Computer, Account, Speeds]]:
@@ -107,23 +101,24 @@ class Look:
         before = account.prompts.part_before(self._party, load.num_tokens, load.lead, load.lead_of)
         return account.wait_s(self._now_s) * before
 
-    def _num_held_up(self, account: Account) -> int:
+    def _held_up(self, account: Account) -> Decoding:
         """Of those that decode there, who would wait for the prompt and has no less right to go on: all, but
         where its tenant is owed work, none of its class that is not, and none of a lower one.
         """
-        load, known = self.load, self._may_be_held_up
-        if load.lead is None or load.lead >= 0 or load.lead_of is None:
-            return account.num_decoding
-        num = 0
-        for party, num_of in account.decoding.items():
-            if party not in known:
-                known[party] = not self._yields(party, load.lead_of)
-            num += num_of if known[party] else 0
-        return num
+        yields, lead = self._yields, self.load.lead
+        is_owed = lead is not None and lead < 0
+        num, num_tokens = account.num_unknown, EXPECTED_OUTPUT_TOKENS * account.num_unknown
+        for party, decoding in account.decoding.items():
+            if is_owed and party not in yields:
+                yields[party] = self._yields_to_owed(party)
+            if not is_owed or not yields[party]:
+                num += decoding.num
+                num_tokens += decoding.num_output_tokens
+        return Decoding(num, num_tokens)
 
-    def _yields(self, party: Party, lead_of: LeadOf) -> bool:
-        own = self._party
-        if party == own or party.rank != own.rank:
+    def _yields_to_owed(self, party: Party) -> bool:
+        own, lead_of = self._party, self.load.lead_of
+        if party == own or party.rank != own.rank or lead_of is None:
             return party.rank > own.rank
         lead = lead_of(party)
         return lead is not None and lead >= 0

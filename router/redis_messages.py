@@ -30,6 +30,7 @@ class SharedDispatch(SharedMessage, frozen=True, kw_only=True):
     prefill: Annotated[str, Meta(max_length=32)] = ""
     num_prompt_tokens: Count  # that have to be computed, as far as is known
     num_tokens: Count  # that its KV will hold
+    num_output_tokens: Count  # of its answer, as expected
     # Of pages that may be expected there, eight bytes each, see short_keys.py: 229 KB for the longest prompt.
     keys: Annotated[bytes, Meta(max_length=SHORT_KEY_BYTES * MAX_PULLED_PAGES)] = b""
 

@@ -53,6 +53,7 @@ class Sharing:
             prefill=entry.prefill,
             num_prompt_tokens=entry.num_prompt_tokens,
             num_tokens=entry.num_tokens,
+            num_output_tokens=entry.num_output_tokens,
             keys=first_halves(keys),
         )
         self.link.share(shared)
@@ -85,7 +86,15 @@ class Sharing:
         computer = shared.prefill or shared.decode
         num_new = shared.num_prompt_tokens
         compute_s = self._model.of(computer).compute_s(num_new, num_new)
-        entry = Entry(OTHERS, shared.decode, shared.prefill, num_new, shared.num_tokens, compute_s)
+        entry = Entry(
+            OTHERS,
+            shared.decode,
+            shared.prefill,
+            num_new,
+            shared.num_tokens,
+            compute_s,
+            num_output_tokens=shared.num_output_tokens,
+        )
         self._books.enter(key, entry)
         wait_s = self._books.wait_s(computer)
         self._index.expect(computer, with_zeros(shared.keys), wait_s + EXPECTED_FOR_S)

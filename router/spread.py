@@ -1,45 +1,36 @@
-"""How what is computed is spread over workers, of late."""
-
-from typing import Final
+"""How work is spread over workers, of late: most of it may go to few of them."""
 
 from baton.router.fading import Fading
 
-BALANCE_S: Final = 300.0  # over which workers that cost the same are to be given the same
-
 
 class Spread:
-    """Of prompts' tokens, by worker."""
+    def __init__(self, memory_s: float, now_s: float) -> None:
+        """memory_s: see Fading."""
+        self._memory_s = memory_s
+        self._given: dict[str, Fading] = {}
+        self._sum = Fading(memory_s, now_s)
+        self._squares = Fading(memory_s / 2, now_s)  # of what each was given: they fade twice as fast
 
-    def __init__(self, now_s: float) -> None:
-        self._tokens: dict[str, Fading] = {}
-        self._sum = Fading(BALANCE_S, now_s)
-        self._squares = Fading(BALANCE_S / 2, now_s)  # of what each was given, which fade as fast as it does
+    def add(self, worker_id: str, amount: float, now_s: float) -> None:
+        given = self._given.get(worker_id)
+        if given is None:
+            given = self._given[worker_id] = Fading(self._memory_s, now_s)
+        self._squares.add((2 * given.at(now_s) + amount) * amount, now_s)
+        given.add(amount, now_s)
+        self._sum.add(amount, now_s)
 
-    def add(self, worker_id: str, num_tokens: float, now_s: float) -> None:
-        if worker_id not in self._tokens:
-            self._tokens[worker_id] = Fading(BALANCE_S, now_s)
-        before = self._tokens[worker_id].at(now_s)
-        self._squares.add((2 * before + num_tokens) * num_tokens, now_s)
-        self._tokens[worker_id].add(num_tokens, now_s)
-        self._sum.add(num_tokens, now_s)
-
-    def of(self, worker_id: str, now_s: float) -> float:
-        """What it was given."""
-        tokens = self._tokens.get(worker_id)
-        return 0.0 if tokens is None else tokens.at(now_s)
-
-    def num(self, now_s: float) -> float:
-        """Over how many workers: as many as there would be if each of them had as much as the worker that a
-        token went to had on average. 1 at least, and no more than there are.
+    def mean(self, now_s: float) -> float:
+        """What a worker was given: the mean over all that was given, not over workers. A worker that was
+        given little counts little, and one that was given nothing does not count.
         """
-        squares = self._squares.at(now_s)
-        if squares <= 0.0:
-            return 1.0
-        return min(max(1.0, self._sum.at(now_s) ** 2 / squares), max(1.0, len(self._tokens)))
+        total = self._sum.at(now_s)
+        return self._squares.at(now_s) / total if total > 0.0 else 0.0
 
     def forget(self, worker_id: str, now_s: float) -> None:
         """It is gone."""
-        had = self.of(worker_id, now_s)
-        if self._tokens.pop(worker_id, None) is not None:
-            self._sum.add(-had, now_s)
-            self._squares.add(-had * had, now_s)
+        if self._given.pop(worker_id, None) is None:
+            return
+        left = [each.at(now_s) for each in self._given.values()]  # taken off, it would leave rounding errors
+        self._sum, self._squares = Fading(self._memory_s, now_s), Fading(self._memory_s / 2, now_s)
+        self._sum.add(sum(left), now_s)
+        self._squares.add(sum(each * each for each in left), now_s)

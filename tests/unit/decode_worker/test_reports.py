@@ -23,6 +23,15 @@ def test_a_prompt_that_is_computed_here_has_times(make_pair: MakePair) -> None:
     assert times.waited_s >= 0 and times.computed_s > 0
 
 
+def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> None:
+    pair = make_pair(scheduler={"max_num_batched_tokens": 8})
+    pair.tell(pair.decode, ROUTER, PagesWanted())
+    for number, prompt in enumerate((tuple(range(41)), tuple(range(1, 41)))):
+        pair.dispatch(a_request(number, prompt), is_local=True)
+    pair.turns_until(lambda: len(prefills(pair)) == 2)
+    assert all(0 < times.own_s < times.computed_s for times in prefills(pair))
+
+
 def test_what_was_known_or_answered_before_is_told_apart(make_pair: MakePair) -> None:
     pair = make_pair()
     (answer,) = pair.answer(a_request())

@@ -24,7 +24,7 @@ class Computed:
     table_version: int = 0
     status: SequenceStatus = SequenceStatus.RUNNING
     finish_reason: FinishReason | None = None
-    others_s: float = 0.0
+    own_s: float = 0.0
 
 
 def a_departure(

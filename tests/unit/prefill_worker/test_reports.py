@@ -53,6 +53,16 @@ def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -
     assert times.moved_bytes >= 41 * 512 and not times.pulled_bytes
 
 
+def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> None:
+    pair = make_pair(scheduler={"max_num_batched_tokens": 8})
+    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    prompts = tuple(range(41)), tuple(range(1, 41))
+    for number, prompt in enumerate(prompts):
+        pair.dispatch(a_request(number, prompt))
+    pair.turns_until(lambda: len(prefills(pair)) == 2)
+    assert all(0 < times.own_s < times.computed_s for times in prefills(pair))
+
+
 def test_what_was_pulled_is_told_too(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)

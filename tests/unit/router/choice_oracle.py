@@ -125,9 +125,9 @@ class ChoiceOracle:
         num_decoding = account.num_decoding + account.num_unknown
         harm_s = self._decoding(decoder).harm_s
         if num_decoding:
-            left = (
-                (account.num_output_tokens + EXPECTED_OUTPUT_TOKENS * account.num_unknown) / num_decoding / 2
-            )
+            num_output_tokens = sum(each.num_output_tokens for each in account.decoding.values())
+            num_output_tokens += EXPECTED_OUTPUT_TOKENS * account.num_unknown
+            left = 0.5 * num_output_tokens / num_decoding
             _, step_s = self._room_and_step_s(decoder)
             token_s = self._known.model.of(decoder.id).step.coefficients[3]
             num_tokens = decoder.worker.max_num_batched_tokens

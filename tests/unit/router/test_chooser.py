@@ -235,17 +235,53 @@ def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
     def num_held_up(lead: float | None) -> int:
         load = replace(load_of(world.request), lead=lead, lead_of=leads.get)
         look = Look(world.known, world.request, load, world.clock.now_s())
-        (decoder,) = look.decoders(
-            [
-                station
-                for station in world.side(WorkerRole.DECODE).stations(world.index)
-                if station.id == id_of("d9")
-            ]
-        )
+        stations = world.side(WorkerRole.DECODE).stations(world.index)
+        (decoder,) = look.decoders([station for station in stations if station.id == id_of("d9")])
         return decoder.num_held_up
 
     assert num_held_up(-5.0) == 1 + 2 + 16
     assert num_held_up(0.0) == num_held_up(None) == 1 + 2 + 4 + 8 + 16
+
+
+@pytest.mark.parametrize(("num_output_tokens", "patience"), [(20, 10.0), (200, 100.0), (2, 1.0)])
+def test_who_is_held_up_has_patience_for_what_is_left_of_the_answers(
+    num_output_tokens: int, patience: float
+) -> None:
+    """Theirs, and not of those who do not count."""
+    world = World(Random(3), 2)
+    worker = a_worker("d9", num_pages=1000, max_num_seqs=64)
+    worker = replace(worker, max_num_batched_tokens=256)
+    world.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+    beyond = Party("beyond")
+    answers = {Party(): num_output_tokens, beyond: 100_000}
+    for party, num_tokens in answers.items():
+        entry = Entry("g", worker.id, "", 10, 20, 0.0, party, num_tokens)
+        world.books.enter((party.tenant, 0), entry)
+        world.books.started((party.tenant, 0))
+    load = replace(load_of(world.request), lead=-1.0, lead_of={beyond: 5.0}.get)
+    look = Look(world.known, world.request, load, world.clock.now_s())
+    stations = world.side(WorkerRole.DECODE).stations(world.index)
+    (decoder,) = look.decoders([station for station in stations if station.id == worker.id])
+    fixed_s, sequence_s, context_s, token_s = world.model.of(worker.id).step.coefficients
+    step_s = fixed_s + 2 * sequence_s + 40 * context_s + 256 * token_s
+    assert decoder.num_held_up == 1 and decoder.patience_s == pytest.approx(patience * step_s)
+
+
+def test_a_crowd_comes_where_prompts_are_computed() -> None:
+    """To one of two workers all, or to each of them half; and to nobody where one is gone."""
+    rates = {}
+    for num_workers in (1, 2):
+        world = World(Random(0), 0)
+        for number in range(num_workers):
+            world.join(f"d{number}")
+        chooser = Chooser(world.clock, world.known, Random(0))
+        for _ in range(40):
+            chooser.expect(chooser.choose(world.request, world.field()), PROMPT_TOKENS)
+        rates[num_workers] = chooser._crowd.rate(world.clock.now_s())
+        for number in range(num_workers):
+            chooser.forget(id_of(f"d{number}"))
+        assert chooser._crowd.rate(world.clock.now_s()) == 0.0
+    assert rates[1] > 1.9 * rates[2] > 0
 
 
 OWED, SERVED = Turn(lead=-1.0), Turn(lead=0.0)

@@ -34,7 +34,7 @@ def test_what_computed_other_prompts_is_no_cost_of_a_prompt() -> None:
     alone, beside = CostModel(), CostModel()
     for num_new in (100, 500, 2000, 100, 500, 2000):
         alone.learn("p", Measured(prefills=(times(num_new, 1e-4 * num_new),)))
-        late = times(num_new, 1e-4 * num_new + 0.7, others_s=0.7)
+        late = times(num_new, 1e-4 * num_new + 0.7, own_s=1e-4 * num_new)
         beside.learn("p", Measured(prefills=(late,)))
     assert beside.of("p").compute_s(1000, 1000) == pytest.approx(alone.of("p").compute_s(1000, 1000))
 

@@ -5,12 +5,28 @@ import msgspec
 from baton.control import Dispatch
 from baton.control_wire import encode, fits_beside, fits_request
 from baton.decision import PullSource
+from baton.request import SamplingParams
+from baton.router.books import EXPECTED_OUTPUT_TOKENS
+from baton.router.cost_model import CostModel
+from baton.router.membership import Member
+from baton.router.orders import entry_of
+from baton.router.pairing import Pair
 from baton.wire_types import MAX_PULLED_PAGES
-from tests.node_peers import a_request, id_of
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.unit.router.router_cluster import cluster
 
 
 def a_source(num_pages: int) -> PullSource:
     return PullSource(id_of("p"), num_pages * 16, (2**31 - 1,) * num_pages, (2**32 - 1,) * num_pages)
+
+
+def test_an_entry_says_what_is_expected_of_the_answer() -> None:
+    worker = a_worker("d0")
+    pair = Pair(Member(worker, TestPeer.worker(cluster().router, worker), 0.0), None, "the only one")
+    for max_tokens, expected in ((7, 7), (9000, EXPECTED_OUTPUT_TOKENS)):
+        request = a_request(num_tokens=50, sampling=SamplingParams(max_tokens=max_tokens))
+        entry = entry_of("g", request, pair, CostModel())
+        assert (entry.num_output_tokens, entry.num_tokens) == (expected, 50 + expected)
 
 
 def test_a_source_is_carried_where_it_fits_and_only_there() -> None:

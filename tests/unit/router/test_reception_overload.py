@@ -208,6 +208,7 @@ def test_room_that_another_router_tells_of_is_used(c: Cluster) -> None:
         prefill=id_of("p0"),
         num_prompt_tokens=LONG,
         num_tokens=LONG,
+        num_output_tokens=1,
     )
     fill(c)
     c.router.knowledge.link(Unheard())

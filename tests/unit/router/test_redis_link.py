@@ -52,7 +52,12 @@ def test_a_dispatch_is_soon_known_to_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         dispatch = SharedDispatch(
-            request_id=id_of("r"), attempt=0, decode=W0.id, num_prompt_tokens=10, num_tokens=20
+            request_id=id_of("r"),
+            attempt=0,
+            decode=W0.id,
+            num_prompt_tokens=10,
+            num_tokens=20,
+            num_output_tokens=10,
         )
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)

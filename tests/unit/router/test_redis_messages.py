@@ -21,7 +21,9 @@ from tests.node_peers import a_worker, id_of
 W0 = a_worker("w0")
 ATTEMPTS = ((id_of("r"), 1),)
 MESSAGES: list[AnyShared] = [
-    SharedDispatch(request_id=id_of("r"), attempt=0, decode=W0.id, num_prompt_tokens=1, num_tokens=2),
+    SharedDispatch(
+        request_id=id_of("r"), attempt=0, decode=W0.id, num_prompt_tokens=1, num_tokens=2, num_output_tokens=1
+    ),
     SharedStarted(attempts=ATTEMPTS),
     SharedEnded(attempts=ATTEMPTS),
     SharedJoined(worker=W0),

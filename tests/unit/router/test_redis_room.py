@@ -36,6 +36,7 @@ def dispatch(number: int) -> SharedDispatch:
         decode=W0.id,
         num_prompt_tokens=1,
         num_tokens=2,
+        num_output_tokens=1,
         keys=keys,
     )
 

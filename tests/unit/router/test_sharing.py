@@ -158,7 +158,12 @@ def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pyte
 def test_attempt_at_a_worker_that_nobody_here_knows_weighs_nowhere_for_long() -> None:
     _, one, _ = two_routers()
     stray = SharedDispatch(
-        request_id=id_of("r"), attempt=0, decode=id_of("elsewhere"), num_prompt_tokens=1, num_tokens=2
+        request_id=id_of("r"),
+        attempt=0,
+        decode=id_of("elsewhere"),
+        num_prompt_tokens=1,
+        num_tokens=2,
+        num_output_tokens=1,
     )
     one.router.knowledge.heard(stray)
     one.router.tick()
