@@ -100,6 +100,7 @@ class RouterWorld:
                 page_size=page_size,
                 num_pages=fleet.num_prefill_pages if is_prefill else fleet.num_decode_pages,
                 max_num_seqs=fleet.num_decode_seqs,
+                max_num_batched_tokens=round(self.machine.chunk_tokens / self.scale),
                 max_model_len=2**20,
             )
             workers[worker.id] = kind(self, Hello(process=Kind.WORKER, id=worker.id, worker=worker))

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 import yaml
 
+from baton.bench.core_times import CoreTimes, core_times
 from baton.bench.serve_client import Address, Client, sleep_until
 from baton.bench.serve_figures import Bad, Sample, Slo, streamed
 from baton.bench.serve_workload import Job
@@ -73,7 +74,9 @@ class Outcome(NamedTuple):
 class Server:
     """What runs, and who may ask it."""
 
-    def __init__(self, url: str, keys: Mapping[str, str]) -> None:
+    def __init__(self, url: str, keys: Mapping[str, str], pid: int = 0) -> None:
+        """pid: of what was started; 0: of nothing."""
+        self._pid = pid
         self._clients = {tenant: Client(Address(url, key)) for tenant, key in keys.items()}
 
     def close(self) -> None:
@@ -96,6 +99,9 @@ class Server:
             if isinstance(ended, Exception):
                 raise ended
         return found
+
+    def core_times(self) -> CoreTimes:
+        return core_times(self._pid)
 
     async def most(self, calls: Sequence[Call], num_at_once: int) -> float:
         """How many prompt tokens a second there can be: of these calls, so many at once."""
@@ -184,7 +190,7 @@ async def serving(
     try:
         async with asyncio.timeout(START_S):
             url = await _url(process)
-        server = Server(url, keys)
+        server = Server(url, keys, process.pid)
         try:
             yield server
         finally:

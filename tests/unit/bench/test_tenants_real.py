@@ -65,8 +65,10 @@ def test_rows_of_an_overload_have_their_bars_beside_them() -> None:
 def test_ratios_are_medians_of_rounds() -> None:
     alone = [answered(3.0, 0.1)] * 9
     apart = [answered(3.0, 0.105)] * 9
-    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9, apart) for ttft_s in (0.11, 0.1, 5.0)]
-    p99, least, _, attainment = noisy_rows(pairs)
+    stretches = {"alone": 1.25, "beside": 1.5, "apart": 9.0}
+    pairs = [Pair(alone, [answered(3.0, ttft_s)] * 9, apart, stretches) for ttft_s in (0.11, 0.1, 5.0)]
+    p99, least, stretch, _, attainment = noisy_rows(pairs)
+    assert stretch.value == 1.2
     assert p99.value == pytest.approx(1.1) and p99.met
     assert least.value == pytest.approx(1.05)
     assert attainment.value == 1.0
