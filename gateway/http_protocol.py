@@ -27,8 +27,10 @@ from baton.gateway.http_refusals import (
     BAD_UPGRADE,
     BODY_TOO_LARGE,
     HEADERS_TOO_LARGE,
+    LINGER_S,
     TOO_MANY,
     TOO_SLOW,
+    end,
     response,
 )
 from baton.gateway.outlet import EXTENSION
@@ -37,7 +39,6 @@ from baton.gateway.response_body import ResponseBody
 MAX_HEADERS: Final = 64
 MAX_HEADER_BYTES: Final = 32 * 2**10
 HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
-LINGER_S: Final = 2.0
 WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
 WRITE_LOW_BYTES: Final = 8 * 2**10
 RESERVED_PATHS: Final = frozenset({b"/health", b"/ping", b"/metrics"})
@@ -243,9 +244,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if not has_begun:
             self.transport.write(response(error))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.abort)
+        end(self.transport, self.loop)
 
     def _leave_outlets(self) -> None:
         outlets, self._outlets = self._outlets, []

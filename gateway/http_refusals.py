@@ -1,5 +1,6 @@
 """What the server itself refuses, before any route sees it: whole responses, ready to be written."""
 
+import asyncio
 import uuid
 from typing import Final
 
@@ -13,6 +14,7 @@ REASONS: Final = {
     503: b"Service Unavailable",
 }
 RETRY_AFTER_S: Final = 1.0
+LINGER_S: Final = 2.0
 
 BAD_REQUEST: Final = ApiError(400, "the request is not valid HTTP/1.1", code="bad_request")
 BAD_UPGRADE: Final = ApiError(
@@ -24,6 +26,15 @@ TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="requ
 TOO_MANY: Final = ApiError(
     503, "too many connections are open", code="overloaded", retry_after_s=RETRY_AFTER_S
 )
+
+
+def end(transport: asyncio.WriteTransport, loop: asyncio.AbstractEventLoop) -> None:
+    """Write no more, and abort in LINGER_S; until then the caller throws away what comes. A connection that
+    is closed before it takes what the client has been told with it, if that has not been read.
+    """
+    if transport.can_write_eof():
+        transport.write_eof()
+    loop.call_later(LINGER_S, transport.abort)
 
 
 def response(error: ApiError) -> bytes:

@@ -7,7 +7,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
-from baton.gateway.http_refusals import BAD_UPGRADE, response
+from baton.gateway.http_refusals import BAD_UPGRADE, end, response
 
 CLOSE_TIMEOUT_S: Final = 2.0  # for a client to say that it has heard of the end
 
@@ -28,6 +28,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         self.close_timeout = CLOSE_TIMEOUT_S
         self._handshake_timeout_s = handshake_timeout_s
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -39,10 +40,13 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if not self.handshake_initiated and not self.transport.is_closing():
+            self._is_refused = True
             self.transport.write(response(BAD_UPGRADE))
-            self.transport.close()
+            end(self.transport, self.loop)
 
     def _late(self) -> None:
         if not self.handshake_complete:

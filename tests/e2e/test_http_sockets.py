@@ -1,6 +1,8 @@
 """WebSocket `/v1/stream`, as clients misuse it, and what a bug of ours does to one."""
 
 import asyncio
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +106,21 @@ def all_that_comes(served: Served, *sent: bytes) -> bytes:
 def test_no_websocket_begins_like_this(impatient: Served, head: bytes) -> None:
     answer = all_that_comes(impatient, head + UPGRADE + b"\r\n", b"{}")
     assert answer.startswith(b"HTTP/1.1 400 ") and b'"bad_upgrade"' in answer
+
+
+def test_what_comes_after_a_refusal_does_not_take_it_away(impatient: Served) -> None:
+    line = b"GET /v1/stream HTTP/1.1\r\nx-long: " + b"a" * 10_000 + b"\r\n"
+    with impatient.connect() as client:
+        client.settimeout(8)
+        client.sendall(line + UPGRADE + b"\r\n")
+        told = client.recv(65_536, socket.MSG_PEEK)
+        for _ in range(5):
+            client.sendall(b"{}" * 1000)
+            time.sleep(0.05)
+        answer = b""
+        while data := client.recv(65_536):
+            answer += data
+    assert answer.startswith(told) and b'"bad_upgrade"' in answer
 
 
 def test_a_websocket_does_not_begin_while_an_answer_is_on_its_way() -> None:
