@@ -131,9 +131,8 @@ class ChoiceOracle:
             _, step_s = self._room_and_step_s(decoder)
             token_s = self._known.model.of(decoder.id).step.coefficients[3]
             num_tokens = decoder.worker.max_num_batched_tokens
-            last_s = (
-                left * (step_s + token_s * num_tokens) if num_tokens else inf
-            )  # that their tokens take where every step is full of prompts
+            # What their tokens take where every step is full of prompts.
+            last_s = left * (step_s + token_s * num_tokens) if num_tokens else inf
             anyway_s = account.wait_s(self._now_s)
             with_it_s = anyway_s + filled.terms.compute_s
             harm_s += num_decoding * (min(last_s, with_it_s) - min(last_s, anyway_s))
