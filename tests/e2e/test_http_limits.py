@@ -27,7 +27,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Served]:
-    """It gives up soon: for those who never come to an end, and for nobody whom a busy machine may hold up."""
+    """It gives up soon on those who never come to an end; nobody else asks here, who may just be held up."""
     with ServedGateway(
         answering, header_timeout_s=TIMEOUT_S, body_timeout_s=TIMEOUT_S, idle_timeout_s=1.0
     ) as gateway:
@@ -90,8 +90,9 @@ def test_a_request_is_answered_and_its_connection_kept(served: Served) -> None:
 
 
 def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
-    two = post(b'{"prompt": [5], "max_tokens": 2, "echo": true}') + post(b'{"prompt": [1], "n": 9}', b"connection: close")
-    first, _, second = exchange(served, two, b"").partition(b'"usage"')
+    good = post(b'{"prompt": [5], "max_tokens": 2, "echo": true}')
+    bad = post(b'{"prompt": [1], "n": 9}', b"connection: close")
+    first, _, second = exchange(served, good + bad).partition(b'"usage"')
     assert status(first) == 200 and b"HTTP/1.1 400" in second
 
 
