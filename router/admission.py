@@ -25,7 +25,7 @@ from baton.request import Request
 from baton.router.books import party_of
 from baton.router.expected_work import Work
 from baton.router.forecast import Asked, Forecast, Prediction
-from baton.router.prompts_ahead import LeadOf
+from baton.router.prompts_ahead import Claim, LeadOf
 from baton.router.quotas import Refused
 from baton.tenancy import Refusal
 
@@ -117,7 +117,7 @@ class Admission:
 
     def predict(self, request: Request, work: Work, ahead: Ahead) -> Prediction:
         lead = None if ahead.lead is None else ahead.lead + ahead.work / request.standing.weight
-        asked = Asked(party_of(request), round(work.prompt), work.answer, lead, ahead.lead_of)
+        asked = Asked(Claim(party_of(request), round(work.prompt), lead, ahead.lead_of), work.answer)
         return self._forecast.predict(asked, ahead.work, ahead.work / max(1.0, ahead.mean_work))
 
     def refusal(self, request: Request, work: Work, waited_s: float, found: Prediction) -> Refused | None:

@@ -4,20 +4,18 @@ An order can still change at the router, and a worker can be chosen with what is
 at the workers: as much as keeps them busy until the router has heard that a place is free.
 
 A decode worker takes attempts up to its limits and a quarter more, as some of them have no token yet, and not
-all grow as long as is expected. A worker that computes prompts has places for two, and for as many more as it
-is thought to have done within AHEAD_S; a decode worker has them too where it may compute any prompt.
-
-Workers order prompts by shares too, and what is overtaken there keeps its place. So a tenant that is owed
-work by those who have places need not wait for one: it is let out besides, and overtakes. That comes to no
-more than what has places, and one prompt of each tenant.
+all grow as long as is expected. A worker that computes prompts has a place for one if no more than another
+comes before it, or than one step computes, or than is done within AHEAD_S; a decode worker has it too where
+it may compute any prompt. Workers order prompts by shares too (prompts_ahead.py): those that a prompt
+overtakes there take no place from it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
-from baton.router.books import Books, Key
+from baton.router.books import Books
 from baton.router.membership import Member, Membership
+from baton.router.prompts_ahead import Claim
 from baton.worker import WorkerRole
 
 OVERCOMMIT: Final = 1.25
@@ -26,21 +24,11 @@ AHEAD_S: Final = 0.1
 STEP_TOKENS: Final = 2048  # that a step computes, if nobody has said otherwise
 
 
-class _Prompt(NamedTuple):
-    tenant: str
-    work: float
-    is_besides: bool
-
-
 class Capacity:
     def __init__(self, members: Membership, books: Books, *, decoders_compute: bool = False) -> None:
         """decoders_compute: a prompt of any length may be computed where it is decoded, if that is best."""
         self._members = members
         self.books = books
-        self._prompts: dict[Key, _Prompt] = {}
-        self._num_of: Counter[str] = Counter()  # tenant -> its prompts that have no token yet
-        self._placed = 0.0  # work of prompts that were let out to a place
-        self._besides = 0.0  # and of the others
         self._decoders_compute = decoders_compute
         self._taking_now: tuple[Sequence[Member], Sequence[Member]] = ((), ())
         self._version = -1
@@ -68,63 +56,28 @@ class Capacity:
         shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")
 
-    def can_compute(self, tenant: str, *, is_owed: bool) -> bool:
-        """Whether a prompt of this tenant may go to a worker.
-
-        is_owed: others have had more for their weight.
-        """
-        if not self.prefills_are_full() or self.may_overtake(tenant, is_owed=is_owed):
+    def can_compute(self, claim: Claim) -> bool:
+        """Whether any worker has a place for this prompt."""
+        if not self.prefills_are_full(claim):
             return True
-        return self._decoders_compute and any(self.has_place_at(each.id) for each in self._workers()[1])
+        return self._decoders_compute and any(self.has_place(claim, each.id) for each in self._workers()[1])
 
-    def prefills_are_full(self) -> bool:
-        """None of them has a place. Where there are none at all, decode workers are asked."""
+    def prefills_are_full(self, claim: Claim) -> bool:
+        """None of them has a place for it. Where there are none at all, decode workers are asked."""
         prefills, decoders = self._workers()
         computers = prefills or decoders
-        return bool(computers) and not any(self.has_place_at(each.id) for each in computers)
+        return bool(computers) and not any(self.has_place(claim, each.id) for each in computers)
 
-    def has_place_at(self, worker_id: str) -> bool:
-        """Whether the next prompt would be computed there at once, or nearly so."""
+    def has_place(self, claim: Claim, worker_id: str) -> bool:
+        """Whether the prompt would be computed there at once, or nearly so."""
         account = self.books.account(worker_id)
-        if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
+        prompts = account.prompts
+        if account.num_computing < MIN_COMPUTING or prompts.total < STEP_TOKENS:
             return True
-        return self.books.wait_s(worker_id) < AHEAD_S
-
-    def may_overtake(self, tenant: str, *, is_owed: bool) -> bool:
-        """Whether its next prompt may go where there is no place."""
-        return not self._num_of[tenant] or (is_owed and self._besides < self._placed)
-
-    def dispatched(self, key: Key, tenant: str, work: float, computer: str) -> None:
-        """The key must be new. To be called before the books know of it. computer: the worker's id."""
-        self._num_of[tenant] += 1
-        is_besides = self.prefills_are_full() and not self.has_place_at(computer)
-        prompt = self._prompts[key] = _Prompt(tenant, work, is_besides)
-        self._count(prompt, work)
-
-    def started(self, key: Key) -> None:
-        """It has its first token, or has ended. Unknown keys are no offence."""
-        prompt = self._prompts.pop(key, None)
-        if prompt is None:
-            return
-        self._count(prompt, -prompt.work)
-        self._num_of[prompt.tenant] -= 1
-        if not self._num_of[prompt.tenant]:
-            del self._num_of[prompt.tenant]
-
-    def _count(self, prompt: _Prompt, work: float) -> None:
-        if prompt.is_besides:
-            self._besides += work
-        else:
-            self._placed += work
-        if not self._prompts:  # what sums of fractions leave
-            self._besides = self._placed = 0.0
-
-    def check_integrity(self) -> None:
-        """AssertionError when the sums are not those of the prompts."""
-        prompts = self._prompts.values()
-        assert self._num_of == Counter(each.tenant for each in prompts)
-        assert abs(self._besides - sum(each.work for each in prompts if each.is_besides)) < 1
-        assert abs(self._placed - sum(each.work for each in prompts if not each.is_besides)) < 1
+        num, num_tokens = prompts.before(claim)
+        if num < MIN_COMPUTING or num_tokens < STEP_TOKENS:
+            return True
+        return self.books.wait_s(worker_id) * num_tokens / prompts.total < AHEAD_S
 
     def _workers(self) -> tuple[Sequence[Member], Sequence[Member]]:
         """Prefill and decode workers that take work."""

@@ -184,7 +184,7 @@ class Dispatcher:
             return None
         if isinstance(pair, Unpaired):
             return pair
-        request = self._reception.let_out(waiting, pair.computer.id)
+        request = self._reception.let_out(waiting)
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)

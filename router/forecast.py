@@ -16,7 +16,7 @@ from baton.clock import Clock
 from baton.router.books import Books
 from baton.router.cost_model import CostModel
 from baton.router.membership import Member, Membership
-from baton.router.prompts_ahead import LeadOf, Party
+from baton.router.prompts_ahead import Claim
 from baton.worker import WorkerRole
 
 MEMORY_S: Final = 10.0  # of the time in which anybody waited
@@ -63,11 +63,8 @@ class ServiceRate:
 class Asked(NamedTuple):
     """What is to be predicted of."""
 
-    party: Party
-    num_tokens: int  # of the prompt, that have to be computed
+    prompt: Claim  # of the tokens that have to be computed
     answer: float  # tokens
-    lead: float | None = None  # of its tenant; see prompts_ahead.py
-    lead_of: LeadOf | None = None
 
 
 class _Outlook(NamedTuple):
@@ -93,15 +90,16 @@ class Forecast:
         """What nobody has measured yet takes no time."""
         outlook = self._look()
         computer, wait_s = self._wait(outlook, asked)
-        compute_s = self._compute_s(computer, asked.num_tokens)
-        queue_s = self._queue_s(work_before, asked.num_tokens, compute_s, outlook)
+        num_tokens = asked.prompt.num_tokens
+        compute_s = self._compute_s(computer, num_tokens)
+        queue_s = self._queue_s(work_before, num_tokens, compute_s, outlook)
         ttft_s = queue_s + wait_s + compute_s
         return Prediction(
             ttft_s=ttft_s,
             tpot_s=self._step_s(outlook, asked.answer, ttft_s, num_before),
             queue_s=queue_s,
             alone_s=compute_s,
-            alone_tpot_s=self._alone_s(outlook.decoder, asked.num_tokens),
+            alone_tpot_s=self._alone_s(outlook.decoder, num_tokens),
         )
 
     def _wait(self, outlook: _Outlook, asked: Asked) -> tuple[str, float]:
@@ -112,8 +110,7 @@ class Forecast:
 
     def _wait_s(self, computer: str, asked: Asked) -> float:
         prompts = self._books.account(computer).prompts
-        before = prompts.part_before(asked.party, asked.num_tokens, asked.lead, asked.lead_of)
-        return self._books.wait_s(computer) * before
+        return self._books.wait_s(computer) * prompts.part_before(asked.prompt)
 
     def step_s(self) -> float:
         """Of the decode worker with the least load, now."""

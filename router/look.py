@@ -13,7 +13,7 @@ from baton.router.costs import Computer, Decoder, Load, Source
 from baton.router.index_match import Holdings
 from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import Family, PromptKeys
-from baton.router.prompts_ahead import Party
+from baton.router.prompts_ahead import Claim, Party
 from baton.router.sides import Side, Station
 
 MAX_SOURCES: Final = 2
@@ -36,6 +36,7 @@ class Look:
         self.load = load
         self._now_s = now_s
         self._party = party_of(request)
+        self._claim = Claim(self._party, load.num_tokens, load.lead, load.lead_of)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
         self._yields: dict[Party, bool] = {}  # to the prompt, if that is owed work
@@ -97,9 +98,7 @@ class Look:
         return found
 
     def _wait_s(self, account: Account) -> float:
-        load = self.load
-        before = account.prompts.part_before(self._party, load.num_tokens, load.lead, load.lead_of)
-        return account.wait_s(self._now_s) * before
+        return account.wait_s(self._now_s) * account.prompts.part_before(self._claim)
 
     def _held_up(self, account: Account) -> Decoding:
         """Of those that decode there, who would wait for the prompt and has no less right to go on: all, but

@@ -22,6 +22,7 @@ from baton.router.books import Books, party_of
 from baton.router.chooser import NO_TURN, Choice, Chooser, Field, Turn
 from baton.router.membership import Member, Membership
 from baton.router.policy import POLICIES, Draw, View, least_loaded
+from baton.router.prompts_ahead import Claim
 from baton.router.sides import Side
 from baton.router_config import RouterSettings
 from baton.worker import WorkerRole
@@ -166,8 +167,8 @@ class Pairing:
         account = self._books.account(member.id)
         if role is WorkerRole.DECODE:
             return account.share_of(member.worker)
-        before = account.prompts.part_before(party_of(request), request.num_tokens)
-        return account.num_prompt_tokens * before
+        claim = Claim(party_of(request), request.num_tokens)
+        return account.num_prompt_tokens * account.prompts.part_before(claim)
 
     def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
         if reached not in self._decoders:

@@ -20,6 +20,28 @@ class Party(NamedTuple):
 LeadOf: TypeAlias = Callable[[Party], float | None]
 
 
+class Claim(NamedTuple):
+    """A prompt that comes, and what it may come before.
+
+    lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of what
+    waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits at the same worker.
+    lead_of: the same of others, who are charged already for what they have waiting there. None, or of one
+    None: they have had as much as each other.
+    """
+
+    party: Party
+    num_tokens: int
+    lead: float | None = None
+    lead_of: LeadOf | None = None
+
+
+class Before(NamedTuple):
+    """What is computed before a prompt: of others' a part may be."""
+
+    num: float  # prompts
+    num_tokens: float
+
+
 class PromptsAhead:
     """Of one worker: prompt tokens that wait for a first token."""
 
@@ -43,28 +65,32 @@ class PromptsAhead:
         if not self._num[party]:
             del self._num[party], self._tokens[party]
 
-    def part_before(
-        self, party: Party, num_tokens: int, lead: float | None = None, lead_of: LeadOf | None = None
-    ) -> float:
-        """Of all that is here, the part that comes before a prompt of so many tokens: 0 to 1.
-
-        lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of
-        what waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits here.
-        lead_of: the same of others, who are charged already for what they have waiting here. None, or of one
-        None: they have had as much as each other.
-        """
-        if self.total <= 0 or (len(self._tokens) == 1 and party in self._tokens):
-            return 1.0
-        before = float(self._tokens.get(party, 0))
-        turn = (before if lead is None else lead * party.weight) + num_tokens
+    def before(self, claim: Claim) -> Before:
+        """Of what is here."""
+        party, num_tokens, lead, lead_of = claim
+        own, num = self._tokens.get(party, 0), float(self._num.get(party, 0))
+        before = float(own)
+        turn = (own if lead is None else lead * party.weight) + num_tokens
         turn /= party.weight
         for other, waiting in self._tokens.items():
             if other.rank < party.rank:
                 before += waiting
+                num += self._num[other]
             elif other.rank == party.rank and other != party:
                 due = turn * other.weight
                 others_lead = lead_of(other) if lead_of is not None else None
                 if others_lead is not None:
                     due += waiting - others_lead * other.weight
-                before += min(waiting, max(0.0, due))
-        return before / self.total
+                if due >= waiting:
+                    before += waiting
+                    num += self._num[other]
+                elif due > 0.0:
+                    before += due
+                    num += self._num[other] * due / waiting
+        return Before(num, before)
+
+    def part_before(self, claim: Claim) -> float:
+        """Of all tokens that are here, the part that comes before it: 0 to 1."""
+        if self.total <= 0 or (len(self._tokens) == 1 and claim.party in self._tokens):
+            return 1.0
+        return self.before(claim).num_tokens / self.total

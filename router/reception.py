@@ -11,6 +11,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from math import inf
 from typing import Final, NamedTuple
 
@@ -19,7 +20,7 @@ from baton.control import Submit
 from baton.pressure import QueueStatus, Rung
 from baton.request import Request
 from baton.router.admission import Admission, Ahead, objective_of
-from baton.router.books import Key
+from baton.router.books import Key, party_of
 from baton.router.capacity import Capacity
 from baton.router.chooser import Turn
 from baton.router.cost_model import CostModel
@@ -29,6 +30,7 @@ from baton.router.expected_work import Charge, Work, WorkLedger
 from baton.router.forecast import Forecast
 from baton.router.membership import Membership
 from baton.router.overload import Overload
+from baton.router.prompts_ahead import Claim
 from baton.router.quotas import Refused, TenantQuotas
 from baton.router.tallies import Tallies
 from baton.router.tenant_queues import TenantQueues, Waiting
@@ -112,16 +114,13 @@ class Reception:
         waiting = self.queues.first()
         if waiting is None or self.overload.is_local(waiting.submit.request):
             return waiting
-        is_owed = self.queues.lead_of(waiting) < 0
-        return waiting if self.capacity.can_compute(waiting.tenant, is_owed=is_owed) else None
+        return waiting if self.capacity.can_compute(self._claim(waiting)) else None
 
     def turn(self, waiting: Waiting, *, goes_past: bool) -> Turn:
         """Where its prompt may go, and before whose. goes_past: one that waits for a place that it leaves."""
-        turn, capacity = Turn(self.queues.lead_of(waiting), self.queues.known_lead), self.capacity
-        if not goes_past and capacity.may_overtake(waiting.tenant, is_owed=turn.is_owed):
-            return turn
-        needs_place = goes_past or capacity.prefills_are_full()
-        return turn._replace(has_place=capacity.has_place_at, needs_place=needs_place)
+        claim, capacity = self._claim(waiting), self.capacity
+        needs_place = goes_past or capacity.prefills_are_full(claim)
+        return Turn(claim.lead, claim.lead_of, partial(capacity.has_place, claim), needs_place)
 
     def waited_s(self, waiting: Waiting) -> float:
         """Since it came to its gateway: it may have waited at another router before."""
@@ -149,8 +148,8 @@ class Reception:
             self.refuse(waiting.key, refused)
         return refused
 
-    def let_out(self, waiting: Waiting, computer: str) -> Request:
-        """As it is to be sent to its workers. It must be the first. computer: the id of who computes it."""
+    def let_out(self, waiting: Waiting) -> Request:
+        """As it is to be sent to its workers. It must be the first."""
         record, request = self._records[waiting.key], waiting.submit.request
         self.queues.take(waiting)
         self._work_out += waiting.work
@@ -158,7 +157,6 @@ class Reception:
         self._hold_or_release(waiting.tenant)
         charge = Charge(waiting.rank, waiting.tenant, record.work, request.num_tokens, record.is_begun)
         self._ledger.charge(waiting.key, charge)
-        self.capacity.dispatched(waiting.key, waiting.tenant, max(1.0, record.work.prompt), computer)
         self._records[waiting.key] = record._replace(is_active=True)
         tally = self.tallies.of(waiting.tenant)
         tally.num_dispatched += 1
@@ -183,7 +181,6 @@ class Reception:
     # What becomes of them; unknown keys may be another router's.
 
     def started(self, key: Key) -> None:
-        self.capacity.started(key)
         record = self._records.get(key)
         if record is not None and record.is_active and not record.is_begun:
             promised_s = objective_of(record.request).ttft_s
@@ -218,7 +215,6 @@ class Reception:
     def check_integrity(self) -> None:
         """AssertionError when the parts do not agree on who is here."""
         self.queues.check_integrity()
-        self.capacity.check_integrity()
         active = {key for key, record in self._records.items() if record.is_active}
         assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
         assert all(key in self.queues for key in self._records.keys() - active)
@@ -260,12 +256,16 @@ class Reception:
         if record.is_active:
             used = self._ledger.ended(key, num_answered)
             self.tallies.of(tenant).work += used.work.total if used is not None else 0.0
-            self.capacity.started(key)
         else:
             self.queues.remove(key)
             self.quotas.correct(tenant, -record.work.total)
         self.quotas.leave(tenant, was_active=record.is_active)
         self._hold_or_release(tenant)
+
+    def _claim(self, waiting: Waiting) -> Claim:
+        request = waiting.submit.request
+        lead = self.queues.lead_of(waiting)
+        return Claim(party_of(request), request.num_tokens, lead, self.queues.known_lead)
 
     def _hold_or_release(self, tenant: str) -> None:
         if self.quotas.is_full(tenant):

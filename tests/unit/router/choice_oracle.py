@@ -13,6 +13,7 @@ from baton.router.costs import TIE, Load, Terms
 from baton.router.look import MAX_SOURCES, Known
 from baton.router.membership import Member
 from baton.router.prompt_keys import family_of, kin_of
+from baton.router.prompts_ahead import Claim
 from baton.worker import WorkerRole
 
 
@@ -72,7 +73,7 @@ class ChoiceOracle:
 
     def _wait_s(self, member: Member) -> float:
         account = self._known.books.account(member.id)
-        before = account.prompts.part_before(party_of(self._request), self._load.num_tokens)
+        before = account.prompts.part_before(Claim(party_of(self._request), self._load.num_tokens))
         wait_s = account.wait_s(self._now_s) * before
         if member.worker.role is WorkerRole.PREFILL:
             wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s

@@ -18,7 +18,7 @@ from baton.router.cost_model import CostModel
 from baton.router.expected_work import Work
 from baton.router.forecast import KNOWN, Asked, Forecast, Prediction, ServiceRate
 from baton.router.membership import Membership
-from baton.router.prompts_ahead import Party
+from baton.router.prompts_ahead import Claim, Party
 from baton.tenancy import Degradation, Refusal, Sla
 from baton.times import PrefillTimes, StepTimes
 from tests.node_peers import TestPeer, a_worker, id_of
@@ -64,7 +64,7 @@ class Fleet:
 
     def predict(self, num_tokens: int = 100, before: float = 0.0, tenant: str = "") -> Prediction:
         self.clock.advance(1.0)  # what was known of the workers is out of date
-        return self.forecast.predict(Asked(Party(tenant), num_tokens, 10.0), before, before / 100)
+        return self.forecast.predict(Asked(Claim(Party(tenant), num_tokens), 10.0), before, before / 100)
 
 
 def request(sla: Sla | None = None, **fields: object) -> Request:

@@ -174,7 +174,7 @@ class Accounts(RuleBasedStateMachine):
             self.c[self.open[key].gateway].say(Ended(attempts=(key,)))
         reception = self.c.router.reception
         assert not len(reception) and not reception._records and not reception.overload.promises.has_any
-        assert not reception.capacity._prompts and not len(self.c.router.books)
+        assert not len(self.c.router.books)
         reception.check_integrity()
 
 
