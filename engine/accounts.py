@@ -5,12 +5,12 @@ behind it, and where all requests are on one account nothing of this makes a dif
 
 1. `open` puts a new sequence on its account. What it says of the weight holds from now on.
 2. `charge` adds what each has computed in a step, in tokens for its weight: of one class, the account that
-   has had least comes next. What an account has had counts half as much HALF_LIFE_STEPS steps later, whether
-   it has sequences or not: so requests that come in bursts are computed at once, as long as the account has
-   had less of late than those that always want more; and nobody is held to what it had long ago, when nobody
-   else wanted it. A newcomer counts as if it had had a small part of all that was computed of late. So one
-   that has had all, and still wants more, comes next after no more than log2(1 / PART) half-lives of steps as
-   full, however many newcomers of its weight there are; after HALF_LIFE_STEPS * log2(1 + n) if they are n.
+   has had least comes next. What an account has had counts half as much HALF_LIFE_S later, whether it has
+   sequences or not: so requests that come in bursts are computed at once, as long as the account has had less
+   of late than those that always want more; and nobody is held to what it had long ago, when nobody else
+   wanted it. A newcomer counts as if it had had a small part of all that was computed of late. So one that
+   has had all, and still wants more, comes next after no more than log2(1 / PART) half-lives at as many
+   tokens a second, however many newcomers of its weight there are; after log2(1 + n) of them if they are n.
 3. `close` ends a sequence. What an account without sequences has had is remembered, as long as it counts.
 4. `is_beyond_share` tells who has had much of what others were due, because they did not ask for it. Whoever
    comes next of those, in its class, overtakes it: so it should not keep them waiting for a long step.
@@ -27,10 +27,9 @@ from typing import Final, NamedTuple, Protocol
 
 from baton.tenancy import Standing
 
-HALF_LIFE_STEPS: Final = 128  # some seconds, of prompts and of tokens
-FADING: Final = 0.5 ** (1 / HALF_LIFE_STEPS)  # in one step
+HALF_LIFE_S: Final = 3.0  # as far back as a tenant's credit at the router reaches (fair_share.py)
 PART: Final = 1 / 64  # of what all have had of late: nobody who comes has had less
-FORGET_STEPS: Final = 6 * HALF_LIFE_STEPS  # whoever has been away for longer has had less
+FORGET_S: Final = 6 * HALF_LIFE_S  # whoever has been away for longer has had less
 MAX_AWAY: Final = 4096  # accounts without sequences that are remembered
 MUCH: Final = 0.1  # of what others were due: accounts that take turns are not so far apart
 
@@ -55,7 +54,7 @@ class _Away(NamedTuple):
 
     weight: float
     num_tokens: float  # that it had had, of late, when it left
-    num_steps: int  # that there had been by then
+    left_s: float
 
 
 class OnAccount(Protocol):
@@ -72,7 +71,7 @@ class Accounts:
     def __init__(self) -> None:
         self.live: dict[str, Account] = {}  # those with a sequence
         self.have_quotas = False
-        self._num_steps = 0
+        self._at_s = 0.0  # when anything was computed last: what is kept of anybody is as of then
         self._num_tokens = 0.0  # that all have had, of late
         self._away: OrderedDict[str, _Away] = OrderedDict()  # in the order in which they left
         self._away_weight = 0.0
@@ -122,24 +121,24 @@ class Accounts:
             self._leave(account)
         self.have_quotas = any(each.max_pages < inf for each in self.live.values())
 
-    def charge(self, computed: Iterable[tuple[Account, int]]) -> None:
-        """Tokens that have been computed in one step."""
-        self._num_steps += 1
-        self._num_tokens *= FADING
+    def charge(self, computed: Iterable[tuple[Account, int]], now_s: float) -> None:
+        """Tokens that are computed in one step."""
+        fading, self._at_s = _fading(now_s - self._at_s), now_s
+        self._num_tokens *= fading
         for account in self.live.values():
-            account.work *= FADING
+            account.work *= fading
         for account, num_tokens in computed:
             account.work += num_tokens / account.weight
             self._num_tokens += num_tokens
         self._forget()
 
-    def charge_only(self, num_tokens: int) -> None:
+    def charge_only(self, num_tokens: int, now_s: float) -> None:
         """The same where there is one account."""
-        self.charge((account, num_tokens) for account in self.live.values())
+        self.charge(((account, num_tokens) for account in self.live.values()), now_s)
 
     def _leave(self, account: Account) -> None:
         del self.live[account.name]
-        self._away[account.name] = _Away(account.weight, account.work * account.weight, self._num_steps)
+        self._away[account.name] = _Away(account.weight, account.work * account.weight, self._at_s)
         self._away_weight += account.weight
 
     def _num_tokens_of(self, name: str) -> float:
@@ -147,7 +146,7 @@ class Accounts:
         away, least = self._drop(name), PART * self._num_tokens
         if away is None:
             return least
-        return max(least, away.num_tokens * FADING ** (self._num_steps - away.num_steps))
+        return max(least, away.num_tokens * _fading(self._at_s - away.left_s))
 
     def _drop(self, name: str) -> _Away | None:
         away = self._away.pop(name, None)
@@ -158,6 +157,11 @@ class Accounts:
     def _forget(self) -> None:
         while self._away:
             name, away = next(iter(self._away.items()))
-            if len(self._away) <= MAX_AWAY and self._num_steps - away.num_steps <= FORGET_STEPS:
+            if len(self._away) <= MAX_AWAY and self._at_s - away.left_s <= FORGET_S:
                 return
             self._drop(name)
+
+
+def _fading(seconds: float) -> float:
+    """What is left of anything after so long."""
+    return float(0.5 ** max(0.0, seconds / HALF_LIFE_S))

@@ -194,9 +194,10 @@ class Scheduler:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
         if accounts.are_several and sequences:
-            accounts.charge((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
+            computed = ((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
+            accounts.charge(computed, self._clock.now_s())
         elif sequences:
-            accounts.charge_only(sum(plan.scheduled.values()))
+            accounts.charge_only(sum(plan.scheduled.values()), self._clock.now_s())
         starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()
         return Batch(

@@ -28,7 +28,7 @@ def two() -> tuple[Accounts, Account, Account]:
     """One that is beyond its share, and another."""
     accounts = Accounts()
     heavy, light = accounts.open("heavy", Standing()), accounts.open("light", Standing())
-    accounts.charge([(heavy, 900), (light, 100)])
+    accounts.charge([(heavy, 900), (light, 100)], 0.0)
     return accounts, heavy, light
 
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from baton.clock import ManualClock
 from baton.config import SchedulerConfig
-from baton.engine.accounts import HALF_LIFE_STEPS
+from baton.engine.accounts import HALF_LIFE_S
 from baton.engine.host_tier import HostTier
 from baton.engine.pages import PagePool
 from baton.engine.prefix_cache import PrefixCache
@@ -14,6 +14,7 @@ from baton.engine.sequence import Sequence, SequenceKey
 from baton.request import Request, SamplingParams
 
 STEP_TOKENS: Final = 128
+NUM_STEPS: Final = 128  # in a half-life
 NUM_QUIET: Final = 4
 QUIET_LOAD: Final = 0.5  # of all that can be computed
 LONG: Final = 2000
@@ -24,7 +25,8 @@ class Prefill:
 
     def __init__(self) -> None:
         cache = PrefixCache(PagePool(4000, 16), None, HostTier(0))
-        self._scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=STEP_TOKENS), cache, ManualClock())
+        self._clock = ManualClock()
+        self._scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=STEP_TOKENS), cache, self._clock)
         self._began: dict[SequenceKey, int] = {}
         self.num_steps = 0
         self.num_computed = {"quiet": 0, "noisy": 0}
@@ -43,6 +45,7 @@ class Prefill:
 
     def step(self) -> None:
         self.num_steps += 1
+        self._clock.advance(HALF_LIFE_S / NUM_STEPS)
         batch = self._scheduler.apply(self._scheduler.plan())
         for chunk in batch.chunks:
             self.num_computed[chunk.sequence.account_name.split("-")[0]] += chunk.num_tokens
@@ -83,14 +86,14 @@ def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
     prefill = Prefill()
     for _ in range(80):
         prefill.add("noisy", LONG)
-    for _ in range(4 * HALF_LIFE_STEPS):
+    for _ in range(4 * NUM_STEPS):
         prefill.step()
     noisy_before = prefill.num_computed["noisy"]
     for _ in range(40):
         prefill.add("quiet-0", LONG)
-    for _ in range(4 * HALF_LIFE_STEPS):
+    for _ in range(4 * NUM_STEPS):
         prefill.step()
     noisy = prefill.num_computed["noisy"] - noisy_before
-    most = HALF_LIFE_STEPS * STEP_TOKENS  # of one that comes with nothing had: see accounts.py
+    most = NUM_STEPS * STEP_TOKENS  # of one that comes with nothing had: see accounts.py
     assert prefill.num_computed["quiet"] - noisy <= most + 2 * STEP_TOKENS
     assert prefill.num_computed["quiet"] - noisy >= 0.9 * most
