@@ -30,7 +30,9 @@ from baton.router.short_keys import first_halves
 from baton.worker import Worker
 
 RENEW_S: Final = 2.0
-SNAPSHOT_S: Final = 0.1  # between two workers' snapshots
+PAUSE_S: Final = 0.02  # once all is told: what comes meanwhile goes together, for the price of one
+SNAPSHOT_EVERY_S: Final = 1.0  # of each worker,
+SNAPSHOT_S: Final = 0.1  # where that is no more often than this of any
 SETTLE_S: Final = 1.0
 SWEPT_PAGES: Final = 500  # at each renewal
 LEAST_PAUSE_S: Final = 0.1
@@ -154,11 +156,14 @@ class RedisLink:
             batch = self._outbox.take_batch()
             if batch:
                 await self._send(teller, batch)
+                if not len(self._outbox):
+                    await asyncio.sleep(PAUSE_S)
             if loop.time() >= renew_at_s:
                 renew_at_s = loop.time() + RENEW_S
                 await self._renew(teller)
             if loop.time() >= snapshot_at_s:
-                snapshot_at_s = loop.time() + SNAPSHOT_S
+                num_workers = max(1, len(self._outbox.workers))
+                snapshot_at_s = loop.time() + max(SNAPSHOT_S, SNAPSHOT_EVERY_S / num_workers)
                 await self._write_snapshot(teller)
             if not self.num_untold:
                 self._num_full = 0

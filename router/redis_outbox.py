@@ -10,7 +10,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 import numpy as np
@@ -50,7 +50,7 @@ class Outbox:
         self._afresh: Iterator[Command] | None = (
             None  # of the worker that is told of; the queue comes after it
         )
-        self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot
+        self._snapshots: dict[str, int] = {}  # worker -> the next number in its snapshot; the oldest first
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._stale) + (self._afresh is not None)
@@ -150,10 +150,11 @@ class Outbox:
         return f"{self._names.workers}:{worker_id}"
 
     def next_to_snapshot(self) -> str | None:
-        """A worker that Redis has no new snapshot of."""
-        for worker_id in self.workers:
+        """Of the workers that Redis has no new snapshot of, one with none, or with the oldest."""
+        without = (worker_id for worker_id in self.workers if worker_id not in self._snapshots)
+        for worker_id in chain(without, self._snapshots):
             number = self._index.next_number(worker_id)
-            if number is not None and self._snapshots.get(worker_id, -1) != number:
+            if number is not None and self._snapshots.get(worker_id) != number:
                 return worker_id
         return None
 
@@ -164,6 +165,7 @@ class Outbox:
             return None
         keys, values = self._index.export(worker_id)
         body = Snapshot(number, stream_id, keys.astype("<u8").tobytes(), values.astype("<u8").tobytes())
+        self._snapshots.pop(worker_id, None)
         self._snapshots[worker_id] = number
         return Command(
             "", ("SET", self.snapshot_key(worker_id), encode_shared(body), "PX", SNAPSHOT_MS), worker_id

@@ -144,3 +144,26 @@ def test_a_snapshot_is_due_when_something_has_changed() -> None:
     assert said.outbox.next_to_snapshot() is None
     said.says(KEYS[10 * KEY_BYTES :])
     assert said.outbox.next_to_snapshot() == W0.id
+
+
+def test_the_worker_with_the_oldest_snapshot_is_next_however_much_others_change() -> None:
+    workers, index = [a_worker(f"w{number}") for number in range(3)], PrefixIndex(ManualClock(), 1000)
+    outbox = Outbox(Names.of("f"), id_of("router"), index, Counter())
+    outbox.open()
+    for worker in workers:
+        index.join(worker)
+        outbox.joined(worker)
+    due = []
+    for number in range(6):
+        for worker in workers[: 3 if number < 4 else 1]:  # later the first alone
+            events = PageEvents(
+                first=number, keys=KEYS[number * KEY_BYTES :][:KEY_BYTES], pages=(number,), generations=(2,)
+            )
+            assert index.apply(worker.id, events)
+        worker_id = outbox.next_to_snapshot()
+        assert worker_id is not None and outbox.snapshot(worker_id, "1-0") is not None
+        due.append(worker_id)
+    w0, w1, w2 = (worker.id for worker in workers)
+    assert due == [w0, w1, w2, w0, w1, w2]
+    assert outbox.next_to_snapshot() == w0
+    assert outbox.snapshot(w0, "1-0") is not None and outbox.next_to_snapshot() is None
