@@ -30,7 +30,7 @@ from baton.router.short_keys import first_halves
 from baton.worker import Worker
 
 RENEW_S: Final = 2.0
-PAUSE_S: Final = 0.02  # once all is told: what comes meanwhile goes together, for the price of one
+PAUSE_S: Final = 0.05  # once all is told: what comes meanwhile goes together, for the price of one
 SNAPSHOT_EVERY_S: Final = 1.0  # of each worker,
 SNAPSHOT_S: Final = 0.1  # where that is no more often than this of any
 SETTLE_S: Final = 1.0
