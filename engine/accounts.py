@@ -123,7 +123,7 @@ class Accounts:
 
     def charge(self, computed: Iterable[tuple[Account, int]], now_s: float) -> None:
         """Tokens that are computed in one step."""
-        fading, self._at_s = _fading(now_s - self._at_s), now_s
+        fading, self._at_s = _fading(now_s - self._at_s), max(self._at_s, now_s)
         self._num_tokens *= fading
         for account in self.live.values():
             account.work *= fading

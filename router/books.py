@@ -130,7 +130,7 @@ class Books:
             computer.since_s = self._clock.now_s()
         computer.num_computing += 1
         computer.work_s += entry.compute_s
-        computer.prompts.add(entry.party, entry.num_prompt_tokens)
+        computer.prompts.add(entry.party, entry.num_prompt_tokens, entry.num_output_tokens)
 
     def started(self, key: Key) -> None:
         """Unknown keys are no offence, here and below: they may be another router's."""
@@ -146,7 +146,7 @@ class Books:
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
         computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
-        computer.prompts.remove(entry.party, entry.num_prompt_tokens)
+        computer.prompts.remove(entry.party, entry.num_prompt_tokens, entry.num_output_tokens)
         if not entry.prefill:
             return
         prefill = self._accounts[entry.prefill]

@@ -11,6 +11,7 @@ overtakes there take no place from it.
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Final
 
 from baton.router.books import Books
@@ -22,6 +23,7 @@ OVERCOMMIT: Final = 1.25
 MIN_COMPUTING: Final = 2  # prompts: the next is there when one is done
 AHEAD_S: Final = 0.1
 STEP_TOKENS: Final = 2048  # that a step computes, if nobody has said otherwise
+MAX_ASKED: Final = 32  # at one look
 
 
 class Capacity:
@@ -30,6 +32,7 @@ class Capacity:
         self._members = members
         self.books = books
         self._decoders_compute = decoders_compute
+        self._first_asked = 0  # at the next look
         self._taking_now: tuple[Sequence[Member], Sequence[Member]] = ((), ())
         self._version = -1
 
@@ -60,20 +63,37 @@ class Capacity:
         """Whether any worker has a place for this prompt."""
         if not self.prefills_are_full(claim):
             return True
-        return self._decoders_compute and any(self.has_place(claim, each.id) for each in self._workers()[1])
+        return self._decoders_compute and self._any_has_place(claim, self._workers()[1])
 
     def prefills_are_full(self, claim: Claim) -> bool:
         """None of them has a place for it. Where there are none at all, decode workers are asked."""
         prefills, decoders = self._workers()
         computers = prefills or decoders
-        return bool(computers) and not any(self.has_place(claim, each.id) for each in computers)
+        return bool(computers) and not self._any_has_place(claim, computers)
 
     def has_place(self, claim: Claim, worker_id: str) -> bool:
         """Whether the prompt would be computed there at once, or nearly so."""
-        account = self.books.account(worker_id)
-        prompts = account.prompts
-        if account.num_computing < MIN_COMPUTING or prompts.total < STEP_TOKENS:
+        return self._has_place_for_any(worker_id) or self._overtakes(claim, worker_id)
+
+    def _any_has_place(self, claim: Claim, workers: Sequence[Member]) -> bool:
+        """Of very many that are full, by turns, some are asked what the prompt would overtake there."""
+        if any(self._has_place_for_any(each.id) for each in workers):
             return True
+        num = min(len(workers), MAX_ASKED)
+        asked = islice(cycle(workers), self._first_asked, self._first_asked + num)
+        self._first_asked = (self._first_asked + num) % max(1, len(workers))
+        return any(self._overtakes(claim, each.id) for each in asked)
+
+    def _has_place_for_any(self, worker_id: str) -> bool:
+        """Though all that is there come before it."""
+        account = self.books.account(worker_id)
+        if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
+            return True
+        return self.books.wait_s(worker_id) < AHEAD_S
+
+    def _overtakes(self, claim: Claim, worker_id: str) -> bool:
+        """So much that little is left before it."""
+        prompts = self.books.account(worker_id).prompts
         num, num_tokens = prompts.before(claim)
         if num < MIN_COMPUTING or num_tokens < STEP_TOKENS:
             return True

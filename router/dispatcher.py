@@ -25,7 +25,7 @@ from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
 from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
 from baton.router.overload import PRESSED_LOCAL_TOKENS
-from baton.router.pairing import Pair, Pairing, Unpaired
+from baton.router.pairing import NoPlace, Pair, Pairing, Unpaired
 from baton.router.quotas import Refused
 from baton.router.reception import Reception
 from baton.router.tenant_queues import Waiting
@@ -67,7 +67,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._counters: Counter[str] = knowledge.counters
         self._kept: _Kept | None = None
-        self._stuck: tuple[Key, ...] = ()  # who waited for a place when it was last looked at: two at most
+        self._stuck: dict[Key, NoPlace] = {}  # who waited for a place, when last looked at: two at most
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
     def submit(self, gateway: Gateway, submit: Submit) -> None:
@@ -133,16 +133,15 @@ class Dispatcher:
         """
         if self._kept is not None and self._kept.key not in self._reception:
             self._kept = None
-        stuck, self._stuck = () if has_places else self._stuck, ()
+        stuck, self._stuck = {} if has_places else self._stuck, {}
         passed: Waiting | None = None
         try:
             while (waiting := self._reception.first()) is not None:
-                is_stuck = waiting.key in stuck
-                obstacle = Unpaired.NO_PLACE if is_stuck else self._let_out(waiting, bool(self._stuck))
+                obstacle = stuck.get(waiting.key) or self._let_out(waiting)
                 if obstacle is None:
                     continue
-                if obstacle is Unpaired.NO_PLACE:
-                    self._stuck += (waiting.key,)
+                if isinstance(obstacle, NoPlace):
+                    self._stuck[waiting.key] = obstacle
                 elif passed is None and not self._keep_a_worker(waiting):
                     continue
                 if passed is not None:
@@ -169,20 +168,21 @@ class Dispatcher:
             )
             gateway.peer.send(failed)
 
-    def _let_out(self, waiting: Waiting, goes_past: bool) -> Unpaired | None:
+    def _let_out(self, waiting: Waiting) -> Unpaired | NoPlace | None:
         """Why it has to wait; None: it has left the queue, wherever to."""
         refused = self._reception.hopeless(waiting)
         if refused is not None:
             self._reject(waiting.gateway, waiting.key, refused)
             return None
         gateway = self._gateways[waiting.gateway]
-        pair = self._pair(gateway, waiting, self._reception.turn(waiting, goes_past=goes_past))
+        wanted = [each.worker for each in self._stuck.values()]
+        pair = self._pair(gateway, waiting, self._reception.turn(waiting, wanted))
         if pair is Unpaired.UNREACHED:
             refused = _no_room(pair.value)
             self._reception.refuse(waiting.key, refused)
             self._reject(waiting.gateway, waiting.key, refused)
             return None
-        if isinstance(pair, Unpaired):
+        if not isinstance(pair, Pair):
             return pair
         request = self._reception.let_out(waiting)
         submit = waiting.submit
@@ -203,7 +203,7 @@ class Dispatcher:
             return False
         return True
 
-    def _pair(self, gateway: Gateway, waiting: Waiting, turn: Turn) -> Pair | Unpaired:
+    def _pair(self, gateway: Gateway, waiting: Waiting, turn: Turn) -> Pair | Unpaired | NoPlace:
         """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
         submit = waiting.submit
         capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
@@ -215,7 +215,7 @@ class Dispatcher:
             if kept is not None and kept.key != waiting.key:
                 full |= {kept.worker}
         pair = self._pairing.pair(submit, gateway.reached, full, turn)
-        if full or isinstance(pair, Unpaired) or pair.decode.id == submit.beside:
+        if full or not isinstance(pair, Pair) or pair.decode.id == submit.beside:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair

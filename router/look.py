@@ -36,7 +36,6 @@ class Look:
         self.load = load
         self._now_s = now_s
         self._party = party_of(request)
-        self._claim = Claim(self._party, load.num_tokens, load.lead, load.lead_of)
         self._found: dict[Family, tuple[bytes, Holdings]] = {}
         self._located: dict[str, PullSource | None] = {}
         self._yields: dict[Party, bool] = {}  # to the prompt, if that is owed work
@@ -88,17 +87,20 @@ class Look:
             if station.family is not family:
                 family = station.family
                 num_pages_at = self._holdings(family).num_pages
-            wait_s = self._wait_s(account) if account.num_computing else 0.0
+            num_held_tokens = num_pages_at(station.slot_bit) * station.page_size
+            wait_s = self._wait_s(account, num_held_tokens) if account.num_computing else 0.0
             if account.num_unknown and station.is_prefill:
                 wait_s += account.num_unknown * speeds.mean_compute_s
-            num_held_tokens = num_pages_at(station.slot_bit) * station.page_size
             coefficients = speeds.prefill.coefficients
             computer = Computer(station.id, wait_s, num_held_tokens, coefficients, station.kin)
             found.append((computer, account, speeds))
         return found
 
-    def _wait_s(self, account: Account) -> float:
-        return account.wait_s(self._now_s) * account.prompts.part_before(self._claim)
+    def _wait_s(self, account: Account, num_held_tokens: int) -> float:
+        load = self.load
+        num_new_tokens = max(1, load.num_tokens - num_held_tokens)
+        claim = Claim(self._party, num_new_tokens, load.lead, load.lead_of)
+        return account.wait_s(self._now_s) * account.prompts.part_before(claim)
 
     def _held_up(self, account: Account) -> Decoding:
         """Of those that decode there, who would wait for the prompt and has no less right to go on: all, but

@@ -45,7 +45,12 @@ class Unpaired(Enum):
 
     UNREACHED = "no decode worker can be reached"
     FULL = "no decode worker has room"
-    NO_PLACE = "the worker that is best for it has prompts to compute before"
+
+
+class NoPlace(NamedTuple):
+    """The worker that is best for an attempt has others' prompts to compute before."""
+
+    worker: str
 
 
 class Pairing:
@@ -75,7 +80,7 @@ class Pairing:
         reached: frozenset[str],
         full: Collection[str] = (),
         turn: Turn = NO_TURN,
-    ) -> Pair | Unpaired:
+    ) -> Pair | Unpaired | NoPlace:
         """reached: the workers that the gateway reaches. full: decode workers that are not to be chosen, but
         for one that holds the prompt already. turn: for the policies that look at the prompt.
         """
@@ -123,7 +128,7 @@ class Pairing:
 
     def _choose_both(
         self, submit: Submit, decoders: list[Member], reached: frozenset[str], turn: Turn
-    ) -> Pair | Unpaired:
+    ) -> Pair | NoPlace:
         """decoders: those that may take it, of all that the gateway reaches."""
         assert self._chooser is not None, self._config.policy
         if reached not in self._fields:
@@ -137,7 +142,7 @@ class Pairing:
             field = field._replace(avoided=submit.avoid)
         choice = self._chooser.choose(submit.request, field, turn)
         if turn.needs_place and turn.has_place and not turn.has_place(choice.candidate.computer):
-            return Unpaired.NO_PLACE
+            return NoPlace(choice.candidate.computer)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"
         prefill = self._members.get(choice.candidate.prefill)

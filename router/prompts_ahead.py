@@ -6,6 +6,7 @@ those that are owed as much, no less.
 """
 
 from collections.abc import Callable
+from math import ceil
 from typing import NamedTuple, TypeAlias
 
 
@@ -36,39 +37,42 @@ class Claim(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What is computed before a prompt: of others' a part may be."""
+    """What is computed before a prompt."""
 
-    num: float  # prompts
+    num: int  # prompts, of which a part is at least
     num_tokens: float
 
 
 class PromptsAhead:
     """Of one worker: prompt tokens that wait for a first token."""
 
-    __slots__ = ("_num", "_tokens", "total")
+    __slots__ = ("_charged", "_num", "_tokens", "total")
 
     def __init__(self) -> None:
         self._tokens: dict[Party, int] = {}
+        self._charged: dict[Party, int] = {}  # the same, and what they are expected to answer
         self._num: dict[Party, int] = {}
-        self.total = 0  # tokens
+        self.total = 0  # tokens of prompts
 
-    def add(self, party: Party, num_tokens: int) -> None:
+    def add(self, party: Party, num_tokens: int, num_output_tokens: int = 0) -> None:
         self._tokens[party] = self._tokens.get(party, 0) + num_tokens
+        self._charged[party] = self._charged.get(party, 0) + num_tokens + num_output_tokens
         self._num[party] = self._num.get(party, 0) + 1
         self.total += num_tokens
 
-    def remove(self, party: Party, num_tokens: int) -> None:
+    def remove(self, party: Party, num_tokens: int, num_output_tokens: int = 0) -> None:
         """What was added."""
         self._num[party] -= 1
         self._tokens[party] -= num_tokens
+        self._charged[party] -= num_tokens + num_output_tokens
         self.total -= num_tokens
         if not self._num[party]:
-            del self._num[party], self._tokens[party]
+            del self._num[party], self._tokens[party], self._charged[party]
 
     def before(self, claim: Claim) -> Before:
         """Of what is here."""
         party, num_tokens, lead, lead_of = claim
-        own, num = self._tokens.get(party, 0), float(self._num.get(party, 0))
+        own, num = self._tokens.get(party, 0), self._num.get(party, 0)
         before = float(own)
         turn = (own if lead is None else lead * party.weight) + num_tokens
         turn /= party.weight
@@ -80,13 +84,13 @@ class PromptsAhead:
                 due = turn * other.weight
                 others_lead = lead_of(other) if lead_of is not None else None
                 if others_lead is not None:
-                    due += waiting - others_lead * other.weight
+                    due += self._charged[other] - others_lead * other.weight
                 if due >= waiting:
                     before += waiting
                     num += self._num[other]
                 elif due > 0.0:
                     before += due
-                    num += self._num[other] * due / waiting
+                    num += ceil(self._num[other] * due / waiting)
         return Before(num, before)
 
     def part_before(self, claim: Claim) -> float:

@@ -10,8 +10,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
 from math import inf
 from typing import Final, NamedTuple
 
@@ -116,11 +115,15 @@ class Reception:
             return waiting
         return waiting if self.capacity.can_compute(self._claim(waiting)) else None
 
-    def turn(self, waiting: Waiting, *, goes_past: bool) -> Turn:
-        """Where its prompt may go, and before whose. goes_past: one that waits for a place that it leaves."""
+    def turn(self, waiting: Waiting, wanted: Collection[str] = ()) -> Turn:
+        """Where its prompt may go, and before whose. wanted: by others, who wait for a place there."""
         claim, capacity = self._claim(waiting), self.capacity
-        needs_place = goes_past or capacity.prefills_are_full(claim)
-        return Turn(claim.lead, claim.lead_of, partial(capacity.has_place, claim), needs_place)
+
+        def has_place(worker_id: str) -> bool:
+            return worker_id not in wanted and capacity.has_place(claim, worker_id)
+
+        needs_place = bool(wanted) or capacity.prefills_are_full(claim)
+        return Turn(claim.lead, claim.lead_of, has_place, needs_place)
 
     def waited_s(self, waiting: Waiting) -> float:
         """Since it came to its gateway: it may have waited at another router before."""
@@ -217,9 +220,8 @@ class Reception:
         self.queues.check_integrity()
         active = {key for key, record in self._records.items() if record.is_active}
         assert all(key in self._ledger for key in active) and len(self._ledger) == len(active)
-        assert all(key in self.queues for key in self._records.keys() - active)
-        assert len(self.queues) == len(self._records) - len(active)
-        nums = Counter((record.request.tenant, record.is_active) for record in self._records.values())
+        assert {each.key for each in self.queues} == self._records.keys() - active
+        nums = Counter((each.request.tenant, each.is_active) for each in self._records.values())
         for tenant, _ in nums:
             assert self.quotas.num_active(tenant) == nums[tenant, True], tenant
             assert self.quotas.num_requests(tenant) == nums[tenant, True] + nums[tenant, False], tenant
@@ -230,9 +232,8 @@ class Reception:
         refused = self.quotas.refusal(request.tenant, request.standing.quotas, work.total)
         if refused is not None:
             return refused
-        is_promised = objective_of(request).is_promised
         is_shed = self.overload.is_to_be_shed(waiting)
-        if not is_promised and not is_shed:
+        if not is_shed and not objective_of(request).is_promised:
             return None
         before = self.queues.work_before(waiting)
         mean_work = self.queues.work / max(1, len(self.queues))
@@ -263,9 +264,8 @@ class Reception:
         self._hold_or_release(tenant)
 
     def _claim(self, waiting: Waiting) -> Claim:
-        request = waiting.submit.request
-        lead = self.queues.lead_of(waiting)
-        return Claim(party_of(request), request.num_tokens, lead, self.queues.known_lead)
+        party, work = party_of(waiting.submit.request), self._records[waiting.key].work
+        return Claim(party, round(work.prompt), self.queues.lead_of(waiting), self.queues.known_lead)
 
     def _hold_or_release(self, tenant: str) -> None:
         if self.quotas.is_full(tenant):

@@ -121,6 +121,7 @@ class Outbox:
         elif command.script == "join" and reply == -2:
             self._counters["redis_fenced"] += 1
             self.workers.pop(command.worker_id, None)
+            self._snapshots.pop(command.worker_id, None)
         elif command.script == "apply" and reply in (-1, -2):
             self._counters["redis_gaps"] += 1
             worker = self.workers.get(command.worker_id)

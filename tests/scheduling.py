@@ -39,6 +39,7 @@ class Harness:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.clock = ManualClock()
+        self.step_s = 0.0  # that each step takes
         self.pool = PagePool(settings.num_pages, settings.page_size)
         keys = PageKeys(model_fingerprint="hash-model", dtype="float32", page_size=settings.page_size)
         self.host = HostTier(settings.num_host_pages)
@@ -100,6 +101,7 @@ class Harness:
                     self.kept[sequence.key] = list(sequence.page_table)
         self._check_books()
         self.num_steps += 1
+        self.clock.advance(self.step_s)
         return plan, batch, advances
 
     def run(self, max_steps: int = 10_000) -> None:

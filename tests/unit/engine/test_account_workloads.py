@@ -50,6 +50,7 @@ class Workload:
             for _ in range(rng.randint(2, 5))
         ]
         self.disturbance = rng.choice([0.0, 0.0, 0.4])
+        self.harness.step_s = rng.choice([0.001, 0.02, 0.2])  # what was had fades, or hardly
 
     def run(self) -> None:
         rng, harness = self.rng, self.harness
@@ -58,7 +59,6 @@ class Workload:
             for _ in range(rng.choice([0, 0, 1, 5])):
                 self._disturb()
                 harness.step()
-                harness.clock.advance(0.001)
         harness.run(max_steps=20_000)
 
     def _come(self, name: str) -> None:

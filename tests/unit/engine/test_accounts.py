@@ -79,7 +79,7 @@ def test_what_was_had_long_ago_counts_no_more_though_nothing_was_computed_since(
 def test_a_clock_that_goes_back_takes_nothing_and_gives_nothing() -> None:
     accounts = Accounts()
     account = open_one(accounts, "a").account
-    for now_s in (100.0, 40.0, 40.0):
+    for now_s in (100.0, 40.0, 100.0):
         accounts.charge([(account, 10)], now_s)
     assert account.work == 30.0
 
@@ -99,7 +99,7 @@ def heavy_and_newcomers(num_newcomers: int) -> tuple[Accounts, Account, list[Acc
     accounts = Accounts()
     heavy = open_one(accounts, "heavy").account
     for number in range(20 * NUM_STEPS):
-        accounts.charge_only(256, (number - 20 * NUM_STEPS) * STEP_S)
+        accounts.charge_only(256, number * STEP_S)
     return accounts, heavy, [open_one(accounts, str(number)).account for number in range(num_newcomers)]
 
 
@@ -109,7 +109,7 @@ def test_one_that_has_had_all_waits_for_newcomers_no_longer_than_is_said(num_new
     accounts, heavy, others = heavy_and_newcomers(num_newcomers)
     num_steps = 0
     while (least := min((*others, heavy), key=lambda account: account.work)) is not heavy:
-        accounts.charge([(least, 256)], num_steps * STEP_S)
+        accounts.charge([(least, 256)], (20 * NUM_STEPS + num_steps) * STEP_S)
         num_steps += 1
     bound = NUM_STEPS * log2(1 + num_newcomers)
     assert 0.8 * bound <= num_steps <= bound + num_newcomers + 1
@@ -121,7 +121,7 @@ def test_one_that_has_had_all_comes_next_however_many_others_come() -> None:
         newcomer = open_one(accounts, str(number))
         if heavy.work <= newcomer.account.work:
             return
-        accounts.charge([(newcomer.account, 256)], number * STEP_S)
+        accounts.charge([(newcomer.account, 256)], (20 * NUM_STEPS + number) * STEP_S)
         accounts.close(newcomer)
     raise AssertionError("it starves")
 

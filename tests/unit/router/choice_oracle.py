@@ -73,7 +73,8 @@ class ChoiceOracle:
 
     def _wait_s(self, member: Member) -> float:
         account = self._known.books.account(member.id)
-        before = account.prompts.part_before(Claim(party_of(self._request), self._load.num_tokens))
+        num_new_tokens = max(1, self._load.num_tokens - self._held(member))
+        before = account.prompts.part_before(Claim(party_of(self._request), num_new_tokens))
         wait_s = account.wait_s(self._now_s) * before
         if member.worker.role is WorkerRole.PREFILL:
             wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s

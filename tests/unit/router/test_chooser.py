@@ -9,7 +9,7 @@ from msgspec.structs import astuple, replace
 from baton.clock import ManualClock
 from baton.control import Beat, Measured, PageEvents
 from baton.request import Request
-from baton.router.books import Books, Entry, num_kv_tokens
+from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, Entry, num_kv_tokens
 from baton.router.chooser import MAX_COMPARED, Chooser, Field, Turn
 from baton.router.cost_model import CostModel
 from baton.router.costs import Candidate, Load, Select, cheapest
@@ -358,5 +358,6 @@ def test_who_had_more_than_its_share_is_not_waited_for() -> None:
         return next(each for each in choice.candidates if each.prefill).terms.queue_s
 
     assert queue_s(0.0) == 20.0
-    assert queue_s(2000.0) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
-    assert queue_s(2000.0 + PROMPT_TOKENS) == 0.0
+    charged = 2000.0 + 2 * EXPECTED_OUTPUT_TOKENS  # with their answers
+    assert queue_s(charged) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
+    assert queue_s(charged + PROMPT_TOKENS) == 0.0

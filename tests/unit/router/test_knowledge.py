@@ -77,10 +77,10 @@ def test_prefix_of_a_busy_worker_is_pulled_by_another() -> None:
     c = cost_cluster("p0", "p1", "d0")
     busy(c, "d0", 64)
     holds(c, "p0", long_request("x"), 400)
-    for number in range(8):
-        tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + 9000))
-        other = Request(request_id=id_of(f"o{number}"), token_ids=tokens, tenant=f"t{number}")
-        c.submit(other, avoid=(id_of("p0" if number < 2 else "p1"),))  # p1 waits long enough to hide a pull
+    for number, num_tokens in enumerate((18_000, 27_000, 27_000)):
+        tokens = tuple(range(10**6 * (number + 1), 10**6 * (number + 1) + num_tokens))
+        other = Request(request_id=id_of(f"o{number}"), token_ids=tokens)
+        c.submit(other, avoid=(id_of("p0" if number == 0 else "p1"),))  # p1 waits long enough to hide a pull
     c["d0"].received.clear()
     routed, dispatch = route(c, long_request("a"))
     assert routed.prefill == id_of("p1")

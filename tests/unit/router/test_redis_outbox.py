@@ -127,10 +127,12 @@ def test_a_gap_that_redis_finds_is_mended_and_a_fenced_life_is_told_no_more() ->
     (again,) = said.drain()
     assert again.script == "apply"
     assert said.agree()
+    assert said.outbox.snapshot(W0.id, "1-0") is not None
     said.outbox.answered(join, -2)
     said.says(KEYS[10 * KEY_BYTES :])
     assert said.drain() == []
     assert said.counters["redis_fenced"] == 1
+    assert said.outbox.next_to_snapshot() is None, "what it was has ended in Redis"
 
 
 def test_a_snapshot_is_due_when_something_has_changed() -> None:

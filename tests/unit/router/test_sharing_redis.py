@@ -3,22 +3,25 @@
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from redis.asyncio import Redis
 
 from baton.clock import SystemClock
 from baton.control import Beat, Ended, PageEvents, PagesWanted, Reachable, Routed, Started, Submit
+from baton.page_keys import KEY_BYTES
 from baton.request import Request
 from baton.router.prompt_keys import PromptKeys, family_of
-from baton.router.redis_link import RedisLink
+from baton.router.redis_link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
 from baton.router.redis_server import PrivateRedis, find_program
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.router.redis_routers import SEEN_S, play, until
+from tests.unit.router.redis_routers import CHAIN, SEEN_S, RouterStandIn, play, running, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -116,3 +119,37 @@ def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> Non
             assert held[bytes.fromhex(prefill).rstrip(b"\0").decode()] == 500 and sum(held.values()) == 500
 
     play(scene)
+
+
+def test_what_comes_together_is_told_together() -> None:
+    """A hundred changes in a third of a second, one by one, cost Redis few reads, and few snapshots."""
+
+    async def scene(redis: PrivateRedis) -> None:
+        client = Redis.from_url(redis.url)
+        one = RouterStandIn(redis.url, "a")
+        async with running(one):
+            await until(lambda: one.link.is_up)
+            one.join(WORKERS["p0"])
+            await until(lambda: not one.link.num_untold)
+            before, begun_s = await counts(client), time.monotonic()
+            for number in range(100):
+                one.says(WORKERS["p0"], CHAIN[number % 40 * KEY_BYTES :][:KEY_BYTES], afresh=number == 0)
+                await asyncio.sleep(0.003)
+            await until(lambda: not one.link.num_untold)
+            grown, took_s = await counts(client), time.monotonic() - begun_s
+            grown.subtract(before)
+        await client.aclose()
+        assert grown["evalsha"] >= 100
+        assert grown["reads"] <= 40 + 3 * took_s / PAUSE_S
+        assert 1 <= grown["set"] <= 2 + took_s / SNAPSHOT_EVERY_S
+
+    play(scene)
+
+
+async def counts(client: Redis) -> Counter[str]:
+    """Reads from sockets, and calls of two commands."""
+    stats, commands = await client.info("stats"), await client.info("commandstats")
+    found = Counter({"reads": int(stats["total_reads_processed"])})
+    for name in ("evalsha", "set"):
+        found[name] = int(commands.get(f"cmdstat_{name}", {}).get("calls", 0))
+    return found
