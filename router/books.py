@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     compute_s: float = 0.0  # that the prompt is expected to take
     party: Party = Party()
     num_output_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its answer, as expected
+    charged: float = 0.0  # work that its tenant was charged; see expected_work.py
 
     @property
     def computer(self) -> str:
@@ -130,7 +131,7 @@ class Books:
             computer.since_s = self._clock.now_s()
         computer.num_computing += 1
         computer.work_s += entry.compute_s
-        computer.prompts.add(entry.party, entry.num_prompt_tokens, entry.num_output_tokens)
+        computer.prompts.add(entry.party, entry.num_prompt_tokens, entry.charged)
 
     def started(self, key: Key) -> None:
         """Unknown keys are no offence, here and below: they may be another router's."""
@@ -146,7 +147,7 @@ class Books:
         computer.num_computing -= 1
         computer.since_s = self._clock.now_s()
         computer.work_s = computer.work_s - entry.compute_s if computer.num_computing else 0.0
-        computer.prompts.remove(entry.party, entry.num_prompt_tokens, entry.num_output_tokens)
+        computer.prompts.remove(entry.party, entry.num_prompt_tokens, entry.charged)
         if not entry.prefill:
             return
         prefill = self._accounts[entry.prefill]

@@ -10,6 +10,7 @@ it may compute any prompt. Workers order prompts by shares too (prompts_ahead.py
 overtakes there take no place from it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Final
@@ -32,8 +33,8 @@ class Capacity:
         self._members = members
         self.books = books
         self._decoders_compute = decoders_compute
-        self._first_asked = 0  # at the next look
-        self._taking_now: tuple[Sequence[Member], Sequence[Member]] = ((), ())
+        self._first_asked: Counter[WorkerRole] = Counter()  # at the next look
+        self._taking_now: dict[WorkerRole, Sequence[Member]] = {}
         self._version = -1
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
@@ -63,25 +64,27 @@ class Capacity:
         """Whether any worker has a place for this prompt."""
         if not self.prefills_are_full(claim):
             return True
-        return self._decoders_compute and self._any_has_place(claim, self._workers()[1])
+        return self._decoders_compute and self._any_has_place(claim, WorkerRole.DECODE)
 
     def prefills_are_full(self, claim: Claim) -> bool:
         """None of them has a place for it. Where there are none at all, decode workers are asked."""
-        prefills, decoders = self._workers()
-        computers = prefills or decoders
-        return bool(computers) and not self._any_has_place(claim, computers)
+        workers = self._workers()
+        role = WorkerRole.PREFILL if workers[WorkerRole.PREFILL] else WorkerRole.DECODE
+        return bool(workers[role]) and not self._any_has_place(claim, role)
 
     def has_place(self, claim: Claim, worker_id: str) -> bool:
         """Whether the prompt would be computed there at once, or nearly so."""
         return self._has_place_for_any(worker_id) or self._overtakes(claim, worker_id)
 
-    def _any_has_place(self, claim: Claim, workers: Sequence[Member]) -> bool:
-        """Of very many that are full, by turns, some are asked what the prompt would overtake there."""
+    def _any_has_place(self, claim: Claim, role: WorkerRole) -> bool:
+        """Of very many that are full some are asked, in turns, what the prompt would overtake there."""
+        workers = self._workers()[role]
         if any(self._has_place_for_any(each.id) for each in workers):
             return True
         num = min(len(workers), MAX_ASKED)
-        asked = islice(cycle(workers), self._first_asked, self._first_asked + num)
-        self._first_asked = (self._first_asked + num) % max(1, len(workers))
+        first = self._first_asked[role]
+        asked = islice(cycle(workers), first, first + num)
+        self._first_asked[role] = (first + num) % max(1, len(workers))
         return any(self._overtakes(claim, each.id) for each in asked)
 
     def _has_place_for_any(self, worker_id: str) -> bool:
@@ -99,11 +102,11 @@ class Capacity:
             return True
         return self.books.wait_s(worker_id) * num_tokens / prompts.total < AHEAD_S
 
-    def _workers(self) -> tuple[Sequence[Member], Sequence[Member]]:
-        """Prefill and decode workers that take work."""
+    def _workers(self) -> dict[WorkerRole, Sequence[Member]]:
+        """Those that take work."""
         if self._version != self._members.version:
             self._version = self._members.version
-            self._taking_now = self._taking(WorkerRole.PREFILL), self._taking(WorkerRole.DECODE)
+            self._taking_now = {role: self._taking(role) for role in WorkerRole}
         return self._taking_now
 
     def _taking(self, role: WorkerRole) -> list[Member]:

@@ -81,6 +81,10 @@ class Turn(NamedTuple):
     lead_of: LeadOf | None = None  # the same
     has_place: HasPlace | None = None  # to compute it at once; a decode worker without one computes no prompt
     needs_place: bool = False  # at a prefill worker too: it waits where that is best and has none
+    wanted: Collection[str] = ()  # workers where others wait for a place, before it: it has none there
+
+    def has_place_at(self, worker_id: str) -> bool:
+        return worker_id not in self.wanted and (self.has_place is None or self.has_place(worker_id))
 
     @property
     def is_owed(self) -> bool:
@@ -195,14 +199,16 @@ class Chooser:
         return candidates
 
     def _placed(self, candidates: list[Candidate], turn: Turn) -> list[Candidate]:
-        """Without those that a decode worker has no place for and would compute itself, if others are left.
+        """Without those that a decode worker has no place for and would compute itself, and without workers
+        that others wait for, if any are left.
 
         Another rule of choice goes by nothing else.
         """
-        has_place = turn.has_place
-        if has_place is None or self.select is not cheapest:
+        if turn.has_place is None or self.select is not cheapest:
             return candidates
-        return [each for each in candidates if each.prefill or has_place(each.decode)] or candidates
+        wanted, has_place_at = turn.wanted, turn.has_place_at
+        placed = [each for each in candidates if each.prefill or has_place_at(each.decode)]
+        return [each for each in placed if each.computer not in wanted] or placed or candidates
 
 
 class _Crowd:

@@ -19,7 +19,7 @@ from baton.control import AttemptFailed, Failure, Rejected, Submit
 from baton.errors import ProtocolError
 from baton.node import Peer
 from baton.pressure import Rung
-from baton.router.books import Key, num_kv_tokens
+from baton.router.books import Entry, Key, num_kv_tokens
 from baton.router.chooser import Turn
 from baton.router.knowledge import Knowledge
 from baton.router.membership import Member
@@ -188,7 +188,8 @@ class Dispatcher:
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
-        self._send_out(gateway, submit, pair, self._reception.waited_s(waiting))
+        entry = entry_of(gateway.id, request, pair, self._knowledge.model, waiting.work)
+        self._send_out(gateway, submit, pair, entry, self._reception.waited_s(waiting))
         return None
 
     def _keep_a_worker(self, waiting: Waiting) -> bool:
@@ -222,9 +223,8 @@ class Dispatcher:
         self._is_crowded = True
         return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), turn)
 
-    def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair, age_s: float) -> None:
+    def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair, entry: Entry, age_s: float) -> None:
         request = submit.request
-        entry = entry_of(gateway.id, request, pair, self._knowledge.model)
         self._books.enter(key_of(request), entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway.id, request, pair, age_s))

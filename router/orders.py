@@ -31,7 +31,8 @@ def prefill_of(pair: Pair) -> str:
     return pair.prefill.id if pair.prefill is not None else ""
 
 
-def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) -> Entry:
+def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel, charged: float) -> Entry:
+    """charged: work, to its tenant."""
     num_prompt_tokens = request.num_tokens
     if pair.choice is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
@@ -49,6 +50,7 @@ def entry_of(gateway_id: str, request: Request, pair: Pair, model: CostModel) ->
         compute_s=compute_s,
         party=party_of(request),
         num_output_tokens=num_tokens - request.num_tokens,
+        charged=charged,
     )
 
 

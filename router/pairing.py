@@ -141,7 +141,7 @@ class Pairing:
         if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
             field = field._replace(avoided=submit.avoid)
         choice = self._chooser.choose(submit.request, field, turn)
-        if turn.needs_place and turn.has_place and not turn.has_place(choice.candidate.computer):
+        if turn.needs_place and not turn.has_place_at(choice.candidate.computer):
             return NoPlace(choice.candidate.computer)
         decode = self._members.get(choice.candidate.decode)
         assert decode is not None, "the field has members alone"

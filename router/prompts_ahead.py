@@ -27,7 +27,7 @@ class Claim(NamedTuple):
     lead: tokens, for its weight, that its tenant has had more than others of its class, or is to have of what
     waits anywhere; below 0, it is owed them. None: it has had as much, but for what waits at the same worker.
     lead_of: the same of others, who are charged already for what they have waiting there. None, or of one
-    None: they have had as much as each other.
+    None: they have nothing but that.
     """
 
     party: Party
@@ -50,21 +50,22 @@ class PromptsAhead:
 
     def __init__(self) -> None:
         self._tokens: dict[Party, int] = {}
-        self._charged: dict[Party, int] = {}  # the same, and what they are expected to answer
+        self._charged: dict[Party, float] = {}  # what their tenants were charged for them
         self._num: dict[Party, int] = {}
         self.total = 0  # tokens of prompts
 
-    def add(self, party: Party, num_tokens: int, num_output_tokens: int = 0) -> None:
+    def add(self, party: Party, num_tokens: int, charged: float = 0.0) -> None:
+        """charged: work that its tenant's lead has grown by, for it and its answer."""
         self._tokens[party] = self._tokens.get(party, 0) + num_tokens
-        self._charged[party] = self._charged.get(party, 0) + num_tokens + num_output_tokens
+        self._charged[party] = self._charged.get(party, 0.0) + charged
         self._num[party] = self._num.get(party, 0) + 1
         self.total += num_tokens
 
-    def remove(self, party: Party, num_tokens: int, num_output_tokens: int = 0) -> None:
+    def remove(self, party: Party, num_tokens: int, charged: float = 0.0) -> None:
         """What was added."""
         self._num[party] -= 1
         self._tokens[party] -= num_tokens
-        self._charged[party] -= num_tokens + num_output_tokens
+        self._charged[party] -= charged
         self.total -= num_tokens
         if not self._num[party]:
             del self._num[party], self._tokens[party], self._charged[party]

@@ -11,6 +11,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from math import inf
 from typing import Final, NamedTuple
 
@@ -117,13 +118,9 @@ class Reception:
 
     def turn(self, waiting: Waiting, wanted: Collection[str] = ()) -> Turn:
         """Where its prompt may go, and before whose. wanted: by others, who wait for a place there."""
-        claim, capacity = self._claim(waiting), self.capacity
-
-        def has_place(worker_id: str) -> bool:
-            return worker_id not in wanted and capacity.has_place(claim, worker_id)
-
-        needs_place = bool(wanted) or capacity.prefills_are_full(claim)
-        return Turn(claim.lead, claim.lead_of, has_place, needs_place)
+        claim, has_place = self._claim(waiting), self.capacity.has_place
+        needs_place = bool(wanted) or self.capacity.prefills_are_full(claim)
+        return Turn(claim.lead, claim.lead_of, partial(has_place, claim), needs_place, wanted)
 
     def waited_s(self, waiting: Waiting) -> float:
         """Since it came to its gateway: it may have waited at another router before."""
@@ -264,8 +261,11 @@ class Reception:
         self._hold_or_release(tenant)
 
     def _claim(self, waiting: Waiting) -> Claim:
-        party, work = party_of(waiting.submit.request), self._records[waiting.key].work
-        return Claim(party, round(work.prompt), self.queues.lead_of(waiting), self.queues.known_lead)
+        submit, request = waiting.submit, waiting.submit.request
+        num_tokens = round(self._records[waiting.key].work.prompt)
+        if submit.is_begun and not submit.beside:
+            num_tokens = request.num_tokens  # which is paid for, and has to be computed anew
+        return Claim(party_of(request), num_tokens, self.queues.lead_of(waiting), self.queues.known_lead)
 
     def _hold_or_release(self, tenant: str) -> None:
         if self.quotas.is_full(tenant):

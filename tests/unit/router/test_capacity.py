@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.control import Beat
 from baton.router.books import Books, Entry
-from baton.router.capacity import AHEAD_S, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
+from baton.router.capacity import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
 from baton.router.membership import Membership
 from baton.router.prompts_ahead import Claim, Party
 from baton.worker import Load
@@ -39,7 +39,7 @@ class Fleet:
     ) -> None:
         """work: hundreds of tokens that have to be computed, each of which takes a second."""
         decode, prefill = (id_of(at), "") if at.startswith("d") else (id_of("d0"), id_of(at))
-        entry = Entry("g", decode, prefill, work * 100, 10, float(work), party, answer)
+        entry = Entry("g", decode, prefill, work * 100, 10, float(work), party, charged=work * 100 + answer)
         self.books.enter((id_of(name), 0), entry)
 
     def fill(self, *names: str) -> None:
@@ -216,3 +216,19 @@ def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
     draining.beat(Beat(load=Load(), is_draining=True), fleet.clock.now_s())
     assert fleet.capacity.roomiest(reached) == id_of("d0")
     assert fleet.capacity.roomiest(frozenset()) == ""
+
+
+def test_of_many_full_workers_each_is_asked_in_its_turn() -> None:
+    names = [f"{role}{number}" for role in "pd" for number in range(2 * MAX_ASKED)]
+    fleet = Fleet(*names, decoders_compute=True)
+    for name in names:
+        party = NOISY if name in ("p40", "d20") else A
+        for number in range(MIN_COMPUTING):
+            fleet.dispatch(f"{name}-{number}", party, at=name)
+    owed = Claim(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
+    for only in ("p40", "d20"):
+        looks = [fleet.can_compute(owed) for _ in range(4)]
+        assert any(looks[:2]) and any(looks[2:]), only
+        fleet.dispatch(f"{only}-a", at=only)
+        fleet.dispatch(f"{only}-b", at=only)
+    assert not any(fleet.can_compute(owed) for _ in range(4))

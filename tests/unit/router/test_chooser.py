@@ -9,7 +9,7 @@ from msgspec.structs import astuple, replace
 from baton.clock import ManualClock
 from baton.control import Beat, Measured, PageEvents
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, Books, Entry, num_kv_tokens
+from baton.router.books import Books, Entry, num_kv_tokens
 from baton.router.chooser import MAX_COMPARED, Chooser, Field, Turn
 from baton.router.cost_model import CostModel
 from baton.router.costs import Candidate, Load, Select, cheapest
@@ -348,8 +348,9 @@ def test_who_had_more_than_its_share_is_not_waited_for() -> None:
     world, other = World(Random(0), 0), Party("another")
     for name in ("d0", "p0"):
         world.join(name)
-    world.books.enter((id_of("u"), 0), Entry("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other))
-    world.books.enter((id_of("v"), 0), Entry("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other))
+    entry = Entry("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other, charged=1050.0)
+    for name in ("u", "v"):
+        world.books.enter((id_of(name), 0), entry)
     chooser = Chooser(world.clock, world.known, Random(0))
 
     def queue_s(lead_of_other: float) -> float:
@@ -358,6 +359,6 @@ def test_who_had_more_than_its_share_is_not_waited_for() -> None:
         return next(each for each in choice.candidates if each.prefill).terms.queue_s
 
     assert queue_s(0.0) == 20.0
-    charged = 2000.0 + 2 * EXPECTED_OUTPUT_TOKENS  # with their answers
+    charged = 2100.0  # with their answers
     assert queue_s(charged) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
     assert queue_s(charged + PROMPT_TOKENS) == 0.0

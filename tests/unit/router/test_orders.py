@@ -25,7 +25,7 @@ def test_an_entry_says_what_is_expected_of_the_answer() -> None:
     pair = Pair(Member(worker, TestPeer.worker(cluster().router, worker), 0.0), None, "the only one")
     for max_tokens, expected in ((7, 7), (9000, EXPECTED_OUTPUT_TOKENS)):
         request = a_request(num_tokens=50, sampling=SamplingParams(max_tokens=max_tokens))
-        entry = entry_of("g", request, pair, CostModel())
+        entry = entry_of("g", request, pair, CostModel(), 7.0)
         assert (entry.num_output_tokens, entry.num_tokens) == (expected, 50 + expected)
 
 

@@ -10,7 +10,7 @@ PARTIES = st.builds(Party, st.sampled_from("abc"), st.sampled_from([0.5, 1.0, 4.
 def ahead(*prompts: tuple[Party, int]) -> PromptsAhead:
     found = PromptsAhead()
     for party, num_tokens in prompts:
-        found.add(party, num_tokens)
+        found.add(party, num_tokens, num_tokens)
     return found
 
 
@@ -93,5 +93,5 @@ def test_part_is_a_part_and_what_is_removed_leaves_nothing(
     found = ahead(*prompts)
     assert 0.0 <= found.part_before(Claim(party, 10, lead)) <= 1.0
     for each, num_tokens in prompts:
-        found.remove(each, num_tokens)
+        found.remove(each, num_tokens, num_tokens)
     assert found.part_before(Claim(party, 10)) == 1.0 and not found._num
