@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
     try:
         try:
-            arguments = _parse(argv)
+            with standard_output.told():  # argparse of an early Python 3.11 raises what it cannot write
+                arguments = _parse(argv)
         except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
             standard_output.flush()
             raise

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from baton.errors import ConfigError
 
@@ -14,9 +16,16 @@ def check() -> None:
 
 def write(text: str) -> None:
     """Write at once. BrokenPipeError when the reader has gone, ConfigError when it fails in another way."""
-    try:
+    with told():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Around what writes there and nowhere else: an OSError becomes what `write` raises."""
+    try:
+        yield
     except OSError as error:
         _drop()
         if isinstance(error, BrokenPipeError):
