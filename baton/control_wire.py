@@ -28,7 +28,7 @@ from baton.control import (
 )
 from baton.decision import PullSource
 from baton.errors import WireError
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
 from baton.request import Request
 from baton.seal import MAX_BODY_BYTES
 from baton.token_event import TokenEvent
@@ -62,6 +62,8 @@ AnyMessage: TypeAlias = (
     | Status
     | Explain
     | Decisions
+    | WatchWorkers
+    | WorkerRemoved
 )
 
 

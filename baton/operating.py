@@ -9,7 +9,7 @@ from baton.control import Message
 from baton.decision import Decision
 from baton.pressure import QueueStatus, joined
 from baton.router_status import RouterStatus
-from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name
+from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason
 from baton.worker import WorkerStatus
 
 
@@ -52,3 +52,19 @@ class Decisions(Message, frozen=True):
     """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
+
+
+class WatchWorkers(Message, frozen=True):
+    """Operator to router: report, on this connection, each worker that the router removes from now on."""
+
+
+class WorkerRemoved(Message, frozen=True):
+    """Router to operators that watch: a worker was removed because it is silent, or its step takes too long.
+
+    A worker whose connection ended, or whose place another process took, is not reported. The process may
+    still run, and another router may still reach it.
+    """
+
+    worker: Id
+    name: Name
+    reason: Reason

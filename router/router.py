@@ -26,7 +26,7 @@ from baton.control import (
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
 from baton.pressure import Rung
 from baton.router.books import Books
 from baton.router.capacity import Capacity
@@ -61,6 +61,7 @@ class Router:
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
+        self._watchers: dict[Peer, None] = {}  # operators that are told of removed workers
         capacity = Capacity(self.members, self.books, decoders_compute=config.policy == "cost")
         self.reception = Reception(clock, self.members, capacity, self.knowledge.model)
         self._dispatcher = Dispatcher(
@@ -88,6 +89,7 @@ class Router:
             raise ProtocolError("a router has no business with another")
 
     def left(self, peer: Peer) -> None:
+        self._watchers.pop(peer, None)
         gateway = self._gateways.get(peer.hello.id)
         if gateway is not None and gateway.peer is peer:
             del self._gateways[peer.hello.id]
@@ -111,6 +113,8 @@ class Router:
             peer.send(self.status())
         elif isinstance(message, Explain):
             self._explain(peer, message)
+        elif isinstance(message, WatchWorkers):
+            self._watchers[peer] = None
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
 
@@ -122,8 +126,7 @@ class Router:
 
     def tick(self) -> None:
         for member in self.members.remove_silent():
-            self._gone(member, f"it was silent for {BEAT_TIMEOUT_S:g} s")
-            member.peer.close()
+            self._remove(member, f"it was silent for {BEAT_TIMEOUT_S:g} s")
         gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
         if gone:
             self.books.forget(gone)
@@ -207,6 +210,14 @@ class Router:
                 self.reception.computed(message.prefills)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
+
+    def _remove(self, member: Member, reason: str) -> None:
+        """Give up a worker that has left `members` for its silence or its step; report it to operators."""
+        self._gone(member, reason)
+        member.peer.close()
+        removed = WorkerRemoved(worker=member.id, name=member.worker.name, reason=reason)
+        for watcher in self._watchers:
+            watcher.send(removed)
 
     def _gone(self, member: Member, reason: str) -> None:
         self.counters["workers_gone"] += 1

@@ -10,7 +10,7 @@ from baton import control as c
 from baton.control_wire import AnyMessage, decode, encode
 from baton.decision import Decision, Weighed
 from baton.errors import WireError
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
+from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.router_status import RouterStatus
@@ -89,6 +89,8 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         ),
         Explain(request_id=ID),
         Decisions(decisions=(decision(),)),
+        WatchWorkers(),
+        WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s"),
     ]
 
 

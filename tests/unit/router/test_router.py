@@ -16,7 +16,7 @@ from baton.control import (
 )
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
-from baton.operating import Drain, Status, StatusQuery
+from baton.operating import Drain, Status, StatusQuery, WatchWorkers, WorkerRemoved
 from baton.request import Request
 from baton.router.router import SETTLE_S
 from baton.worker import Load
@@ -62,6 +62,40 @@ def test_silent_worker_is_dead_after_three_seconds() -> None:
     assert [worker.name for worker in c["g"].take(Members)[-1].workers] == ["d1"]
     c["d0"].leave()
     assert isinstance(c.submit(), Routed)
+
+
+def test_operators_that_watch_are_told_of_silent_workers() -> None:
+    c = cluster("d0", "d1", "d2")
+    watching, other = (
+        TestPeer.operator(c.router),
+        TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32)),
+    )
+    watching.say(WatchWorkers())
+    c["d1"].leave()
+    for _ in range(14):
+        c.beat("d2")
+        c.tick()
+    removed = watching.only(WorkerRemoved)
+    assert (removed.worker, removed.name, removed.reason) == (id_of("d0"), "d0", "it was silent for 3 s")
+    assert other.take(WorkerRemoved) == []
+
+
+def test_operator_that_left_is_told_nothing() -> None:
+    c = cluster("d0")
+    watching = TestPeer.operator(c.router)
+    watching.say(WatchWorkers())
+    watching.leave()
+    watching.is_open = True
+    for _ in range(14):
+        c.tick()
+    assert watching.take(WorkerRemoved) == []
+
+
+@pytest.mark.parametrize("who", ["g", "d0"])
+def test_only_operators_watch_workers(who: str) -> None:
+    c = cluster("d0")
+    with pytest.raises(ProtocolError):
+        c[who].say(WatchWorkers())
 
 
 def test_routers_own_pause_is_nobodys_silence() -> None:
