@@ -28,7 +28,17 @@ from baton.control import (
 )
 from baton.decision import PullSource
 from baton.errors import WireError
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
+from baton.operating import (
+    Decisions,
+    Drain,
+    Explain,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
 from baton.request import Request
 from baton.seal import MAX_BODY_BYTES
 from baton.token_event import TokenEvent
@@ -64,6 +74,8 @@ AnyMessage: TypeAlias = (
     | Decisions
     | WatchWorkers
     | WorkerRemoved
+    | Undrain
+    | RestartWorker
 )
 
 

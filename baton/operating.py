@@ -19,6 +19,25 @@ class Drain(Message, frozen=True):
     worker: Name  # its name or id
 
 
+class Undrain(Message, frozen=True):
+    """Operator to router, router to operators that watch: start a worker that was drained again.
+
+    One that still drains comes back when it has ended. The router answers with its Status, as for Drain:
+    `num_watchers` says whether a `baton serve` has heard it. A worker that nobody has drained goes on.
+    """
+
+    worker: Name
+
+
+class RestartWorker(Message, frozen=True):
+    """Operator to router, router to operators that watch: let a worker drain and end, then start it again.
+
+    One that has drained is started. The router answers with its Status, as for Undrain.
+    """
+
+    worker: Name
+
+
 class StatusQuery(Message, frozen=True):
     """Operator to router."""
 
@@ -30,6 +49,7 @@ class Status(Message, frozen=True):
     num_gateways: Count = 0
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
+    num_watchers: Count = 0  # operators that start workers again: each a `baton serve`
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
     # For want of room: how many "workers", and of how many more the "counters".
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
@@ -55,7 +75,10 @@ class Decisions(Message, frozen=True):
 
 
 class WatchWorkers(Message, frozen=True):
-    """Operator to router: report, on this connection, each worker that the router removes from now on."""
+    """Operator to router: from now on report each worker that the router removes, on this connection.
+
+    Such an operator starts workers. It also gets Members as gateways do, Undrain and RestartWorker.
+    """
 
 
 class WorkerRemoved(Message, frozen=True):

@@ -26,7 +26,17 @@ from baton.control import (
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import TICK_S, Peer
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
+from baton.operating import (
+    Decisions,
+    Drain,
+    Explain,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
 from baton.pressure import Rung
 from baton.router.books import Books
 from baton.router.capacity import Capacity
@@ -61,7 +71,7 @@ class Router:
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
-        self._watchers: dict[Peer, None] = {}  # operators that are told of removed workers
+        self._watchers: dict[Peer, None] = {}  # operators that start workers
         capacity = Capacity(self.members, self.books, decoders_compute=config.policy == "cost")
         self.reception = Reception(clock, self.members, capacity, self.knowledge.model)
         self._dispatcher = Dispatcher(
@@ -115,6 +125,11 @@ class Router:
             self._explain(peer, message)
         elif isinstance(message, WatchWorkers):
             self._watchers[peer] = None
+            peer.send(self._list_members())
+        elif isinstance(message, Undrain | RestartWorker):
+            for watcher in self._watchers:
+                watcher.send(message)
+            peer.send(self.status())
         else:
             raise ProtocolError(f"a {type(message).__name__} from a {process}")
 
@@ -141,6 +156,7 @@ class Router:
             num_gateways=len(self._gateways),
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.books.num_own,
+            num_watchers=len(self._watchers),
             routers=(self.standing.status(self.reception.status()),),
         )
         return fitted(status)
@@ -263,3 +279,5 @@ class Router:
             gateway.peer.send(members)
         for member in self.members.all():
             member.peer.send(members)
+        for watcher in self._watchers:
+            watcher.send(members)

@@ -10,7 +10,17 @@ from baton import control as c
 from baton.control_wire import AnyMessage, decode, encode
 from baton.decision import Decision, Weighed
 from baton.errors import WireError
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery, WatchWorkers, WorkerRemoved
+from baton.operating import (
+    Decisions,
+    Drain,
+    Explain,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.router_status import RouterStatus
@@ -91,6 +101,8 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         Decisions(decisions=(decision(),)),
         WatchWorkers(),
         WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s"),
+        Undrain(worker="decode-0"),
+        RestartWorker(worker="decode-0"),
     ]
 
 

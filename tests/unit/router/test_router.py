@@ -16,7 +16,15 @@ from baton.control import (
 )
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
-from baton.operating import Drain, Status, StatusQuery, WatchWorkers, WorkerRemoved
+from baton.operating import (
+    Drain,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
 from baton.request import Request
 from baton.router.router import SETTLE_S
 from baton.worker import Load
@@ -78,6 +86,29 @@ def test_operators_that_watch_are_told_of_silent_workers() -> None:
     removed = watching.only(WorkerRemoved)
     assert (removed.worker, removed.name, removed.reason) == (id_of("d0"), "d0", "it was silent for 3 s")
     assert other.take(WorkerRemoved) == []
+
+
+def test_operators_that_watch_get_the_list_of_members() -> None:
+    c = cluster("d0", "d1")
+    watching = TestPeer.operator(c.router)
+    watching.say(WatchWorkers())
+    assert {worker.name for worker in watching.only(Members).workers} == {"d0", "d1"}
+    c["d1"].leave()
+    c.tick()
+    assert {worker.name for worker in watching.only(Members).workers} == {"d0"}
+
+
+@pytest.mark.parametrize("order", [Undrain(worker="d7"), RestartWorker(worker="d7")])
+def test_operators_that_watch_hear_which_worker_to_start_again(order: Undrain | RestartWorker) -> None:
+    c = cluster("d0")
+    asking = TestPeer.operator(c.router)
+    asking.say(order)
+    assert asking.only(Status).num_watchers == 0
+    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching.say(WatchWorkers())
+    asking.say(order)
+    assert asking.only(Status).num_watchers == 1
+    assert watching.only(type(order)) == order
 
 
 def test_operator_that_left_is_told_nothing() -> None:
