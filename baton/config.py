@@ -28,8 +28,9 @@ VARIABLES: Final = ("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_num_seqs: int = 64
+    max_num_seqs: int = 64  # sequences in one step of a worker
     max_num_batched_tokens: int = 2048  # tokens computed in one step, decodes and prefill chunks together
+    # How steps are filled. continuous: sequences join and leave at every step; static, dynamic: in batches.
     policy: Literal["continuous", "static", "dynamic"] = "continuous"
     max_queue_delay_ms: float = 0.0  # how long a prefill may wait for others to share its step
     preferred_batch_sizes: tuple[int, ...] = ()  # a waiting window closes early when it reaches one of these
@@ -45,11 +46,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    page_size: int = 16  # tokens
-    kv_cache_memory_bytes: int | None = None  # None: what gpu_memory_utilization leaves
-    gpu_memory_utilization: float = 0.9  # share of the device that weights, activations and pages may take
-    host_cache_memory_bytes: int = 0  # host tier that pages swap to; 0: none
-    enable_prefix_caching: bool = True
+    page_size: int = 16  # tokens in one KV page, a power of two
+    kv_cache_memory_bytes: int | None = None  # bytes for KV pages; None: what gpu_memory_utilization leaves
+    gpu_memory_utilization: float = 0.9  # share of the device that weights, activations and KV pages may take
+    host_cache_memory_bytes: int = 0  # bytes of host memory that KV pages swap to; 0: none
+    enable_prefix_caching: bool = True  # reuse KV pages of equal prompt prefixes
 
     def __post_init__(self) -> None:
         _at_least("cache.page_size", self.page_size, 1)
@@ -66,12 +67,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How an engine runs, whatever its model."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights; auto: the checkpoint's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    tensor_parallel_size: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of workers; auto: cuda where there is a GPU
+    tensor_parallel_size: int = 1  # ranks that one worker splits the model over
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
-    seed: int = 0
+    seed: int = 0  # of sampling for requests without a seed of their own, and of dummy weights
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
 

@@ -19,20 +19,20 @@ MAX_TIMEOUT_S: Final = 86_400.0
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a gateway deals with its clients, wherever it runs."""
 
-    strict: bool = False  # refuse keys of a body that are not known, instead of counting them
-    chat_template: str | None = None  # a file of the gateway's machine; None: the model's own
-    vllm_metric_names: bool = False  # also what dashboards and llm-d read of vLLM, by its names
-    max_connections: int = 4096  # the last tenth is kept for /health, /ping and /metrics
-    max_body_bytes: int = 4 * 2**20
-    send_buffer_bytes: int = 128 * 2**10  # of the kernel, a connection
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 15.0  # of a connection between two requests; four times as long for a WebSocket
-    stall_timeout_s: float = 30.0  # of a client that reads nothing of what is written to it
-    max_open_requests: int = 4096  # choices being answered at once
-    max_answer_entries: int = 2**22  # that a call's answer shows: tokens x n x (logprobs + 1)
-    max_wait_s: float = 30.0  # of a request that no worker has room for
-    ping_interval_s: float = 15.0  # of silence in a stream
+    strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
+    chat_template: str | None = None  # a Jinja file on the gateway's machine; None: the model's own template
+    vllm_metric_names: bool = False  # /metrics also serves vLLM's metric names, for dashboards and llm-d
+    max_connections: int = 4096  # open at once; the last tenth is kept for /health, /ping and /metrics
+    max_body_bytes: int = 4 * 2**20  # of one request
+    send_buffer_bytes: int = 128 * 2**10  # kernel send buffer of each client connection
+    header_timeout_s: float = 10.0  # for a client to send a request's headers
+    body_timeout_s: float = 30.0  # for a client to send a request's body
+    idle_timeout_s: float = 15.0  # a connection may idle between requests; a WebSocket four times as long
+    stall_timeout_s: float = 30.0  # a client may read nothing of what is written to it, then it is dropped
+    max_open_requests: int = 4096  # choices that one gateway answers at once
+    max_answer_entries: int = 2**22  # that one call may ask for: tokens x n x (logprobs + 1)
+    max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
+    ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment
 
     def __post_init__(self) -> None:
         check_between("gateway.max_connections", self.max_connections, 1, MAX_CONNECTIONS)
@@ -47,13 +47,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 class GatewayConfig(GatewaySettings, frozen=True):
     model: str  # the directory whose tokenizer and chat template are served
-    routers: Routers
+    routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any that is free
-    shares_port: bool = False  # several gateway processes accept on it, the kernel spreads connections
-    tenants_file: str | None = None  # None: no keys, and a loopback address only
-    drain_timeout_s: float = 60.0  # that running requests may take after SIGTERM
+    host: str = "127.0.0.1"  # address to listen on for clients
+    port: int = 8000  # to listen on for clients; 0: any that is free
+    shares_port: bool = False  # several gateway processes listen on one port (SO_REUSEPORT)
+    tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
+    drain_timeout_s: float = 60.0  # running requests may take after SIGTERM
 
     def __post_init__(self) -> None:
         if not self.model:

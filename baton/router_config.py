@@ -15,18 +15,17 @@ REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", "sentinel://")
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an operator sets."""
 
-    policy: PolicyName = "cost"
-    # Prompts up to here are computed where they are decoded; the policy "cost" weighs that instead. One page
-    # of the default size: less than that has no full page to hand over, and computing it costs a decode batch
-    # no more than a step does anyway.
+    policy: PolicyName = "cost"  # how workers are chosen; cost: by predicted seconds
+    # Prompts of at most this many tokens are prefilled on their decode worker; the policy "cost" decides by
+    # cost instead. The default is one page: a shorter prompt has no full page to hand over, and costs
+    # a decode batch no more than one step.
     local_prefill_tokens: int = 16
-    max_attempts: int = 8192  # under way at once, in the whole cluster; more are rejected
-    # Keeps what workers hold and tells routers of each other, for the policies that look at prompts:
-    # "none", a URL, or "auto": one that `baton serve` starts, where there is a program for it.
+    max_attempts: int = 8192  # attempts under way at once in the whole cluster; more are rejected
+    # Redis that shares the prefix index between routers, for the policies cost and prefix: "none", a URL, or
+    # "auto": `baton serve` starts one where redis-server is installed.
     redis: str = "auto"
-    # A file: a line is appended for each attempt that is sent out, and for each that ends.
-    decision_log: str | None = None
-    seed: int = 0  # of the choice between workers that are loaded alike
+    decision_log: str | None = None  # file that gets one line for each attempt sent out and each that ended
+    seed: int = 0  # of the choice between equally loaded workers
 
     @property
     def looks_at_prompts(self) -> bool:
@@ -48,8 +47,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """And where one runs."""
 
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: any that is free
+    host: str = "127.0.0.1"  # address to listen on for the cluster's processes
+    port: int = 0  # to listen on for them; 0: any that is free
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,11 +19,12 @@ MAX_GATEWAYS = 64
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The workers of one role. What is None here is as `engine` says."""
 
-    num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1
+    num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1  # workers of this role
+    # Ranks of each worker of this role; None: engine.tensor_parallel_size.
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens
-    cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # of CPUs; None: an even share of all
-    ray_resources: dict[str, float] = {}  # that each worker takes, beside its cores or GPUs
+    page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size
+    cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # CPU cores; None: an even share
+    ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
 
     def engine(self, settings: EngineSettings) -> EngineSettings:
         """What workers of this role make of the settings of all."""
@@ -35,20 +36,22 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: str  # a directory on every machine, or "tiny"
-    served_model_name: str | None = None  # None: the last part of `model`
-    runtime: Literal["ray", "local"] = "ray"
-    ray_address: str | None = None  # of a Ray cluster to join; "auto": the one here; None: a new one
-    host: str = "127.0.0.1"  # where clients are listened to
-    port: Port = 8000  # 0: one that is free
-    gateways: Annotated[int, Meta(ge=1, le=MAX_GATEWAYS)] = 1  # processes behind the one port
-    routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1  # another goes on when one dies
+    model: str  # a directory, at the same path on every machine, or "tiny"
+    served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
+    runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
+    ray_address: str | None = None  # Ray cluster to join; "auto": the one on this machine; None: start one
+    host: str = "127.0.0.1"  # address to listen on for clients
+    port: Port = 8000  # to listen on for clients; 0: any that is free
+    gateways: Annotated[int, Meta(ge=1, le=MAX_GATEWAYS)] = 1  # gateway processes behind the one port
+    # Router processes; the others go on when one dies.
+    routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
-    transport: TransportChoice = "auto"  # of KV pages
-    tenants: str | None = None  # a file of tenants and their keys; None: nobody needs a key
-    cluster_key_file: str | None = None  # None: BATON_CLUSTER_KEY_FILE, or a new key that nobody else has
+    transport: TransportChoice = "auto"  # how KV pages move between workers
+    tenants: str | None = None  # YAML file of tenants and their keys; None: nobody needs a key
+    cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
+    # Running requests may take this long after SIGTERM, SIGINT or `baton drain`.
     drain_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
     router: RouterConfig = RouterConfig()
     gateway: GatewaySettings = GatewaySettings()

@@ -63,20 +63,20 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Sla(Value, frozen=True):
     """What a request should keep, from its arrival at the gateway. None: nothing was promised."""
 
-    ttft_ms: Milliseconds | None = None
-    tpot_ms: Milliseconds | None = None  # mean, of the tokens after the first
-    deadline_ms: Milliseconds | None = None  # what has no token by then is not begun any more
+    ttft_ms: Milliseconds | None = None  # time to first token
+    tpot_ms: Milliseconds | None = None  # mean time per output token after the first
+    deadline_ms: Milliseconds | None = None  # a request without a token by then is refused
 
 
 class Quotas(Value, frozen=True):
     """Of one tenant in the whole cluster; each choice of a call counts as a request. None: no limit."""
 
-    tokens_per_s: Annotated[float, Meta(gt=0, le=2**40)] | None = None  # of prompts and answers together
-    burst_tokens: Tokens | None = None  # that may be used at once; None: those of BURST_S
-    max_concurrent_requests: Limit | None = None  # accepted and not ended, waiting or not
-    max_active_sequences: Limit | None = None  # of these, handed to workers; the others wait
-    max_kv_pages: Limit | None = None  # held at one time, in each worker
-    max_queued: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # waiting at the router
+    tokens_per_s: Annotated[float, Meta(gt=0, le=2**40)] | None = None  # prompt and answer tokens together
+    burst_tokens: Tokens | None = None  # tokens that may be used at once; None: ten seconds' worth
+    max_concurrent_requests: Limit | None = None  # accepted and not ended, queued or running
+    max_active_sequences: Limit | None = None  # requests on workers at once; further ones queue
+    max_kv_pages: Limit | None = None  # KV pages held at once, in each worker
+    max_queued: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # requests queued at the router
 
     @property
     def burst(self) -> float:
@@ -89,9 +89,9 @@ class Quotas(Value, frozen=True):
 class Degradation(Value, frozen=True):
     """What may be done to a tenant's requests when the cluster is overloaded."""
 
-    clip_max_tokens_to: Tokens | None = None  # None: answers are never made shorter than was asked for
-    may_narrow_sampling: bool = False  # fewer choices and alternatives than were asked for
-    may_shed: bool = True  # refuse them, with a Retry-After
+    clip_max_tokens_to: Tokens | None = None  # cap of max_tokens under overload; None: never
+    may_narrow_sampling: bool = False  # under overload, fewer choices and logprobs
+    may_shed: bool = True  # under overload, refuse requests with Retry-After
 
 
 class Standing(Value, frozen=True):
@@ -108,14 +108,16 @@ class Standing(Value, frozen=True):
 class TenantPolicy(Value, frozen=True):
     """One tenant's part of the file, less its keys."""
 
-    weight: Weight = 1.0
-    priority_class: ClassName | None = None  # of those that the file declares; None: the lowest
-    sla: Sla = Sla()  # of requests that name none, and the tightest that they may name
-    quotas: Quotas = Quotas()
-    max_queue_delay_ms: Milliseconds | None = None
-    degradation: Degradation = Degradation()
-    models: tuple[str, ...] | None = None  # None: every one
-    public_prefixes: tuple[str, ...] = ()  # of those that the file declares: whose pages it shares
+    weight: Weight = 1.0  # share of the cluster, among the tenants of its class
+    priority_class: ClassName | None = None  # one of `classes`; None: the lowest
+    sla: Sla = Sla()  # default objectives of requests, and the tightest that a request may name
+    quotas: Quotas = Quotas()  # limits over the whole cluster
+    max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due after this
+    degradation: Degradation = Degradation()  # what overload may do to this tenant's requests
+    models: tuple[str, ...] | None = None  # that its keys may use; None: every model
+    public_prefixes: tuple[
+        str, ...
+    ] = ()  # names among the file's public_prefixes; KV pages of these are shared
 
     def standing(self, rank: int) -> Standing:
         """Of its requests; `rank`: of the class that they are served in."""

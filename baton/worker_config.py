@@ -27,13 +27,14 @@ TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", 
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    role: WorkerRole
-    name: Name  # as "decode-0"; a replacement that is started under it fences the one before
-    model_name: Name  # as the API names it
+    role: WorkerRole  # prefill or decode
+    name: Name  # such as "decode-0"; a newer process of the same name fences the older one
+    model_name: Name  # the model's name in the API
     engine: EngineConfig
-    routers: Routers
-    host: str = "127.0.0.1"  # listens there, for control connections and for pages
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # of control connections; 0: one that is free
-    transport: TransportChoice = "auto"
-    local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64  # of decode: see decode_worker/worker.py
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    routers: Routers  # addresses of all routers of the cluster
+    host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
+    transport: TransportChoice = "auto"  # how KV pages move between workers
+    # A decode worker prefills prompts with at most this many uncached tokens itself.
+    local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # running requests may take when draining

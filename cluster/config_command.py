@@ -21,6 +21,7 @@ from baton.config_tree import leaves
 from baton.errors import ConfigError
 from baton.gateway.tenants_file import TenantsFile
 from baton.serve_config import ServeConfig
+from baton.setting_comments import described_schema
 
 ACTIONS = ("show", "schema", "validate")
 SCHEMAS: Mapping[str, type[msgspec.Struct]] = {"serve": ServeConfig, "tenants": TenantsFile}
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "schema":
         parser.add_argument("file", nargs="?", choices=SCHEMAS, default="serve")
         described = SCHEMAS[parser.parse(arguments.rest).file]
-        schema = msgspec.json.encode(msgspec.json.schema(described))
+        schema = msgspec.json.encode(described_schema(described))
         standard_output.write(msgspec.json.format(schema).decode() + "\n")
     elif arguments.action == "validate":
         parser.add_argument("file", type=Path)

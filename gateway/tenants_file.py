@@ -43,8 +43,8 @@ KeyDigest: TypeAlias = Annotated[str, Meta(pattern=f"^{KEY_FORM.pattern}$")]
 class Entry(TenantPolicy, frozen=True, kw_only=True):
     """One tenant's part of the file."""
 
-    keys: tuple[KeyDigest, ...]
-    admin: bool = False
+    keys: tuple[KeyDigest, ...]  # SHA-256 digests of the keys that clients send
+    admin: bool = False  # its keys open the operator endpoints
 
     @property
     def digests(self) -> list[bytes]:
@@ -54,9 +54,10 @@ class Entry(TenantPolicy, frozen=True, kw_only=True):
 class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file says, checked as a whole."""
 
+    # Priority classes, highest first; a class is served strictly before the next.
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)] = (ONLY_CLASS,)
-    public_prefixes: dict[TenantName, str] = {}
-    tenants: dict[TenantName, Entry]
+    public_prefixes: dict[TenantName, str] = {}  # prompt prefixes by name, which tenants may share
+    tenants: dict[TenantName, Entry]  # by name
 
     def rank(self, entry: Entry) -> int:
         """0 for those who are served first."""
