@@ -142,6 +142,16 @@ def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None)
     return threads | dict(os.environ) | seen
 
 
+def prepare_nccl() -> None:
+    """Have torch leave a process alive whose NCCL peer has died or hangs; called before any group is made.
+
+    By default torch's watchdog ends the process in both cases. Here deadlines of our own end the transfer,
+    and a step that hangs is found by its age. The operator's own values go first.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+
 def prepare_ray() -> None:
     """Ray reads these: only who has the token is heard, nothing is reported home, files get no colours."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -11,7 +11,7 @@ import torch
 
 from baton.clock import Clock, SystemClock
 from baton.companion import Companion
-from baton.config import EngineConfig, cache_directory
+from baton.config import EngineConfig, cache_directory, prepare_nccl
 from baton.engine.engine import Engine
 from baton.engine.fingerprint import fingerprint
 from baton.engine.follower import Followers
@@ -43,6 +43,7 @@ def load_engine(
     return.
     """
     native.keep_builds_in(cache_directory())
+    prepare_nccl()
     directory = Path(config.model).resolve()
     config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
     model = read_model_config(directory)

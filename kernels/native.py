@@ -3,6 +3,10 @@
 Plain C with a C ABI: no torch headers, so one build serves every torch and Python version and takes
 seconds. The library is named by a hash of the sources, the flags, the compiler and the CPU. Where there is
 no compiler every op falls back to its plain torch reference, several times slower, and says so once.
+
+A library runs with all rights of the process that loads it. Only a regular file that this user or root owns
+and nobody else may write is loaded; any other is built anew. The same holds for its folder, which is closed
+to the writes of others where it is this user's, and refused where it is not.
 """
 
 import ctypes
@@ -11,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -70,7 +75,7 @@ def function(name: str, signature: str) -> Callable[..., None]:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, built on first use; None without a working C compiler."""
+    """The compiled kernels, built on first use; None without a working C compiler, or a folder to trust."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         logger.warning("no C compiler found: the CPU kernels run as plain torch, several times slower")
@@ -115,9 +120,31 @@ def _built_library(compiler: str) -> Path:
     for source in (*sources, *sorted(SOURCES.glob("*.h"))):
         digest.update(source.read_bytes())
     target = _cache_folder() / f"kernels-{digest.hexdigest()}.so"
-    if not target.exists():
+    if not _is_trusted_file(target):
         _compile(compiler, sources, target)
     return target
+
+
+def _is_trusted_file(path: Path) -> bool:
+    """Whether the file is there and only this user or root can have written it."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(status.st_mode) and _is_only_ours(status):
+        return True
+    logger.warning(
+        "%s is not loaded: it belongs to user %d, mode %s; it is built anew",
+        path,
+        status.st_uid,
+        stat.filemode(status.st_mode),
+    )
+    return False
+
+
+def _is_only_ours(status: os.stat_result) -> bool:
+    """Whether this user or root owns it and nobody else may write it."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _compile(compiler: str, sources: list[Path], target: Path) -> None:
@@ -127,6 +154,7 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if result.returncode:
             raise subprocess.SubprocessError(f"{compiler} failed: {result.stderr.strip()[-300:]}")
+        built.chmod(stat.S_IRWXU)  # a lenient umask would have others write it
         os.replace(built, target)  # whole or not at all, whichever process comes first
     logger.info("native kernels compiled", extra={"path": str(target)})
 
@@ -140,6 +168,15 @@ def keep_builds_in(folder: Path) -> None:
 def _cache_folder() -> Path:
     folder = _builds_folder or Path.home() / ".cache" / "baton"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if _is_only_ours(status):
+        return folder
+    if status.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{folder} is for compiled kernels, and user {status.st_uid} could replace them (mode "
+            f"{stat.filemode(status.st_mode)}): set BATON_CACHE_DIR to a folder of your own"
+        )
+    folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     return folder
 
 

@@ -6,18 +6,17 @@
    derive it from the key that their connection alone has.
 """
 
-import contextlib
 import hmac
 import logging
 import socket
-import threading
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, TransferFailed, WireError
+from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.door_messages import decode_said
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.messages import is_beyond
@@ -28,8 +27,6 @@ from baton.layout import PageLayout
 from baton.wire import Connection, DroppedPeers, Role
 
 logger = logging.getLogger(__name__)
-
-MAX_KNOCKING: Final = 64
 
 
 class Knock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,36 +92,15 @@ class GroupDoor:
         self._key = key
         self._clock = clock or SystemClock()
         self._dropped = dropped or DroppedPeers()
-        self._knocking = threading.BoundedSemaphore(MAX_KNOCKING)
-        self._is_closed = False
         host = receiver.settings.host
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept_all, name="group-accept", daemon=True)
-        self._acceptor.start()
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._acceptor = Acceptor(listener, self._answer, "group", self._dropped)
 
     def close(self) -> None:
         """No source gets a meeting any more; the pairs that there are stay."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-
-    def _accept_all(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self._is_closed:
-                    logger.warning("no source accepted: %s", error)
-                continue
-            if not self._knocking.acquire(blocking=False):
-                self._dropped.add("crowd")
-                sock.close()
-                continue
-            threading.Thread(target=self._answer, args=(sock,), name="group-door", daemon=True).start()
+        self._acceptor.close()
 
     def _answer(self, sock: socket.socket) -> None:
         timeout_s = self._receiver.settings.connect_s
@@ -143,8 +119,6 @@ class GroupDoor:
                 connection.send(msgspec.msgpack.encode(self._welcome(knock, _secret(connection))))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a source got no meeting: %s", error)
-        finally:
-            self._knocking.release()
 
     def _welcome(self, knock: Knock, secret: bytes) -> Welcome:
         try:

@@ -131,7 +131,7 @@ def join_nccl(store: Store, rank: int, timeout_s: float) -> PairGroup:
 
     torch ends the process when one of its own deadlines passes; that it never does is for our deadlines and
     `abort`, which come long before. TORCH_NCCL_ASYNC_ERROR_HANDLING=0 keeps it from doing so for a peer that
-    died on another host: whoever starts the process sets that.
+    died on another host: `config.prepare_nccl` sets that when an engine is loaded.
     """
     try:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds

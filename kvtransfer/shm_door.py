@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
-from baton.kvtransfer.acceptor import PAUSE_S
+from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.page_memory import PageGenerations, SharedPool
 from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 INCARNATION_BYTES: Final = 16
 HANDSHAKE_S: Final = 5.0
-MAX_UNPROVEN: Final = 64
 MAX_WRITERS: Final = 256  # each is watched, which takes an open file; the rest come over tcp
 
 
@@ -70,16 +69,13 @@ class PoolDoor:
         self._read_only = generations.file.read_only()
         self._watch = ProcessWatch()
         self._lock = threading.Lock()
-        self._closing = threading.Event()
         self._incarnations: set[bytes] = set()  # of processes that are watched
-        self._threads: dict[threading.Thread, socket.socket] = {}
         self._is_closed = False
         self.address = f"\0baton-kv-{secrets.token_hex(16)}"  # abstract: nothing in any folder
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen(128)
-        self._acceptor = threading.Thread(target=self._accept_all, name="shm-accept", daemon=True)
-        self._acceptor.start()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.address)
+        listener.listen(128)
+        self._acceptor = Acceptor(listener, self._serve, "shm", self._dropped)
 
     def close(self) -> None:
         """Give the pool to nobody any more. Who has mapped it can still write, and is watched no more."""
@@ -87,41 +83,9 @@ class PoolDoor:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._closing.set()
-            threads = list(self._threads.items())
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-        for thread, sock in threads:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        self._acceptor.close()
         self._watch.close()
         os.close(self._read_only)
-
-    def _accept_all(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self._is_closed:
-                    logger.warning("no source accepted: %s", error)
-                    self._closing.wait(PAUSE_S)
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock,), name="shm-door", daemon=True)
-            with self._lock:
-                if len(self._threads) >= MAX_UNPROVEN or self._is_closed:
-                    self._dropped.add("crowd")
-                    sock.close()
-                    continue
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no thread is to be had
-                    logger.warning("no source accepted: %s", error)
-                    sock.close()
-                    continue
-                self._threads[thread] = sock
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -144,8 +108,6 @@ class PoolDoor:
             logger.info("a source was not given the pool: %s", error)
         finally:
             sock.close()
-            with self._lock:
-                del self._threads[threading.current_thread()]
 
     def _give(self, connection: Connection, process: int) -> int:
         """Returns the process's descriptor if it is still the caller's to close, else -1."""

@@ -1,6 +1,7 @@
 """Page bytes over TCP, at the destination: from the streams straight into the pages.
 
 1. A stream is accepted; in a thread of its own it proves, within a deadline, that it holds the cluster key.
+   Of too many that have proved nothing yet, the oldest makes way (acceptor.py).
 2. It waits for a header, as long as it takes. The header says which units come; where they go is for the
    landing to say, and for nobody else.
 3. The bytes are received into the pages, or drained where the landing lets nobody in; then the answer.
@@ -8,7 +9,6 @@
 5. A record that is not the one due, or bytes that stop coming, end this stream and no other.
 """
 
-import contextlib
 import ctypes
 import logging
 import socket
@@ -18,7 +18,7 @@ from typing import Final
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
-from baton.kvtransfer.acceptor import PAUSE_S
+from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.landing import Landings, Writing
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import PagePacking
@@ -38,7 +38,6 @@ from baton.wire import Connection, DroppedPeers, Role
 logger = logging.getLogger(__name__)
 
 MAX_STREAMS: Final = 4096
-MAX_UNPROVEN: Final = 64  # streams that have not proved themselves yet
 SCRATCH_BYTES: Final = 2**18
 
 # Called after a part was written and answered, before its writer leaves: its bytes are still in the cache.
@@ -69,84 +68,71 @@ class TcpReceiver:
         self.on_written = on_written
         self.is_closed = False
         self._key = key
-        self._unproven = threading.BoundedSemaphore(MAX_UNPROVEN)
         self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self._threads: dict[threading.Thread, socket.socket | PageSocket] = {}
+        self._threads: dict[threading.Thread, PageSocket] = {}
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        tune(self._listener)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept_all, name="tcp-accept", daemon=True)
-        self._acceptor.start()
+        listener = socket.create_server((host, port), family=family, backlog=128)
+        tune(listener)
+        self.address: tuple[str, int] = listener.getsockname()[:2]
+        self._acceptor = Acceptor(listener, self._greet, "tcp", self.dropped)
 
     def num_streams(self) -> int:
+        """Streams that have proved that they hold the cluster key."""
         with self._lock:
             return len(self._threads)
 
     def close(self) -> None:
         """End all streams and threads; no page is written any more when it returns."""
-        self._closing.set()
         with self._lock:
             self.is_closed = True
-            ends = list(self._threads.items())
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
-        for thread, end in ends:
-            _wake(end)
+        self._acceptor.close()
+        with self._lock:
+            streams = list(self._threads.items())
+        for thread, page_socket in streams:
+            page_socket.wake()
             thread.join()
 
-    def _accept_all(self) -> None:
-        while not self.is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if not self.is_closed:
-                    logger.warning("no stream accepted: %s", error)
-                    self._closing.wait(PAUSE_S)
-                continue
-            self._start(sock)
+    def _greet(self, sock: socket.socket) -> None:
+        """In a thread of the acceptor's: have the newcomer prove itself, then serve it in one of its own."""
+        try:
+            page_socket, key = self._prove(sock)
+        except WireError as error:
+            logger.warning("a data stream was dropped: %s", error)
+        except (BatonError, OSError) as error:
+            logger.info("a data stream ended: %s", error)
+        else:
+            self._start(page_socket, key)
+            return
+        sock.close()
 
-    def _start(self, sock: socket.socket) -> None:
-        thread = threading.Thread(target=self._serve, args=(sock,), name="tcp-receive", daemon=True)
+    def _start(self, page_socket: PageSocket, key: bytes) -> None:
+        thread = threading.Thread(
+            target=self._serve, args=(page_socket, key), name="tcp-receive", daemon=True
+        )
         with self._lock:
-            has_room = len(self._threads) < MAX_STREAMS and not self.is_closed
-            if not has_room or not self._unproven.acquire(blocking=False):
+            if len(self._threads) >= MAX_STREAMS or self.is_closed:
                 self.dropped.add("crowd")
-                sock.close()
+                page_socket.close()
                 return
             try:
                 thread.start()
             except RuntimeError as error:  # no thread is to be had
                 logger.warning("no stream accepted: %s", error)
-                self._unproven.release()
-                sock.close()
+                page_socket.close()
                 return
-            self._threads[thread] = sock
+            self._threads[thread] = page_socket
 
-    def _serve(self, sock: socket.socket) -> None:
-        me = threading.current_thread()
-        end: socket.socket | PageSocket = sock
+    def _serve(self, page_socket: PageSocket, key: bytes) -> None:
         try:
-            try:
-                page_socket, key = self._prove(sock)
-            finally:
-                self._unproven.release()
-            end = page_socket
-            with self._lock:
-                self._threads[me] = page_socket
-            if not self.is_closed:
-                Stream(self, page_socket, key).run()
+            Stream(self, page_socket, key).run()
         except WireError as error:
             logger.warning("a data stream was dropped: %s", error)
         except (BatonError, OSError) as error:
             logger.info("a data stream ended: %s", error)
         finally:
             with self._lock:
-                del self._threads[me]
-                end.close()
+                del self._threads[threading.current_thread()]
+                page_socket.close()
 
     def _prove(self, sock: socket.socket) -> tuple[PageSocket, bytes]:
         settings = self.settings
@@ -223,11 +209,3 @@ class Stream:
 
     def _is_closed(self) -> bool:
         return self._receiver.is_closed
-
-
-def _wake(end: socket.socket | PageSocket) -> None:
-    if isinstance(end, PageSocket):
-        end.wake()
-    else:
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ from baton.config import (
     cache_directory,
     engine_config,
     log_level,
+    prepare_nccl,
     prepare_ray,
 )
 from baton.config_tree import BYTE_UNITS, parse_bytes
@@ -171,6 +172,15 @@ def test_a_bad_size_names_its_key() -> None:
 @given(count=st.integers(0, 2**60), unit=st.sampled_from(sorted(BYTE_UNITS)))
 def test_whole_sizes_are_exact(count: int, unit: str) -> None:
     assert parse_bytes(f"{count}{unit}") == count * BYTE_UNITS[unit]
+
+
+def test_torch_leaves_a_process_whose_nccl_peer_is_gone_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    monkeypatch.setattr("os.environ", environment)
+    prepare_nccl()
+    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
 import gc
+import os
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,19 @@ PROMPT = [1, 2, 3, 4, 5]
 def test_dummy_weights_are_the_seeds(tiny_model: Path) -> None:
     answers = [token_ids(generate(tiny_engine(tiny_model, seed=seed), PROMPT)) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
+
+
+def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    try:
+        inherited = psutil.Process().children()[0].environ()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+        assert inherited["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    finally:
+        engine.close()
 
 
 def test_progress_is_reported(tiny_model: Path) -> None:

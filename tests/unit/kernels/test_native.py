@@ -86,6 +86,65 @@ def test_a_changed_source_or_header_is_built_anew(home: Path) -> None:
     assert len(built(home)) == 3
 
 
+def forge(library: Path) -> None:
+    library.unlink()  # this process has the contents mapped
+    library.write_bytes(b"forged")
+
+
+@pytest.mark.parametrize("mode", [0o722, 0o702, 0o720])
+def test_a_library_that_others_may_write_is_built_anew(
+    home: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    load()
+    folder = home / ".cache" / "baton"
+    (library,) = folder.iterdir()
+    forge(library)
+    library.chmod(mode)
+    again = load()
+    assert again is not None and again.number() == 1
+    assert stat.S_IMODE(library.stat().st_mode) == 0o700
+    assert "is not loaded" in warnings_of(caplog)[0]
+
+
+def test_a_link_in_place_of_the_library_is_replaced(home: Path, tmp_path: Path) -> None:
+    load()
+    (library,) = (home / ".cache" / "baton").iterdir()
+    forged = tmp_path / "forged.so"
+    forged.write_bytes(b"forged")
+    library.unlink()
+    library.symlink_to(forged)
+    again = load()
+    assert again is not None and again.number() == 1 and not library.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_owns_is_not_loaded(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load()
+    folder = home / ".cache" / "baton"
+    (library,) = folder.iterdir()
+    forge(library)
+    os.chown(library, 12345, 12345)
+    again = load()
+    assert again is not None and again.number() == 1 and library.stat().st_uid == 0
+    os.chown(folder, 12345, 12345)
+    assert load() is None
+    assert "user 12345 could replace" in warnings_of(caplog)[-1]
+    assert "set BATON_CACHE_DIR" in warnings_of(caplog)[-1]
+
+
+def test_a_lenient_folder_and_umask_are_closed_to_others(home: Path) -> None:
+    folder = home / ".cache" / "baton"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    before = os.umask(0)
+    try:
+        assert load() is not None
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o700]
+
+
 def test_without_a_compiler_there_is_one_warning_and_no_library(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from baton.errors import BatonError, WireError
 from baton.kvtransfer import shm_door
+from baton.kvtransfer.acceptor import MAX_NEWCOMERS
 from baton.kvtransfer.group_door import GroupDoor, Knock, Welcome, ask_for_meeting
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landings
@@ -184,6 +185,16 @@ def test_a_process_that_is_new_each_time_does_not_take_all_files(
     assert given == [True, True, True, False, False]
     wait_for(lambda: pool_house.dropped.counts() == {"crowd": 2})
     assert pool_house.knock(bytes(16)), "one that is known may come again"
+
+
+def test_silent_strangers_keep_nobody_from_the_pool(pool_house: PoolHouse) -> None:
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3 * MAX_NEWCOMERS)]
+    for sock in silent:
+        sock.connect(pool_house.door.address)
+    wait_for(lambda: pool_house.dropped.counts().get("crowd", 0) >= MAX_NEWCOMERS)
+    assert pool_house.knock(bytes(16))
+    for sock in silent:
+        sock.close()
 
 
 @pytest.fixture

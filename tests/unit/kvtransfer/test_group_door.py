@@ -1,5 +1,6 @@
 """Who gets a meeting, and who does not."""
 
+import socket
 from collections.abc import Iterator
 from functools import partial
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
+from baton.kvtransfer.acceptor import MAX_NEWCOMERS
 from baton.kvtransfer.group import GroupTransport
 from baton.kvtransfer.group_door import GroupDoor, Knock, ask_for_meeting
 from baton.kvtransfer.group_receiver import GroupReceiver
@@ -17,6 +19,7 @@ from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece
 from baton.layout import PageLayout
 from baton.wire import DroppedPeers
+from tests.transfer_ends import wait_for
 from tests.unit.kvtransfer.test_group import wait
 
 KEY = b"the cluster's key"
@@ -85,6 +88,14 @@ def test_a_source_that_does_not_fit_is_told_why(house: House, knock: Knock, reas
     with pytest.raises(TransferFailed, match=reason):
         ask_for_meeting(house.door.address, KEY, knock, SETTINGS.connect_s)
     assert house.receiver.num_pairs() == 0
+
+
+def test_silent_strangers_keep_no_source_from_its_meeting(house: House) -> None:
+    silent = [socket.create_connection(house.door.address) for _ in range(3 * MAX_NEWCOMERS)]
+    wait_for(lambda: house.dropped.counts().get("crowd", 0) >= MAX_NEWCOMERS)
+    ask_for_meeting(house.door.address, KEY, KNOCK, SETTINGS.connect_s)
+    for sock in silent:
+        sock.close()
 
 
 def test_nobody_at_the_door_is_a_failure(house: House) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.errors import PeerGone
+from baton.kvtransfer.acceptor import MAX_NEWCOMERS
 from baton.kvtransfer.landing import Landing, Landings
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_socket import PageSocket
@@ -194,6 +195,17 @@ def test_who_does_not_prove_himself_is_put_out(receiver: Receiver) -> None:
             raise StopIteration
     assert not receiver.pages.any()
     wait_for(lambda: sum(receiver.dropped().values()) == 2)
+
+
+def test_silent_strangers_keep_no_stream_out(receiver: Receiver) -> None:
+    silent = [socket.create_connection(receiver.tcp.address) for _ in range(3 * MAX_NEWCOMERS)]
+    wait_for(lambda: receiver.dropped().get("crowd", 0) >= MAX_NEWCOMERS)
+    stream = Stream(receiver.tcp)
+    stream.send(header(), b"\1" * UNIT)
+    assert stream.answer() == Outcome.WRITTEN
+    stream.socket.close()
+    for sock in silent:
+        sock.close()
 
 
 def test_damaged_headers_never_touch_a_page(receiver: Receiver) -> None:
