@@ -12,6 +12,7 @@ import msgspec
 
 from baton.cluster.process_spec import (
     DRAINED,
+    Alive,
     Failed,
     Loading,
     ProcessSpec,
@@ -20,6 +21,7 @@ from baton.cluster.process_spec import (
     assignment,
     share_out_threads,
 )
+from baton.cluster.process_tree import kill_tree
 from baton.config import environment_of_child, visible_gpus
 from baton.errors import ConfigError, WorkerLost
 from baton.worker import Address
@@ -27,7 +29,7 @@ from baton.worker import Address
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
 LOOPBACK: Final = "127.0.0.1"
 MAX_REPORT_BYTES: Final = 1 << 16
-_LINES: Final[msgspec.json.Decoder[Report | Loading]] = msgspec.json.Decoder(Report | Loading)
+_LINES: Final[msgspec.json.Decoder[Report | Loading | Alive]] = msgspec.json.Decoder(Report | Loading | Alive)
 
 
 class LocalProcess:
@@ -36,7 +38,9 @@ class LocalProcess:
         self._process = process
         self._loading: Loading | None = None
         self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
-        self._report: asyncio.Future[Report] = asyncio.ensure_future(self._read_report())
+        self._alive_s: float | None = None  # when the latest Alive came, by the loop's clock
+        self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read())
 
     @property
     def pid(self) -> int:
@@ -67,16 +71,28 @@ class LocalProcess:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            self._process.kill()
+            kill_tree(self._process.pid)
 
-    async def _read_report(self) -> Report:
+    def give_up(self) -> None:
+        self.kill()
+
+    async def silent_s(self) -> float:
+        return 0.0 if self._alive_s is None else asyncio.get_running_loop().time() - self._alive_s
+
+    async def _read(self) -> None:
+        """Take what the process says, until it has ended."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            said = _LINES.decode(line)
-            if not isinstance(said, Loading):
-                return said
-            self._loading = said
-        return Failed(f"it {await self.watch() or 'ended'} before it served", is_users_error=False)
+            match _LINES.decode(line):
+                case Loading() as loading:
+                    self._loading = loading
+                case Alive():
+                    self._alive_s = asyncio.get_running_loop().time()
+                case report if not self._report.done():
+                    self._report.set_result(report)
+        why = f"it {await self.watch() or 'ended'} before it served"
+        if not self._report.done():
+            self._report.set_result(Failed(why, is_users_error=False))
 
 
 class LocalRuntime:

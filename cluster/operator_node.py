@@ -9,17 +9,27 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from baton.control import Hello, Kind
+from baton.control import Hello, Kind, Members
 from baton.control_wire import AnyMessage
 from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
 from baton.node import Dial, Peer
-from baton.operating import Decisions, Drain, Explain, Status, StatusQuery
+from baton.operating import (
+    Decisions,
+    Drain,
+    Explain,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
 from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -34,13 +44,27 @@ ALONE: Final = {
 }
 
 
+class Watcher(Protocol):
+    """Hears what routers tell an operator that starts workers; `router`: the id of the one that tells."""
+
+    def joined(self, router: str) -> None:
+        """The router is connected."""
+
+    def left(self, router: str) -> None:
+        """The router's connection ended."""
+
+    def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
+        """The router has sent this."""
+
+
 class Operator:
     """A Node; `status`, `explain` and `drain` are for whoever runs on its loop.
 
     They raise PeerGone or TimeoutError when no router answers.
     """
 
-    def __init__(self, routers: Sequence[Address], dial: Dial) -> None:
+    def __init__(self, routers: Sequence[Address], dial: Dial, watcher: Watcher | None = None) -> None:
+        self._watcher = watcher
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
         self._addresses = routers
         self._dial = dial
@@ -97,19 +121,32 @@ class Operator:
         if peer.hello.process is not Kind.ROUTER:
             raise WireError(f"expected a router, got a {peer.hello.process}", reason="protocol")
         self._routers[peer] = deque()
+        if self._watcher is not None:
+            self._watcher.joined(peer.hello.id)
+            peer.send(WatchWorkers())
         self._count()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         answers = self._routers.get(peer)
+        if answers is None:
+            return
+        if self._watcher is not None and isinstance(
+            message, Members | WorkerRemoved | Undrain | RestartWorker
+        ):
+            self._watcher.told(peer.hello.id, message)
         if answers and isinstance(message, Status | Decisions):
             answer = answers.popleft()
             if not answer.done():
                 answer.set_result(message)
 
     def left(self, peer: Peer) -> None:
-        for answer in self._routers.pop(peer, ()):
+        if peer not in self._routers:
+            return
+        for answer in self._routers.pop(peer):
             if not answer.done():
                 answer.set_exception(PeerGone("the router has closed the connection"))
+        if self._watcher is not None and all(each.hello.id != peer.hello.id for each in self._routers):
+            self._watcher.left(peer.hello.id)
         self._count()
 
     def tick(self) -> None:
@@ -129,9 +166,15 @@ class Operator:
 
 
 @asynccontextmanager
-async def connected(routers: Sequence[Address], key: bytes) -> AsyncIterator[Operator]:
+async def connected(
+    routers: Sequence[Address], key: bytes, watcher: Watcher | None = None
+) -> AsyncIterator[Operator]:
+    """An operator that is connected, or is being connected, to each of these routers.
+
+    watcher: hears of workers that routers remove, and of those that are to be started again.
+    """
     hub = Hub(key)
-    operator = Operator(routers, hub.dial)
+    operator = Operator(routers, hub.dial, watcher)
     hub.serve(operator)
     operator.tick()
     try:

@@ -1,7 +1,8 @@
 """One process of the cluster: `python -m baton.cluster.process`, started by a runtime and by nobody else.
 
 1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
-2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed to.
+2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed.
+   A router or a gateway that serves writes Alive every second, as long as its event loop runs.
 3. SIGTERM lets it drain, and end with status 0; a second one ends it at once. Only what `baton drain` has
    drained ends with DRAINED: whatever a machine's SIGTERM means, it is not "stay away".
 4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
@@ -24,8 +25,10 @@ import uvloop
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import (
+    ALIVE_EVERY_S,
     DRAINED,
     USER_ERROR,
+    Alive,
     Assignment,
     Failed,
     Loading,
@@ -35,6 +38,7 @@ from baton.cluster.process_spec import (
 )
 from baton.config import log_level
 from baton.errors import BatonError
+from baton.worker import Address
 from baton.worker_config import Ready, WorkerConfig
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -47,18 +51,39 @@ STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
 LOG_FORMAT: Final = "%(levelname)s %(name)s %(message)s"
 
 
-def run(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None = None) -> None:
+def run(
+    given: Assignment,
+    ready: Ready,
+    stop: threading.Event,
+    progress: Progress | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until `stop` is set, or a worker is drained, which leaves it unset; on any thread.
 
-    `progress` hears of a worker's weights. Raises BatonError.
+    `progress` hears of a worker's weights; `alive` is called every ALIVE_EVERY_S on the event loop of a
+    router or a gateway, once it serves. Raises BatonError.
     """
     match given.kind:
         case "router":
-            _run_router(given, ready, stop)
+            _run_router(given, _then(ready, alive), stop)
         case "gateway":
-            _run_gateway(given, ready, stop)
+            _run_gateway(given, _then(ready, alive), stop)
         case "worker":
             _run_worker(given, ready, stop, progress)
+
+
+def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
+    """`ready`, after which `alive` is called every ALIVE_EVERY_S on the running event loop."""
+
+    def say_alive() -> None:
+        alive()
+        asyncio.get_running_loop().call_later(ALIVE_EVERY_S, say_alive)
+
+    def say(address: Address) -> None:
+        ready(address)
+        say_alive()
+
+    return say
 
 
 def _run_router(given: Assignment, ready: Ready, stop: threading.Event) -> None:
@@ -117,7 +142,13 @@ def main() -> int:
     threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
     try:
         progress = _Throttled(lambda loading: _report(reports, loading))
-        run(given, lambda address: _report(reports, Started(address)), stop, progress)
+        run(
+            given,
+            ready=lambda address: _report(reports, Started(address)),
+            stop=stop,
+            progress=progress,
+            alive=lambda: _report(reports, Alive()),
+        )
     except BatonError as error:
         _report(reports, Failed(str(error), is_users_error=isinstance(error, ValueError)))
         logging.getLogger(__name__).error("%s", error)
@@ -149,7 +180,7 @@ def _take_stdout() -> BinaryIO:
     return reports
 
 
-def _report(reports: BinaryIO, report: Report | Loading) -> None:
+def _report(reports: BinaryIO, report: Report | Loading | Alive) -> None:
     reports.write(msgspec.json.encode(report) + b"\n")
     reports.flush()
 

@@ -13,6 +13,7 @@ ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
 
 # Exit statuses beside 0, which says that it was told to end, by whomever.
 USER_ERROR: Final = 2  # the operator must change something, as for the command line
+ALIVE_EVERY_S: Final = 1.0
 DRAINED: Final = 4  # the operator has drained it, and nothing else has told it to end
 
 
@@ -43,6 +44,10 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
     num_bytes: int
     total_bytes: int
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The event loop of a router or a gateway runs; once every ALIVE_EVERY_S, from its start on."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -200,6 +200,12 @@ class RayActor:
         if self._ray.is_initialized():
             self._ray.kill(self._actor, no_restart=True)
 
+    def give_up(self) -> None:
+        self.kill()
+
+    async def silent_s(self) -> float:
+        return 0.0
+
 
 def _check_reachable(address: str) -> None:
     """OSError where nobody listens: Ray itself would try for minutes. ValueError for what is no address."""

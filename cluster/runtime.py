@@ -24,6 +24,15 @@ class Process(Protocol):
     def kill(self) -> None:
         """End it now, with all that it has started."""
 
+    def give_up(self) -> None:
+        """End it though it may not answer, as on a machine that stands still; waits for nothing.
+
+        Its successor, the next spawn of its name, is placed elsewhere where there is room.
+        """
+
+    async def silent_s(self) -> float:
+        """Seconds since its event loop last ran, of a router or a gateway that serves; 0 where unknown."""
+
 
 class Runtime(Protocol):
     @property

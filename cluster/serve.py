@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,8 +19,10 @@ from baton.cluster.ports import KeptPort
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve_plan import Site, router_ports, specs
 from baton.cluster.supervisor import Supervised
+from baton.cluster.verdicts import Verdicts
+from baton.control import Members
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.operating import Status
+from baton.operating import RestartWorker, Status, Undrain, WorkerRemoved
 from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
 from baton.worker import Address, Routers
@@ -31,6 +34,8 @@ STOPPING_ORDER: Final = ("gateway", "worker", "router")
 
 ResultT = TypeVar("ResultT")
 Say: TypeAlias = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +51,11 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """The processes of one `serve`, and what is known of them."""
+    """The processes of one `serve`, and what is known of them.
+
+    To its routers it is an operator that watches workers (operator_node.Watcher): it replaces those that
+    hang, and starts again those that an operator calls back.
+    """
 
     def __init__(self, config: ServeConfig, runtime: Runtime, key: bytes, say: Say) -> None:
         self._config = config
@@ -55,7 +64,8 @@ class Cluster:
         self._say = say
         self._clock: Clock = SystemClock()
         self._processes: list[Supervised] = []
-        self._keeping: list[asyncio.Task[None]] = []
+        self._keeping: set[asyncio.Task[None]] = set()
+        self._verdicts = Verdicts(self._clock.now_s, self._replace)
         self._resources = AsyncExitStack()
         self.redis: KeptRedis | None = None
 
@@ -74,10 +84,52 @@ class Cluster:
             of_kind = [process for process in self._processes if process.spec.kind == kind]
             await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
 
+    # What its connections to the routers call.
+
+    def joined(self, router: str) -> None:
+        self._verdicts.joined(router)
+
+    def left(self, router: str) -> None:
+        self._verdicts.left(router)
+
+    def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
+        match message:
+            case Members():
+                self._verdicts.listed(router, message)
+            case WorkerRemoved():
+                self._verdicts.removed(router, message)
+            case Undrain(worker=name):
+                if (process := self._worker(name)) is not None:
+                    self._keep(process.recall())
+            case RestartWorker(worker=name):
+                if (process := self._worker(name)) is not None:
+                    self._keep(self._restart(process))
+
+    def _replace(self, name: str, reason: str, age_s: float) -> None:
+        if (process := self._worker(name)) is not None:
+            process.replace(reason, age_s)
+
+    async def _restart(self, process: Supervised) -> None:
+        await (process.recall() if process.is_away else process.restart(self._config.drain_timeout_s))
+
+    def _worker(self, name: str) -> Supervised | None:
+        for process in self._processes:
+            if process.name == name and process.spec.kind == "worker":
+                return process
+        logger.warning("there is no worker %r that was started here", name)
+        return None
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this until it ends, or the cluster is closed."""
+        task = asyncio.create_task(work)
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+
     async def close(self) -> None:
-        for task in self._keeping:
+        keeping = list(self._keeping)
+        for task in keeping:
             task.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*keeping, return_exceptions=True)
         try:
             await self._runtime.close()
         finally:
@@ -118,8 +170,10 @@ class Cluster:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start_all()
-                self._keeping = [asyncio.create_task(process.keep()) for process in self._processes]
-                operator = await self._resources.enter_async_context(connected(site.routers, self._key))
+                for process in self._processes:
+                    self._keep(process.keep())
+                connecting = connected(site.routers, self._key, self)
+                operator = await self._resources.enter_async_context(connecting)
                 await self._until_all_have_met(operator)
         except TimeoutError:
             late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"

@@ -2,8 +2,11 @@
 
 1. `start` starts it and waits until it serves.
 2. `keep` watches it. What ends is started again, after a pause that grows while that goes on, also after a
-   SIGTERM from elsewhere. What has drained, because an operator asked for it by `baton drain`, stays away.
-3. `stop` lets it drain within its time, and then ends it.
+   SIGTERM from elsewhere. A process that hangs is killed and replaced: a worker on the routers' verdict
+   (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
+3. A worker that has drained, because an operator asked for it by `baton drain`, stays away until `recall`.
+   `restart` lets a worker drain and starts it again.
+4. `stop` lets it drain within its time, and then ends it.
 """
 
 import asyncio
@@ -18,6 +21,10 @@ from baton.errors import BatonError
 from baton.worker import Address
 
 GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
+HUNG_S: Final = 10.0  # of an event loop, longer than any machine that is merely busy holds it up
+LOOK_S: Final = 1.0
+KILLED_S: Final = 1.0  # for SIGKILL to have its effect, before the successor starts
+MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner than that after its start
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +33,17 @@ class Supervised:
     def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock) -> None:
         self.spec = spec
         self.is_ready = False
+        self.is_away = False  # it was drained
         self.num_restarts = 0
         self._runtime = runtime
         self._clock = clock
         self._back_off = BackOff()
         self._process: Process | None = None
         self._is_stopping = False
-        self._started_s = 0.0
+        self._comes_back = False  # although it drains
+        self._started_s = self._ready_s = 0.0
+        self._hangs = asyncio.Event()  # `_verdict` says why
+        self._verdict = ""
 
     @property
     def name(self) -> str:
@@ -41,8 +52,10 @@ class Supervised:
     async def start(self) -> Address:
         """Where it serves. ConfigError or WorkerLost when it ends before."""
         self._started_s = self._clock.now_s()
+        self._hangs.clear()
         self._process = await self._runtime.spawn(self.spec)
         address = await self._process.ready()
+        self._ready_s = self._clock.now_s()
         self.is_ready = True
         return address
 
@@ -56,40 +69,112 @@ class Supervised:
         return f"{self.name} ({share:.0%} of {amount} of weights)"
 
     async def keep(self) -> None:
-        """Ends when the process was asked to end, and has."""
+        """Ends when the process was asked to end, and has, or when it was drained."""
         assert self._process is not None, "start comes first"
         while True:
-            why = await self._process.watch()
+            why = await self._until_over(self._process)
             self.is_ready = False
             if self._is_stopping:
                 return
-            if not why:
+            if not why and not self._comes_back:
                 logger.warning("%s has drained and stays away", self.name)
+                self.is_away = True
                 return
-            pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
-            logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
-            await asyncio.sleep(pause_s)
-            await self._start_again()
+            await self._start_again(why or "has drained")
+
+    def replace(self, reason: str, age_s: float) -> None:
+        """Kill it, though it may not answer, and start its successor: routers gave it up `age_s` ago.
+
+        Nothing happens when that was an earlier process of its name.
+        """
+        if self.is_ready and self._clock.now_s() - self._ready_s >= age_s + MIN_VERDICT_S:
+            self._verdict = reason
+            self._hangs.set()
+
+    async def recall(self) -> None:
+        """Start it again when it was drained, and keep it; one that still drains comes back when it ends."""
+        if not self.is_away:
+            self._comes_back = True
+            return
+        self.is_away = False
+        await self._start_again("is called back")
+        if not self._is_stopping:
+            await self.keep()
+
+    async def restart(self, drain_timeout_s: float) -> None:
+        """Let it drain, end it after its time if it has not; `keep` starts it again."""
+        if self._process is None or not self.is_ready:
+            return
+        self._comes_back = True
+        process = self._process
+        process.stop()
+        await self._end_in_time(process, drain_timeout_s)
 
     async def stop(self, drain_timeout_s: float) -> None:
         self._is_stopping = True
         if self._process is None:
             return
         self._process.stop()
+        await self._end_in_time(self._process, drain_timeout_s)
+
+    async def _end_in_time(self, process: Process, drain_timeout_s: float) -> None:
         try:
             async with asyncio.timeout(drain_timeout_s + GRACE_S):
-                await self._process.watch()
+                await process.watch()
         except TimeoutError:
             logger.warning("%s did not end in %.0f s and is ended", self.name, drain_timeout_s + GRACE_S)
-            self._process.kill()
+            process.kill()
 
-    async def _start_again(self) -> None:
-        if self._is_stopping:
-            return
-        self.num_restarts += 1
+    async def _until_over(self, process: Process) -> str:
+        """Waits for the process to end, or to hang, and says which; "" when it has drained or was stopped."""
+        ending = asyncio.create_task(process.watch())
+        hanging = asyncio.create_task(self._until_it_hangs(process))
         try:
-            await self.start()
-        except BatonError as error:
-            logger.error("%s does not start again: %s", self.name, error)
-        except Exception:  # of the runtime: if this ended `keep`, nobody would start it any more
-            logger.exception("%s does not start again", self.name)
+            await asyncio.wait((ending, hanging), return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return ending.result()
+            process.give_up()
+            await asyncio.wait((ending,), timeout=KILLED_S)
+            return f"hangs and is killed: {hanging.result()}"
+        finally:
+            ending.cancel()
+            hanging.cancel()
+            await asyncio.gather(ending, hanging, return_exceptions=True)
+
+    async def _until_it_hangs(self, process: Process) -> str:
+        """Why it is given up: the routers' verdict, or silence at two looks in a row.
+
+        One look alone may follow a pause of this process itself, with what was said meanwhile unread.
+        """
+        num_silent = 0
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._hangs.wait()
+                    return self._verdict
+            except TimeoutError:
+                silent_s = await process.silent_s()
+            num_silent = num_silent + 1 if silent_s > HUNG_S else 0
+            if num_silent >= 2:
+                return f"its event loop has been silent for {silent_s:.0f} s"
+
+    async def _start_again(self, why: str) -> None:
+        """Try until it serves, or is to stop."""
+        self._comes_back = False
+        while True:
+            pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
+            logger.warning("%s %s; it is started again in %.1f s", self.name, why, pause_s)
+            await asyncio.sleep(pause_s)
+            if self._is_stopping:
+                return
+            self.num_restarts += 1
+            try:
+                await self.start()
+                return
+            except BatonError as error:
+                why = f"did not start: {error}"
+            except Exception as error:  # of the runtime: if this ended `keep`, nobody would start it any more
+                logger.exception("%s did not start", self.name)
+                why = f"did not start: {type(error).__name__}"
+            if self._process is not None:
+                self._process.kill()

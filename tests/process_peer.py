@@ -1,7 +1,7 @@
 """What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
 
 serves: says so and waits for SIGTERM. fails, fails-us: says why not. loads: says how far, then serves.
-crashes: ends without a word. drains: serves, and ends as one that an operator has drained.
+lives: serves, and says every 50 ms that it is alive. crashes: ends without a word. drains: serves, and ends as one that an operator has drained; drains-later: on SIGUSR1.
 falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
 """
 
@@ -12,11 +12,11 @@ import threading
 
 import msgspec
 
-from baton.cluster.process_spec import DRAINED, Assignment, Failed, Loading, Report, Started
+from baton.cluster.process_spec import DRAINED, Alive, Assignment, Failed, Loading, Report, Started
 from baton.worker import Address
 
 
-def say(what: Report | Loading) -> None:
+def say(what: Report | Loading | Alive) -> None:
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 
@@ -44,9 +44,16 @@ def main() -> None:
         case "loads":
             for num_bytes in (1, 3):
                 say(Loading(num_bytes, 4))
+        case "drains-later":
+            signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(DRAINED))
         case "drains":
             say(Started(Address("127.0.0.1", 1)))
             sys.exit(DRAINED)
+        case "lives":
+            say(Started(Address("127.0.0.1", 1)))
+            while not stop.wait(0.05):
+                say(Alive())
+            sys.exit(0)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     say(Started(Address("127.0.0.1", len(given.key))))

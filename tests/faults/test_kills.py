@@ -6,6 +6,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Final
 
@@ -23,6 +24,7 @@ from tests.cluster_threads import Answer, wait_for
 from tests.process_cluster import ProcessCluster
 
 VOCAB_SIZE: Final = 1024
+REPLACED_S: Final = 15.0  # silence of 3 s, the kill and the start of a process, on a busy machine
 NEXT_TOKEN_S: Final = 3.0
 PAGES_BACK_AFTER_KILL_S: Final = 5.0
 PAGES_BACK_AFTER_CANCEL_S: Final = 1.0
@@ -156,9 +158,10 @@ def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num
     cluster.wait_until_whole(PAGES_BACK_AFTER_CANCEL_S + 2.5)
 
 
-@pytest.mark.slow
-def test_a_stopped_decode_worker_is_left_and_can_do_no_harm_later(cluster: ProcessCluster, llm: LLM) -> None:
-    """A zombie: it wakes when its requests have long been answered elsewhere."""
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_worker_that_stands_still_is_killed_and_replaced(
+    cluster: ProcessCluster, llm: LLM, name: str
+) -> None:
     cluster.wait_until_whole()
     asked = [request(500 + i, num_prompt_tokens=200, max_tokens=60) for i in range(6)]
     golden = [expected(llm, each) for each in asked]
@@ -166,14 +169,18 @@ def test_a_stopped_decode_worker_is_left_and_can_do_no_harm_later(cluster: Proce
     for each, answer in zip(asked, answers, strict=True):
         cluster.begin(each, answer)
     wait_for(lambda: len(answers[0].events) >= 5)
-    pid = cluster.pid("decode-0")
+    pid = cluster.pid(name)
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_for(lambda: cluster.pid(name) != pid, REPLACED_S)
         finish(answers)
+        assert [answer.token_ids for answer in answers] == golden
+        cluster.wait_until_whole()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
     finally:
-        os.kill(pid, signal.SIGCONT)
-    assert [answer.token_ids for answer in answers] == golden
-    cluster.wait_until_whole()
+        with suppress(ProcessLookupError):  # the supervisor has not killed it
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_request_is_not_tried_a_third_time_after_two_workers_died(cluster: ProcessCluster) -> None:

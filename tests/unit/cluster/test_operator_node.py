@@ -8,9 +8,10 @@ import pytest
 from baton.clock import SystemClock
 from baton.cluster import operator_node
 from baton.cluster.operator_node import connected
+from baton.control import Members
 from baton.errors import ConfigError
 from baton.hub import Hub
-from baton.operating import Drain
+from baton.operating import Drain, Undrain
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Address
@@ -141,6 +142,45 @@ def test_all_routers_are_asked_and_told() -> None:
                 await operator.drain("d0")
         drained = [any(isinstance(message, Drain) for message in worker.received) for worker in workers]
         assert drained == [True, False, True]
+
+    asyncio.run(run())
+
+
+class Recording:
+    """A Watcher that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, object]] = []
+
+    def joined(self, router: str) -> None:
+        self.heard.append((router, "joined"))
+
+    def left(self, router: str) -> None:
+        self.heard.append((router, "left"))
+
+    def told(self, router: str, message: object) -> None:
+        self.heard.append((router, message))
+
+
+def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
+    async def run() -> None:
+        recording = Recording()
+        async with a_router("a") as (router, address):
+            TestPeer.worker(router, a_worker("d0"))
+            asking = TestPeer.operator(router)
+            async with connected([address], KEY, recording), asyncio.timeout(10):
+                while len(recording.heard) < 2:
+                    await asyncio.sleep(0.01)
+                asking.say(Undrain(worker="d1"))
+                while len(recording.heard) < 3:
+                    await asyncio.sleep(0.01)
+                (_, joined), (_, members), (_, order) = recording.heard
+                assert (joined, order) == ("joined", Undrain(worker="d1"))
+                assert isinstance(members, Members) and members.workers[0].name == "d0"
+                for peer in list(router._watchers):
+                    peer.close()
+                while recording.heard[3:4] != [(id_of("a"), "left")]:
+                    await asyncio.sleep(0.01)
 
     asyncio.run(run())
 

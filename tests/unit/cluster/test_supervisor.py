@@ -84,6 +84,120 @@ def test_what_has_drained_stays_away() -> None:
     supervised(spec("drains"), test)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_worker_that_hangs_is_killed_and_replaced_on_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cluster.supervisor.MIN_VERDICT_S", 0.0)
+
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        hung = runtime.spawned[0]
+        os.kill(hung.pid, signal.SIGSTOP)
+        process.replace("it was silent for 3 s", 0.0)
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        assert await asyncio.wait_for(hung.watch(), 10) == "ended by SIGKILL"
+        await process.stop(1.0)
+        await keeping
+
+    supervised(spec("serves"), test)
+
+
+def test_verdict_about_an_earlier_process_of_the_name_changes_nothing() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        process.replace("it was silent for 3 s", 10.0)
+        runtime.spawned[0].kill()
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        process.replace("it was silent for 3 s", 10.0)  # given up before this one started
+        await asyncio.sleep(0)
+        assert process.is_ready and len(runtime.spawned) == 2
+        await process.stop(1.0)
+        await keeping
+        assert await runtime.spawned[1].watch() == ""  # SIGTERM ended it, in order
+
+    supervised(spec("serves"), test)
+
+
+def test_process_whose_loop_is_silent_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cluster.supervisor.HUNG_S", 1.0)
+    monkeypatch.setattr("baton.cluster.supervisor.LOOK_S", 0.1)
+
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        hung = runtime.spawned[0]
+        await until(lambda: hung._alive_s is not None)
+        os.kill(hung.pid, signal.SIGSTOP)
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        assert await asyncio.wait_for(hung.watch(), 10) == "ended by SIGKILL"
+        await process.stop(1.0)
+        await keeping
+
+    supervised(spec("lives"), test)
+
+
+def test_drained_process_comes_back_when_it_is_recalled() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        await asyncio.wait_for(process.keep(), 10)
+        assert process.is_away
+        await asyncio.wait_for(process.recall(), 20)  # which keeps it: this peer drains again
+        assert (len(runtime.spawned), process.is_away) == (2, True)
+
+    supervised(spec("drains"), test)
+
+
+def test_process_that_still_drains_comes_back_when_it_was_recalled() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        await process.recall()
+        os.kill(runtime.spawned[0].pid, signal.SIGUSR1)
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        os.kill(runtime.spawned[1].pid, signal.SIGUSR1)
+        await asyncio.wait_for(keeping, 10)  # recalled once, it stays away now
+        assert process.is_away
+
+    supervised(spec("drains-later"), test)
+
+
+def test_restart_lets_a_process_end_in_order_and_starts_it_again() -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        await process.restart(5.0)
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        assert await runtime.spawned[0].watch() == ""
+        await process.stop(1.0)
+        await keeping
+
+    supervised(spec("serves"), test)
+
+
+def test_each_failed_start_is_told_once_with_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        keeping = asyncio.create_task(process.keep())
+        runtime.obstacles.append(OSError("no process can be made now"))
+        runtime.spawned[0].kill()
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        await process.stop(1.0)
+        await keeping
+
+    supervised(spec("serves"), test)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        "serves ended by SIGKILL; it is started again in 0.2 s",
+        "serves did not start: OSError; it is started again in 0.4 s",
+    ]
+
+
 def test_what_somebody_elses_sigterm_has_ended_is_started_again() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         await process.start()

@@ -1,0 +1,31 @@
+"""Processes of this machine with all that they have started, as /proc tells: Linux alone."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of the processes that `pid` has started, and of theirs, parents first."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # the name may hold anything, also ")"
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, ())
+    return found[1:]
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL `pid` and its descendants, such as a worker's ranks, which have process groups of their own.
+
+    A process that SIGSTOP has stopped dies of it, too; nothing happens where `pid` has ended.
+    """
+    for each in (*reversed(descendants(pid)), pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)

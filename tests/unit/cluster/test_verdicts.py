@@ -1,0 +1,87 @@
+from baton.clock import ManualClock
+from baton.cluster.verdicts import Verdicts
+from baton.control import Members
+from baton.operating import WorkerRemoved
+from tests.node_peers import a_worker, id_of
+
+
+class Watched:
+    """Verdicts, with what they led to."""
+
+    def __init__(self, *routers: str) -> None:
+        self.clock = ManualClock()
+        self.replaced: list[tuple[str, float]] = []
+        self.verdicts = Verdicts(
+            self.clock.now_s, lambda name, why, age_s: self.replaced.append((name, age_s))
+        )
+        for router in routers:
+            self.verdicts.joined(router)
+            self.lists(router, "d0", "d1")
+
+    def lists(self, router: str, *names: str, is_complete: bool = True) -> None:
+        workers = tuple(a_worker(name) for name in names)
+        self.verdicts.listed(router, Members(workers=workers, is_complete=is_complete))
+
+    def removes(self, router: str, name: str) -> None:
+        removed = WorkerRemoved(worker=id_of(name), name=name, reason="it was silent for 3 s")
+        self.verdicts.removed(router, removed)
+
+
+def test_worker_that_the_only_router_removes_is_replaced_at_once() -> None:
+    watched = Watched("a")
+    watched.removes("a", "d0")
+    assert watched.replaced == [("d0", 0.0)]
+    watched.lists("a", "d1")
+    assert len(watched.replaced) == 1
+
+
+def test_worker_that_another_router_lists_is_kept() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0")
+    watched.lists("a", "d1")
+    watched.lists("b", "d0", "d1")
+    assert watched.replaced == []
+
+
+def test_worker_is_replaced_when_the_last_router_loses_it_for_whatever_reason() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0")
+    watched.clock.advance(2.0)
+    watched.lists("b", "d1")  # its connection ended there, which is no verdict
+    assert watched.replaced == [("d0", 2.0)]
+
+
+def test_worker_is_replaced_when_the_router_that_lists_it_leaves() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0")
+    watched.verdicts.left("b")
+    assert watched.replaced == [("d0", 0.0)]
+
+
+def test_router_that_does_not_know_all_workers_yet_is_waited_for() -> None:
+    watched = Watched("a")
+    watched.verdicts.joined("b")
+    watched.removes("a", "d0")
+    watched.lists("b", "d1", is_complete=False)
+    assert watched.replaced == []
+    watched.lists("b", "d0", "d1")
+    assert watched.replaced == []
+    watched.lists("b", "d1")
+    assert watched.replaced == [("d0", 0.0)]
+
+
+def test_worker_that_its_router_lists_again_is_kept() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0")
+    watched.lists("a", "d0", "d1")
+    watched.lists("b", "d1")
+    watched.lists("a", "d1")  # it left in order
+    assert watched.replaced == []
+
+
+def test_worker_whose_successor_is_listed_is_not_replaced_again() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0")
+    successor = a_worker("d0", id=id_of("d0, the second"))
+    watched.verdicts.listed("b", Members(workers=(successor, a_worker("d1"))))
+    assert watched.replaced == []
