@@ -1,7 +1,8 @@
 """What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
 
-serves: says so and waits for SIGTERM. fails, fails-us: says why not. loads: says how far, then serves.
-lives: serves, and says every 50 ms that it is alive. crashes: ends without a word. drains: serves, and ends as one that an operator has drained; drains-later: on SIGUSR1.
+serves: says so and waits for SIGTERM. lives: also says every 50 ms that it is alive.
+fails, fails-us: says why not. loads: says how far, then serves. crashes: ends without a word.
+drains: serves, and ends as one that an operator has drained; drains-later: on SIGUSR1.
 falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
 """
 

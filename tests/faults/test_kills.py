@@ -159,9 +159,7 @@ def test_pages_are_back_within_a_second_of_a_cancel(cluster: ProcessCluster, num
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
-def test_worker_that_stands_still_is_killed_and_replaced(
-    cluster: ProcessCluster, llm: LLM, name: str
-) -> None:
+def test_worker_that_hangs_is_killed_and_replaced(cluster: ProcessCluster, llm: LLM, name: str) -> None:
     cluster.wait_until_whole()
     asked = [request(500 + i, num_prompt_tokens=200, max_tokens=60) for i in range(6)]
     golden = [expected(llm, each) for each in asked]

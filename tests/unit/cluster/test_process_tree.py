@@ -24,6 +24,6 @@ def test_kill_tree_ends_stopped_descendants_in_groups_of_their_own() -> None:
         parent.send_signal(signal.SIGSTOP)
         kill_tree(parent.pid)
         assert parent.wait(10) == -signal.SIGKILL
-        gone, alive = psutil.wait_procs([child], timeout=10)
+        _, alive = psutil.wait_procs([child], timeout=10)
         assert alive == [] or alive[0].status() == psutil.STATUS_ZOMBIE
     kill_tree(parent.pid)  # it has ended: no error
