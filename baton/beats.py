@@ -1,14 +1,23 @@
-"""The signs of life that a worker gives its routers, and what they tell of it."""
+"""What a worker tells its routers every second: that it lives, and between its steps what it has."""
 
+import contextlib
+import faulthandler
+import logging
+import sys
+from collections.abc import Sequence
 from typing import Final, Protocol
 
-from baton.clock import Clock
+from baton.clock import Clock, SystemClock
 from baton.colleagues import Colleagues
-from baton.control import Beat
+from baton.control import Alive, Beat
+from baton.node import Peer
+from baton.steps import RunningStep, Steps
 from baton.wire_types import MAX_EVENTS
 from baton.worker import Load
 
 BEAT_S: Final = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Stats(Protocol):
@@ -62,6 +71,36 @@ class Beats:
         beat = Beat(load=worker.load(), is_draining=worker.is_draining, attempts=attempts)
         for router in routers:
             router.send(beat)
+
+
+class SignsOfLife:
+    """Tells routers that a worker lives, and how its present step does, from a thread that no step delays."""
+
+    def __init__(self, steps: Steps, clock: Clock | None = None) -> None:
+        self._steps = steps
+        self._clock = clock or SystemClock()
+        self._next_s = self._clock.now_s()
+        self._was_overdue = False
+
+    def give(self, routers: Sequence[Peer]) -> None:
+        """To be called in every tick: tells once a BEAT_S, and at once when the step has become overdue."""
+        now_s, step = self._clock.now_s(), self._steps.present
+        has_become_overdue = step.is_overdue and not self._was_overdue
+        self._was_overdue = step.is_overdue
+        if has_become_overdue:
+            _show_threads(step)
+        if now_s < self._next_s and not has_become_overdue:
+            return
+        self._next_s = now_s + BEAT_S
+        for router in routers:
+            router.send(Alive(step=step))
+
+
+def _show_threads(step: RunningStep) -> None:
+    """Log where this process hangs, for whoever looks for the cause after it was killed."""
+    logger.error("%s; its threads are in:", step.complaint)
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # there may be no stderr
+        faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]
 
 
 def load_of(stats: Stats) -> Load:

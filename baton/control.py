@@ -10,7 +10,8 @@ One attempt at a request, by messages (`->` names the connection it goes over):
 6. gateway -> router   Started at the first token, Ended at the end, whatever it was. Cancel goes gateway ->
    decode -> prefill, and may come before the Dispatch that it is about: they travel by different ways.
 
-Beside requests: everybody's first message is a Hello; workers send a Beat every second; the router sends
+Beside requests: everybody's first message is a Hello; workers send a Beat every second between their steps,
+and Alive every second whatever they do: a router that misses several takes the worker for dead. It sends
 Members to all whenever that list changes, and each answers Reachable with those it holds connections to.
 
 Request ids are minted by gateways, one a choice, 128 bit; attempts count from 0. Every list and every
@@ -26,6 +27,7 @@ from msgspec import Meta
 from baton.decision import PullSource
 from baton.pressure import Rung
 from baton.request import Request
+from baton.steps import RunningStep
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
@@ -209,11 +211,20 @@ class Cancel(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Worker to router, every second. A router that misses several takes the worker for dead."""
+    """Worker to router, every second, between two steps of its engine."""
 
     load: Load
     is_draining: bool = False
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)] = ()  # that it works on
+
+
+class Alive(Message, frozen=True):
+    """Worker to router, every second, from a thread that no step of its engine can delay.
+
+    It says nothing of what the worker has; that is in Beat, which waits for the step to end.
+    """
+
+    step: RunningStep
 
 
 class PageEvents(Message, frozen=True):

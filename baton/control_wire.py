@@ -5,6 +5,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.control import (
+    Alive,
     AttemptFailed,
     Beat,
     Cancel,
@@ -63,6 +64,7 @@ AnyMessage: TypeAlias = (
     | AttemptFailed
     | Cancel
     | Beat
+    | Alive
     | PageEvents
     | PagesWanted
     | Measured

@@ -7,6 +7,8 @@ import msgspec
 
 from baton.config_tree import check_between
 from baton.errors import ConfigError
+from baton.link_life import LINK_TIMEOUT_S
+from baton.wire_types import LinkTimeout
 from baton.worker import Routers
 
 MAX_CONNECTIONS: Final = 2**16
@@ -54,6 +56,8 @@ class GatewayConfig(GatewaySettings, frozen=True):
     shares_port: bool = False  # several gateway processes listen on one port (SO_REUSEPORT)
     tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
     drain_timeout_s: float = 60.0  # running requests may take after SIGTERM
+    # Seconds without a sign of life after which a connection to a router or a worker is dropped.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -7,7 +7,9 @@ The life of a connection, at either end:
 2. The node hears `joined`, then `received` for every message, in order.
 3. A peer that breaks a rule, or lets more than MAX_UNSENT_BYTES wait for it, is dropped, and counted by
    reason. The node hears `left`, as it does for a peer that went by itself.
-4. `close` sends what is unsent; a peer that takes none of it for CLOSE_TIMEOUT_S loses it.
+4. Both ends ping, and drop a peer of which nothing comes for `link_timeout_s` (link_life.py). All of that is
+   done on the loop's thread: where the node has another, a busy node does not make its own links look dead.
+5. `close` sends what is unsent; a peer that takes none of it for CLOSE_TIMEOUT_S loses it.
 
 At most MAX_STRANGERS sockets may be without a Hello; a further one costs the oldest of them its place.
 
@@ -17,6 +19,7 @@ Frames that are sent during one turn of the loop leave in one write.
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -25,6 +28,7 @@ from baton.control import PROTOCOL, Hello
 from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import FrameReader, encode_frame
+from baton.link_life import LINK_TIMEOUT_S, LinkLife
 from baton.node import TICK_S, Node
 from baton.seal import Seals
 from baton.sockets import keep_alive
@@ -41,10 +45,13 @@ logger = logging.getLogger(__name__)
 class Hub:
     """Of one node; made and used on its loop's thread."""
 
-    def __init__(self, key: bytes, *, dropped: DroppedPeers | None = None) -> None:
+    def __init__(
+        self, key: bytes, *, dropped: DroppedPeers | None = None, link_timeout_s: float = LINK_TIMEOUT_S
+    ) -> None:
         """Raises ConfigError for a key that is too short."""
         Challenge(key, Role.CONNECTING)  # refuses it now, not when the first peer comes
         self.dropped = dropped or DroppedPeers()
+        self.link_timeout_s = link_timeout_s
         self._key = key
         self._node: Node | None = None
         self._server: asyncio.Server | None = None
@@ -126,6 +133,8 @@ class Hub:
 
     async def _tick(self, node: Node) -> None:
         while True:
+            for link in list(self._links):
+                link.tick()
             try:
                 node.tick()
             except Exception:  # a bug of ours: the next tick may do better, none at all surely would not
@@ -147,6 +156,12 @@ class HubLink(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._life: LinkLife | None = None  # from the peer's Hello on
+
+    @property
+    def silence_s(self) -> float:
+        """See Peer."""
+        return self._life.silence_s(time.monotonic()) if self._life is not None else 0.0
 
     @property
     def hello(self) -> Hello:
@@ -155,7 +170,21 @@ class HubLink(asyncio.Protocol):
 
     def send(self, message: AnyMessage) -> None:
         """See Peer. WireError, and nothing is sent, for a message that fits no frame."""
-        body = encode(message)
+        self._send_body(encode(message))
+
+    def tick(self) -> None:
+        """Ping the peer when that is due; drop one that is silent."""
+        if self._life is None or self._transport is None or self._transport.is_closing():
+            return
+        try:
+            ping = self._life.tick(time.monotonic())
+        except WireError as error:
+            self.drop(error)
+            return
+        if ping is not None:
+            self._send_body(ping)
+
+    def _send_body(self, body: bytes) -> None:
         if self._seals is None or self._transport is None or self._transport.is_closing():
             return
         if not self._unsent:
@@ -176,13 +205,15 @@ class HubLink(asyncio.Protocol):
         self._hub.opened(self)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(sock)
+        keep_alive(sock, self._hub.link_timeout_s)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._must_end_within(HANDSHAKE_TIMEOUT_S, "the peer did not prove itself in time", "handshake")
         if self.role is Role.CONNECTING:
             transport.write(encode_frame(self._challenge.first()))
 
     def data_received(self, data: bytes) -> None:
+        if self._life is not None:
+            self._life.heard(time.monotonic())
         try:
             self._feed(data)
         except WireError as error:
@@ -218,7 +249,10 @@ class HubLink(asyncio.Protocol):
         if self._seals is None:
             self._prove(body)
             return
-        message = decode(self._seals.open(body))
+        opened = self._seals.open(body)
+        if self._life is not None and self._life.take_ping(opened):
+            return
+        message = decode(opened)
         if self._hello is None:
             self._greet(message)
         elif self._hub.node is not None:
@@ -248,6 +282,7 @@ class HubLink(asyncio.Protocol):
             )
         self._forget_deadline()
         self._hello = message
+        self._life = LinkLife(self._hub.link_timeout_s, time.monotonic())
         self._hub.introduced(self)
         assert self._hub.node is not None
         self._hub.node.joined(self)
@@ -263,10 +298,18 @@ class HubLink(asyncio.Protocol):
                 WireError(f"{transport.get_write_buffer_size()} bytes wait for the peer", reason="slow")
             )
 
+    @property
+    def _name(self) -> str:
+        """What logs call the peer."""
+        if self._hello is None:
+            return "a peer"
+        worker = self._hello.worker
+        return worker.name if worker is not None else f"the {self._hello.process} {self._hello.id[:8]}"
+
     # Ends.
 
     def drop(self, error: WireError) -> None:
-        logger.warning("a peer was dropped: %s", error)
+        logger.warning("%s was dropped: %s", self._name, error)
         self._hub.dropped.add(error.reason)
         if self._transport is not None:
             self._transport.abort()

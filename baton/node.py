@@ -20,6 +20,10 @@ class Peer(Protocol):
     @property
     def hello(self) -> Hello: ...
 
+    @property
+    def silence_s(self) -> float:
+        """For how long nothing has come from the peer, or nothing has arrived there; pings count."""
+
     def send(self, message: AnyMessage) -> None:
         """Never waits, and never fails: to a peer that is gone nothing is sent, and `left` says so."""
 

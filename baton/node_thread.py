@@ -3,7 +3,8 @@
 1. What the hub's loop learns becomes a call that is posted to the node's thread: `joined`, `received`, `left`
    and `tick`, in order.
 2. What the node says is queued, and the loop is woken once for all that is queued meanwhile.
-3. A peer that the node refuses (WireError) is dropped as if the hub had refused it.
+3. A worker's signs of life leave from the loop's thread, whatever the node's thread does.
+4. A peer that the node refuses (WireError) is dropped as if the hub had refused it.
 """
 
 import asyncio
@@ -14,11 +15,14 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from baton.control import Hello
+from baton.beats import SignsOfLife
+from baton.control import Hello, Kind
 from baton.control_wire import AnyMessage
 from baton.errors import WireError
 from baton.hub import Hub, HubLink
+from baton.link_life import LINK_TIMEOUT_S
 from baton.node import Node, Peer
+from baton.steps import Steps
 from baton.worker import Address
 
 Call: TypeAlias = Callable[[], None]
@@ -31,12 +35,12 @@ logger = logging.getLogger(__name__)
 class NodeThread:
     """Made, and called, on the node's thread or before it runs."""
 
-    def __init__(self, key: bytes, post: Post) -> None:
+    def __init__(self, key: bytes, post: Post, *, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
         self._post = post
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
         self._thread.start()
-        self._hub = self._wait(_make_hub(key))
+        self._hub = self._wait(_make_hub(key, link_timeout_s))
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
         self._is_closed = False
 
@@ -49,8 +53,10 @@ class NodeThread:
         """OSError when the port is somebody else's."""
         return self._wait(self._hub.listen(host, port))
 
-    def serve(self, node: Node) -> None:
-        self._loop.call_soon_threadsafe(self._hub.serve, _Announcer(node, self))
+    def serve(self, node: Node, steps: Steps | None = None) -> None:
+        """steps: of a worker's engine; routers are told from the loop's thread how its present one does."""
+        life = None if steps is None else SignsOfLife(steps)
+        self._loop.call_soon_threadsafe(self._hub.serve, _Announcer(node, self, life))
 
     def dial(self, address: Address) -> None:
         """See node.Dial."""
@@ -104,6 +110,10 @@ class DistantPeer:
     def hello(self) -> Hello:
         return self._link.hello
 
+    @property
+    def silence_s(self) -> float:
+        return self._link.silence_s
+
     def send(self, message: AnyMessage) -> None:
         self._thread.call(partial(self._link.send, message))
 
@@ -119,8 +129,9 @@ class DistantPeer:
 class _Announcer:
     """The node, to the hub: on the loop's thread."""
 
-    def __init__(self, node: Node, thread: NodeThread) -> None:
+    def __init__(self, node: Node, thread: NodeThread, life: SignsOfLife | None = None) -> None:
         self._node = node
+        self._life = life
         self._thread = thread
         self._peers: dict[Peer, DistantPeer] = {}
 
@@ -140,6 +151,8 @@ class _Announcer:
         self._thread.post(partial(self._node.left, self._peers.pop(link)))
 
     def tick(self) -> None:
+        if self._life is not None:
+            self._life.give([link for link in self._peers if link.hello.process is Kind.ROUTER])
         self._thread.post(self._node.tick)
 
     def _guarded(self, peer: DistantPeer, call: Call) -> None:
@@ -150,5 +163,5 @@ class _Announcer:
             peer.drop(error)
 
 
-async def _make_hub(key: bytes) -> Hub:
-    return Hub(key)
+async def _make_hub(key: bytes, link_timeout_s: float) -> Hub:
+    return Hub(key, link_timeout_s=link_timeout_s)

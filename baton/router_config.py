@@ -6,6 +6,8 @@ import msgspec
 
 from baton.config_tree import check_between
 from baton.errors import ConfigError
+from baton.link_life import LINK_TIMEOUT_S
+from baton.wire_types import LinkTimeout
 
 PolicyName: TypeAlias = Literal["round-robin", "least-loaded", "prefix", "cost"]
 MAX_ATTEMPTS: Final = 2**20
@@ -49,6 +51,9 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"  # address to listen on for the cluster's processes
     port: int = 0  # to listen on for them; 0: any that is free
+    # Seconds without a sign of life after which a connection is dropped. `baton serve` has one for all
+    # processes, link_timeout_s, and sets this.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,8 +8,10 @@ from msgspec import Meta
 from baton.config import EngineSettings
 from baton.errors import ConfigError
 from baton.gateway_config import GatewaySettings, is_loopback
+from baton.link_life import LINK_TIMEOUT_S
 from baton.router_config import RouterConfig
-from baton.wire_types import MAX_ROUTERS, MAX_WORKERS
+from baton.steps import STEP_TIMEOUT_S
+from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, LinkTimeout, StepTimeout
 from baton.worker_config import TransportChoice
 
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
@@ -53,6 +55,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
     # Running requests may take this long after SIGTERM, SIGINT or `baton drain`.
     drain_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    # Seconds without a sign of life after which processes drop a connection between them.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
+    # Seconds that any step of the model may take before its worker is taken for hung, killed and replaced;
+    # a step that should take longer may take a multiple of that.
+    step_timeout_s: StepTimeout = STEP_TIMEOUT_S
     router: RouterConfig = RouterConfig()
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
@@ -69,6 +76,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"host: {self.host!r} can be reached from other machines, which needs keys: "
                 "give --tenants FILE, or listen on 127.0.0.1"
             )
+        if self.router.link_timeout_s != LINK_TIMEOUT_S:
+            raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
         self.prefill.engine(self.engine)
         self.decode.engine(self.engine)
 

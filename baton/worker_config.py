@@ -16,7 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.config import EngineConfig
-from baton.wire_types import Name
+from baton.link_life import LINK_TIMEOUT_S
+from baton.steps import STEP_TIMEOUT_S
+from baton.wire_types import LinkTimeout, Name, StepTimeout
 from baton.worker import Address, Routers, WorkerRole
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
@@ -38,3 +40,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # A decode worker prefills prompts with at most this many uncached tokens itself.
     local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # running requests may take when draining
+    # Seconds without a sign of life after which a connection to another process is dropped.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
+    # Seconds that any step of the model may take before the worker is taken for hung; a step that should
+    # take longer may take a multiple of that, see baton/steps.py.
+    step_timeout_s: StepTimeout = STEP_TIMEOUT_S

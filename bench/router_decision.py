@@ -41,6 +41,8 @@ BAR_US: Final = (100.0, 500.0)  # p50, p99
 class Nobody:
     """The other end of a connection that nothing is said over."""
 
+    silence_s = 0.0
+
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
 

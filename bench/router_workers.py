@@ -48,6 +48,8 @@ class Job(NamedTuple):
 class SimWorker:
     """A peer of the router."""
 
+    silence_s = 0.0
+
     def __init__(self, world: World, hello: Hello) -> None:
         assert hello.worker is not None
         self.world = world

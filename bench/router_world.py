@@ -55,6 +55,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Gateway:
     """The router's peer that submits."""
 
+    silence_s = 0.0
+
     def __init__(self) -> None:
         self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
 

@@ -88,6 +88,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 class _Gateway:
     """The router's peer that submits, and its clients."""
 
+    silence_s = 0.0
+
     def __init__(self, world: "TenantWorld") -> None:
         self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
         self._world = world

@@ -79,6 +79,8 @@ def _worker(
             transport=config.transport,
             local_prefill_tokens=config.router.local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
+            link_timeout_s=config.link_timeout_s,
+            step_timeout_s=config.step_timeout_s,
         ),
     )
 
@@ -95,7 +97,12 @@ def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSetti
 def _router(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
     address = site.routers[index]
     settings = msgspec.structs.replace(
-        config.router, host=address.host, port=address.port, redis=site.redis, seed=config.router.seed + index
+        config.router,
+        host=address.host,
+        port=address.port,
+        redis=site.redis,
+        seed=config.router.seed + index,
+        link_timeout_s=config.link_timeout_s,
     )
     return ProcessSpec(kind="router", name=f"router-{index}", config=settings)
 
@@ -113,6 +120,7 @@ def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
             shares_port=True,
             tenants_file=config.tenants,
             drain_timeout_s=config.drain_timeout_s,
+            link_timeout_s=config.link_timeout_s,
             **msgspec.structs.asdict(config.gateway),
         ),
     )

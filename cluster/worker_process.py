@@ -41,6 +41,7 @@ from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
 from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
+from baton.steps import Steps
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig
 
@@ -73,16 +74,18 @@ class HostedWorker:
             agents = RankAgents(config.engine.tensor_parallel_size)
             ends.callback(agents.close)
             self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
+            self._steps = Steps(SystemClock(), config.step_timeout_s)
+            self.engine.on_batch = self._steps.sized
             admission = _Admission()
             self.endpoint = self._open_endpoint(key, shared, agents, admission)
             ends.callback(self.endpoint.close)
-            thread = NodeThread(key, self.endpoint.post)
+            thread = NodeThread(key, self.endpoint.post, link_timeout_s=config.link_timeout_s)
             ends.callback(thread.close)
             self.address = thread.listen(config.host, config.port)
             self.node = self._make_node(thread)
             if isinstance(self.node, DecodeWorker):
                 admission.decide = self.node.admit
-            thread.serve(self.node)
+            thread.serve(self.node, self._steps)
             self._ends = ends.pop_all()
 
     def serve(self, stop: threading.Event) -> None:
@@ -90,6 +93,7 @@ class HostedWorker:
         node, engine, clock = self.node, self.engine, SystemClock()
         notice_s = until_s = math.inf
         while not (clock.now_s() >= until_s or (clock.now_s() >= notice_s and node.is_idle)):
+            self._steps.begin()
             node.step()
             if (stop.is_set() or node.is_draining) and until_s == math.inf:
                 node.drain()

@@ -17,6 +17,7 @@ The engine knows nothing of prefill and decode as roles, of text, tenants or pee
 import gc
 import logging
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from contextlib import suppress
 from time import perf_counter
@@ -71,6 +72,7 @@ class Engine:
         self._followers = followers
         self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
+        self.on_batch: Callable[[int], None] = lambda num_tokens: None  # told of each that is about to run
         self._last_step: tuple[Batch, float] | None = None
         self._busy_since_s: float | None = None  # the end of the last step, if there was more to do
         self._seeds = random.Random(runner.config.seed)
@@ -247,6 +249,7 @@ class Engine:
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
+        self.on_batch(sum(chunk.num_tokens for chunk in batch.chunks))
         started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch, watch))
         ended_s = perf_counter()

@@ -5,19 +5,22 @@ The life of a member:
 1. It joins with its Hello. A name has one owner, the process that started last: a worker of the same name
    that was there before is fenced, dropped and its id never let in again; one that started before the one
    that is there, such as one that stood still for long, is not let in.
-2. It beats every second, and says whom it reaches.
-3. It is dead when its connection ends, and when no beat has come for BEAT_TIMEOUT_S: then the router ends
-   the connection. A process that was only held up may join again: whoever else was connected to it has
-   been told to drop it, so what it did before is lost by then.
+2. It gives a sign of life every second, whatever its engine does, with the age of the step that runs; and
+   between steps it says what it has, and whom it reaches.
+3. It is dead when its connection ends, and when nothing has come from it for BEAT_TIMEOUT_S. It is hung when
+   its step is older than that step's bound (baton/steps.py); a slow step within its bound changes nothing.
+   Then the router ends the connection. A process that was only held up may join again: whoever else was
+   connected to it has been told to drop it, so what it did before is lost by then.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from baton.clock import Clock
-from baton.control import Beat
+from baton.control import Alive, Beat
 from baton.errors import ProtocolError, WireError
 from baton.node import Peer
+from baton.steps import RunningStep
 from baton.wire_types import MAX_WORKERS
 from baton.worker import Load, Worker, WorkerRole
 
@@ -34,6 +37,7 @@ class Member:
         self.id = worker.id
         self.peer = peer
         self.beat_s = now_s
+        self.step: RunningStep | None = None  # as it said last
         self.load = Load()
         self.reached: frozenset[str] = frozenset()
         self.is_asked_to_drain = False
@@ -112,6 +116,11 @@ class Membership:
     def beat(self, member: Member, beat: Beat) -> None:
         self.version += member.beat(beat, self._clock.now_s())
 
+    def hear(self, member: Member, alive: Alive) -> None:
+        """A sign of life, with the step that runs."""
+        member.beat_s = self._clock.now_s()
+        member.step = alive.step
+
     def reach(self, member: Member, workers: Iterable[str]) -> None:
         member.reached = frozenset(workers)
         self.version += 1
@@ -120,8 +129,8 @@ class Membership:
         member.is_asked_to_drain = True
         self.version += 1
 
-    def remove_silent(self) -> list[Member]:
-        """Take out those that have not beaten for too long; to be called in every tick.
+    def remove_dead(self) -> list[tuple[Member, str]]:
+        """Take out those that are silent or hung, with the reason; to be called in every tick.
 
         Time that this process itself was held up is nobody's silence: what was sent meanwhile is unread.
         """
@@ -131,10 +140,15 @@ class Membership:
         if held_up_s > LATE_TICK_S:
             for member in self._members.values():
                 member.beat_s = min(now_s, member.beat_s + held_up_s)
-        silent = [member for member in self._members.values() if now_s - member.beat_s > BEAT_TIMEOUT_S]
-        for member in silent:
+        dead = []
+        for member in list(self._members.values()):
+            if now_s - member.beat_s > BEAT_TIMEOUT_S:
+                dead.append((member, f"it was silent for {BEAT_TIMEOUT_S:g} s"))
+            elif member.step is not None and member.step.is_overdue:
+                dead.append((member, member.step.complaint))
+        for member, _ in dead:
             self.remove(member)
-        return silent
+        return dead
 
     def _fence(self, worker_id: str) -> None:
         self._fenced[worker_id] = None

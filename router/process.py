@@ -31,7 +31,8 @@ async def serve_router(
 
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
-    hub, router = Hub(key), Router(config, SystemClock(), new_router_id(time.time()))
+    hub = Hub(key, link_timeout_s=config.link_timeout_s)
+    router = Router(config, SystemClock(), new_router_id(time.time()))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
         if config.redis == "auto":

@@ -11,6 +11,7 @@ from typing import Final
 
 from baton.clock import Clock
 from baton.control import (
+    Alive,
     Beat,
     Ended,
     Hello,
@@ -140,8 +141,8 @@ class Router:
             self._dispatcher.find_room()
 
     def tick(self) -> None:
-        for member in self.members.remove_silent():
-            self._remove(member, f"it was silent for {BEAT_TIMEOUT_S:g} s")
+        for member, reason in self.members.remove_dead():
+            self._remove(member, reason)
         gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
         if gone:
             self.books.forget(gone)
@@ -216,6 +217,8 @@ class Router:
             case Beat():
                 self.members.beat(member, message)
                 self._dispatcher.ended(self.books.beat(member.worker, message))
+            case Alive():
+                self.members.hear(member, message)
             case Reachable():
                 self.members.reach(member, message.workers)
                 self._dispatcher.let_out()

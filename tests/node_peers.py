@@ -51,6 +51,7 @@ class TestPeer:
         self.hello = hello
         self.received: list[AnyMessage] = []
         self.is_open: bool = True
+        self.silence_s = 0.0
         self._node = node
         node.joined(self)
 

@@ -53,6 +53,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_wait_s": 30.0,
     "ping_interval_s": 15.0,
     "drain_timeout_s": 60.0,
+    "link_timeout_s": 8.0,
 }
 
 WORKER_KNOBS: dict[str, Any] = {
@@ -66,12 +67,14 @@ WORKER_KNOBS: dict[str, Any] = {
     "transport": "auto",
     "local_prefill_tokens": 64,
     "drain_timeout_s": 30.0,
+    "link_timeout_s": 8.0,
+    "step_timeout_s": 30.0,
 }
 
 # Of the gateway's, those that are where it runs rather than how.
 GATEWAYS_PLACE = {
     *("model", "routers", "served_model_name", "host", "port", "shares_port"),
-    *("tenants_file", "drain_timeout_s"),
+    *("tenants_file", "drain_timeout_s", "link_timeout_s"),
 }
 OF_EACH_ROLE: dict[str, Any] = {
     "num_workers": 1,
@@ -96,8 +99,11 @@ SERVE_KNOBS: dict[str, Any] = {
     "cluster_key_file": None,
     "start_timeout_s": 600.0,
     "drain_timeout_s": 30.0,
+    "link_timeout_s": 8.0,
+    "step_timeout_s": 30.0,
     "router.host": "127.0.0.1",
     "router.port": 0,
+    "router.link_timeout_s": 8.0,
     "router.policy": "cost",
     "router.local_prefill_tokens": 16,
     "router.redis": "auto",

@@ -94,6 +94,10 @@ class HostPeer:
         assert self._hello is not None, "nobody has been told of this peer yet"
         return self._hello
 
+    @property
+    def silence_s(self) -> float:
+        return 0.0
+
     def send(self, message: AnyMessage) -> None:
         self._end.send(encode(message))
 

@@ -5,6 +5,7 @@ from typing import Final
 
 from baton.cluster.sim.events import Events
 from baton.control import (
+    Alive,
     AttemptFailed,
     Beat,
     Cancel,
@@ -27,7 +28,7 @@ from baton.operating import Status, StatusQuery
 from baton.token_event import TokenEvent
 
 SHOWN: Final = 8  # of an id
-DULL: Final = (Beat, Status, StatusQuery)
+DULL: Final = (Alive, Beat, Status, StatusQuery)
 
 
 class Recorder:

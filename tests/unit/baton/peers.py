@@ -10,6 +10,7 @@ from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
 from baton.hub import Hub
+from baton.link_life import LINK_TIMEOUT_S, LinkLife
 from baton.node import Peer
 from baton.seal import Seals
 from baton.token_event import TokenEvent
@@ -48,9 +49,11 @@ class Recorder:
 
 
 @contextlib.asynccontextmanager
-async def hosted(node: Recorder, key: bytes = KEY) -> AsyncIterator[tuple[Hub, Address]]:
+async def hosted(
+    node: Recorder, key: bytes = KEY, *, link_timeout_s: float = LINK_TIMEOUT_S
+) -> AsyncIterator[tuple[Hub, Address]]:
     """A hub that listens; it is closed in the end."""
-    hub = Hub(key)
+    hub = Hub(key, link_timeout_s=link_timeout_s)
     try:
         address = await hub.listen()
         hub.serve(node)
@@ -97,14 +100,16 @@ class Rogue:
         self._writer.write(frames)
 
     async def read(self) -> AnyMessage | None:
-        """The next message; None at the end of the stream."""
+        """The next message, pings left out; None at the end of the stream."""
         while True:
             try:
                 header = await self._reader.readexactly(5)
                 body = await self._reader.readexactly(int.from_bytes(header[:4], "big") - 1)
             except (asyncio.IncompleteReadError, ConnectionError):
                 return None
-            return decode(self._seals.open(body))
+            opened = self._seals.open(body)
+            if not LinkLife(1.0, 0.0).take_ping(opened):
+                return decode(opened)
 
     async def close(self) -> None:
         self._writer.close()

@@ -24,6 +24,7 @@ from baton.operating import (
 from baton.pressure import QueueStatus, Rung, TenantStatus
 from baton.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from baton.router_status import RouterStatus
+from baton.steps import RunningStep
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
@@ -79,6 +80,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.PrefillFailed(request_id=ID, attempt=0, failure=c.Failure.BUSY, reason="no room"),
         c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone", worker=OTHER_ID),
         c.Cancel(request_id=ID, attempt=0),
+        c.Alive(step=RunningStep(age_s=6.0, num_tokens=2048, bound_s=30.0)),
         c.Beat(load=load, is_draining=True, attempts=attempts),
         c.PageEvents(
             first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=Tier.HOST, is_afresh=True

@@ -1,6 +1,7 @@
 import pytest
 
 from baton.control import (
+    Alive,
     AttemptFailed,
     Beat,
     Cancel,
@@ -27,6 +28,7 @@ from baton.operating import (
 )
 from baton.request import Request
 from baton.router.router import SETTLE_S
+from baton.steps import RunningStep
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
@@ -127,6 +129,34 @@ def test_only_operators_watch_workers(who: str) -> None:
     c = cluster("d0")
     with pytest.raises(ProtocolError):
         c[who].say(WatchWorkers())
+
+
+def test_worker_in_a_slow_step_stays_as_long_as_it_gives_signs_of_life() -> None:
+    c = cluster("d0")
+    watching = TestPeer.operator(c.router)
+    watching.say(WatchWorkers())
+    for number in range(240):  # a minute of steps of 6 s: no Beat comes, which waits for a step to end
+        c["d0"].say(Alive(step=RunningStep(age_s=0.25 * (number % 24), num_tokens=2048, bound_s=30.0)))
+        c.tick()
+    assert c["d0"].is_open and watching.take(WorkerRemoved) == []
+    assert isinstance(c.submit(), Routed)
+
+
+def test_worker_whose_step_exceeds_its_bound_is_removed_at_the_next_tick() -> None:
+    c = cluster("d0", "d1")
+    watching = TestPeer.operator(c.router)
+    watching.say(WatchWorkers())
+    c.submit(beside=id_of("d0"))
+    c["d0"].say(Alive(step=RunningStep(age_s=30.0, num_tokens=2048, bound_s=30.0)))
+    c.tick()
+    was_open = c["d0"].is_open
+    c["d0"].say(Alive(step=RunningStep(age_s=41.2, num_tokens=2048, bound_s=30.0)))
+    c.tick()
+    removed = watching.only(WorkerRemoved)
+    assert (removed.name, removed.reason) == ("d0", "a step of 2048 tokens takes 41 s, its bound is 30 s")
+    assert (was_open, c["d0"].is_open) == (True, False)
+    assert [worker.name for worker in c["g"].take(Members)[-1].workers] == ["d1"]
+    assert c["g"].only(AttemptFailed).failure is Failure.LOST
 
 
 def test_routers_own_pause_is_nobodys_silence() -> None:

@@ -1,0 +1,68 @@
+"""The life of a connection between two processes, whatever travels over it: when to ping, when to give up.
+
+1. Each end pings every PING_S, also when other frames leave. A ping says for how long its sender has heard
+   nothing, so that an end also learns that its own frames do not arrive.
+2. Any byte counts as life. A link over which nothing came, or over which nothing arrived, for `timeout_s` is
+   dropped by the end that notices.
+3. Time in which this process itself did not run (SIGSTOP, a starved machine) is nobody's silence: what came
+   meanwhile is unread.
+
+Sans-io and clockless: whoever owns the connection calls `tick` several times a second, with the time.
+"""
+
+import struct
+from typing import Final
+
+from baton.errors import WireError
+
+LINK_TIMEOUT_S: Final = 8.0  # the default of the setting `link_timeout_s`
+PING_S: Final = 0.5
+LATE_TICK_S: Final = 1.0
+
+# The first byte is one that no msgpack value begins with, so that a ping is never taken for a message.
+_PING: Final = struct.Struct(">BI")
+_MARK: Final = 0xC1
+_MAX_MS: Final = 2**32 - 1
+
+
+class LinkLife:
+    """One end of one connection, from its handshake on."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard_s = self._looked_s = now_s
+        self._pinged_s = now_s
+        self._unheard_s = 0.0  # how long the peer had heard nothing, when it last said so
+
+    def heard(self, now_s: float) -> None:
+        """Bytes have come."""
+        self._heard_s = now_s
+
+    def take_ping(self, body: bytes) -> bool:
+        """Whether this frame's body is a ping; if so, what it says is noted."""
+        if len(body) != _PING.size or body[0] != _MARK:
+            return False
+        self._unheard_s = _PING.unpack(body)[1] / 1000
+        return True
+
+    def silence_s(self, now_s: float) -> float:
+        """For how long one of the two directions has carried nothing, as far as is known here."""
+        return max(now_s - self._heard_s, self._unheard_s, 0.0)
+
+    def tick(self, now_s: float) -> bytes | None:
+        """The body of a ping that is due, None while none is. Raises WireError for a link to be dropped."""
+        held_up_s, self._looked_s = now_s - self._looked_s, now_s
+        if held_up_s > LATE_TICK_S:
+            self._heard_s = min(now_s, self._heard_s + held_up_s)
+            self._unheard_s = 0.0
+        self._check(now_s)
+        if now_s - self._pinged_s < PING_S:
+            return None
+        self._pinged_s = now_s
+        return _PING.pack(_MARK, min(_MAX_MS, max(0, round((now_s - self._heard_s) * 1000))))
+
+    def _check(self, now_s: float) -> None:
+        if now_s - self._heard_s > self._timeout_s:
+            raise WireError(f"nothing has come from the peer for {self._timeout_s:g} s", reason="silent")
+        if self._unheard_s > self._timeout_s:
+            raise WireError(f"nothing has reached the peer for {self._timeout_s:g} s", reason="unheard")

@@ -1,0 +1,102 @@
+"""How long a worker's engine has been in its present step, and how long that step may take.
+
+The engine's thread calls `begin` at the head of each turn of its loop and `sized` once the batch is known.
+Any other thread may read `present`: it is one immutable value, replaced as a whole.
+
+A step's bound is the longest of `timeout_s` and FACTOR times what a step of its size should take. That is
+learnt from this process's own steps, by size in powers of two: the slowest of late in the nearest size that
+was measured, scaled up from a smaller one by the number of tokens. The first step of a process may compile
+kernels, so it may take FIRST_STEP_S.
+"""
+
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock
+from baton.wire_types import Count, Seconds
+
+STEP_TIMEOUT_S: Final = 30.0  # the default of the setting `step_timeout_s`
+FACTOR: Final = 8.0
+FIRST_STEP_S: Final = 600.0
+MAX_BOUND_S: Final = 86_400.0
+_FADE: Final = 0.02  # of the slowest step, with each faster one of its size
+
+
+class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step as a worker tells of it: its age when it was told, its size, and how old it may become."""
+
+    age_s: Seconds
+    num_tokens: Count = 0  # computed in it; 0: the batch is not made yet, or there is none
+    bound_s: Seconds
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.age_s > self.bound_s
+
+    @property
+    def complaint(self) -> str:
+        """The reason for which a worker is given up that is overdue."""
+        return (
+            f"a step of {self.num_tokens} tokens takes {self.age_s:.0f} s, its bound is {self.bound_s:.0f} s"
+        )
+
+
+class _Present(msgspec.Struct, frozen=True):
+    began_s: float
+    num_tokens: int
+    bound_s: float
+
+
+class Steps:
+    """Written by the engine's thread, read by the one that sends signs of life."""
+
+    def __init__(self, clock: Clock, timeout_s: float = STEP_TIMEOUT_S) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._slowest_s: dict[int, float] = {}  # bit length of the number of tokens -> seconds
+        # Outside a batch there is work too, such as copies: it gets the room of a first step until one ended.
+        self._present = _Present(clock.now_s(), 0, self.bound_s(1))
+
+    def begin(self) -> None:
+        """A turn of the loop begins; the one before has ended, and what it took is learnt."""
+        now_s, before = self._clock.now_s(), self._present
+        if before.num_tokens:
+            self._learn(before.num_tokens, now_s - before.began_s)
+        self._present = _Present(now_s, 0, self.bound_s(1))
+
+    def sized(self, num_tokens: int) -> None:
+        """The turn's batch is made, of so many tokens, and is about to run."""
+        if num_tokens:
+            self._present = _Present(self._present.began_s, num_tokens, self.bound_s(num_tokens))
+
+    @property
+    def present(self) -> RunningStep:
+        """From any thread."""
+        present = self._present
+        age_s = min(MAX_BOUND_S, max(0.0, self._clock.now_s() - present.began_s))
+        return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
+
+    def bound_s(self, num_tokens: int) -> float:
+        """How long a step of so many tokens may take."""
+        expected_s = self._expected_s(num_tokens)
+        if expected_s is None:
+            return min(MAX_BOUND_S, max(self._timeout_s, FIRST_STEP_S))
+        return min(MAX_BOUND_S, max(self._timeout_s, FACTOR * expected_s))
+
+    def _learn(self, num_tokens: int, step_s: float) -> None:
+        size = num_tokens.bit_length()
+        slowest_s = self._slowest_s.get(size, step_s)
+        self._slowest_s[size] = max(step_s, slowest_s + _FADE * (step_s - slowest_s))
+
+    def _expected_s(self, num_tokens: int) -> float | None:
+        """None: no step has ended yet. Never less than what fewer tokens took."""
+        size = num_tokens.bit_length()
+        if size in self._slowest_s:
+            return self._slowest_s[size]
+        smaller = max((other for other in self._slowest_s if other < size), default=None)
+        larger = min((other for other in self._slowest_s if other > size), default=None)
+        guesses_s = [] if larger is None else [self._slowest_s[larger]]
+        if smaller is not None:
+            guesses_s.append(self._slowest_s[smaller] * 2 ** (size - smaller))
+        return min(guesses_s, default=None)
