@@ -35,6 +35,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_answer_entries: int = 2**22  # that one call may ask for: tokens x n x (logprobs + 1)
     max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
     ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment
+    resume_window_s: float = 600.0  # after an event of a resumable stream, in which it may be resumed there
 
     def __post_init__(self) -> None:
         check_between("gateway.max_connections", self.max_connections, 1, MAX_CONNECTIONS)

@@ -8,16 +8,19 @@
    on afterwards.
 """
 
+import hashlib
+import itertools
 import logging
 import secrets
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from baton.errors import BatonError, IntegrityError
 from baton.gateway.call import Call, Prompt
 from baton.gateway.choice_text import ChoiceText
+from baton.gateway.event_ids import NAME_BYTES
 from baton.gateway.service import Service
 from baton.gateway.text_stream import Incremental
 from baton.gateway.tokenizer import Tokenizer, detokenizer_of
@@ -51,6 +54,14 @@ class Delta(msgspec.Struct, frozen=True):
         )
 
 
+class Usage(NamedTuple):
+    """Tokens of an answer."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+
 class Listener(Protocol):
     def advanced(self, choice: "Choice", delta: Delta) -> None:
         """With `choice.finish_reason` set, the last of the choice; with `is_over`, `finished` follows."""
@@ -75,6 +86,8 @@ class Answer:
         self.error: BatonError | None = None  # that has ended it
         self._service = service
         self._tokenizer = tokenizer
+        resumed = call.resumed
+        self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
         self.choices = [
             Choice(self, prompt, number, index * call.num_choices + number)
             for index, prompt in enumerate(call.prompts)
@@ -94,6 +107,19 @@ class Answer:
     @property
     def num_cached_tokens(self) -> int:
         return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
+
+    @property
+    def usage(self) -> Usage:
+        """As one undisturbed answer to the call has used it, also where it is resumed."""
+        resumed = self.call.resumed
+        if resumed is None:
+            return Usage(self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens)
+        num_completion = num_cached = 0
+        for choice, shown in zip(self.choices, resumed.choices, strict=True):
+            num_completion += max(choice.num_tokens, shown.num_tokens)
+            if choice.number == 0:
+                num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
+        return Usage(self.num_prompt_tokens, num_completion, num_cached)
 
     @property
     def is_whole(self) -> bool:
@@ -197,7 +223,9 @@ class Choice:
     """The sink of one request. `index` counts over all prompts of the call, `number` within its prompt."""
 
     def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
-        self.request_id = secrets.token_hex(16)
+        # The first attempt at an answer may still run somewhere when another gateway resumes it.
+        is_named = index == 0 and answer.call.resumed is None
+        self.request_id = answer.name.hex() if is_named else secrets.token_hex(16)
         self.prompt = prompt
         self.number = number
         self.index = index
@@ -209,7 +237,11 @@ class Choice:
         self.num_tool_calls = 0
         self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
         form, is_parallel = answer.call.tool_form, answer.call.has_parallel_calls
-        self._tools = reader_of(form, is_parallel=is_parallel) if form is not None else None
+        self._tools = (
+            reader_of(form, is_parallel=is_parallel, new_id=_tool_call_ids(answer.name, index).__next__)
+            if form is not None
+            else None
+        )
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -265,6 +297,13 @@ class Choice:
         calls = self._tools.found[self.num_tool_calls :]
         self.num_tool_calls += len(calls)
         return Delta(text, delta.token_ids, delta.logprobs, calls)
+
+
+def _tool_call_ids(answer: bytes, choice: int) -> Iterator[str]:
+    """The same ones each time that the answer is generated."""
+    for number in itertools.count():
+        content = b"%s tool call %d of choice %d" % (answer, number, choice)
+        yield f"call_{hashlib.blake2b(content, digest_size=12).hexdigest()}"
 
 
 _GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

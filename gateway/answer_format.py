@@ -56,7 +56,7 @@ class _Format:
         self._call = answer.call
         self._logprobs = logprobs
         self._head: Json = {
-            "id": f"{self.ID_PREFIX}{answer.choices[0].request_id}",
+            "id": f"{self.ID_PREFIX}{answer.name.hex()}",
             "object": self.CHUNK,
             "created": created_s,
             "model": self._call.model,
@@ -87,14 +87,14 @@ class _Format:
         yield b"]," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
 
     def _usage(self) -> Json:
-        answer = self._answer
-        num_prompt = answer.num_prompt_tokens
-        num_completion = 0 if self._call.hides_tokens else answer.num_completion_tokens
+        num_prompt, num_completion, num_cached = self._answer.usage
+        if self._call.hides_tokens:
+            num_completion = 0
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": answer.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
     def _end(self, choice: Choice) -> Json:

@@ -20,6 +20,7 @@ from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat
 from baton.gateway.api_errors import as_api_error
 from baton.gateway.outlet import Outlet
+from baton.gateway.stream_progress import StreamProgress
 from baton.gateway.turn import Turn
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
@@ -55,7 +56,9 @@ class AnswerStream:
         framing: Framing,
         turn: Turn,
         observe: Callable[[Choice, Delta], None],
+        progress: StreamProgress | None = None,
     ) -> None:
+        """progress: of a stream whose events have ids; None: they have none."""
         self._answer = answer
         self._form = form
         self._framing = framing
@@ -66,7 +69,8 @@ class AnswerStream:
         self._held: list[list[Delta]] = [[] for _ in answer.choices]
         self._num_held_bytes = 0  # while the client lags
         self._num_calm = CALM_SENTENCES  # sentences written since it lagged
-        self._greeted: set[int] = set()
+        self._progress = progress
+        self._greeted: set[int] = progress.begun if progress is not None else set()
         self._chunks: list[bytes] = []
         self._num_put_bytes = 0  # of these
         self._has_news = asyncio.Event()
@@ -107,7 +111,10 @@ class AnswerStream:
 
     def advanced(self, choice: Choice, delta: Delta) -> None:
         self._observe(choice, delta)
-        self._held[choice.index].append(delta)
+        if self._progress is not None:
+            delta = self._progress.rest(choice, delta)
+        if self._progress is None or not self._progress.has_ended(choice):
+            self._held[choice.index].append(delta)
         outlet = self._outlet
         if outlet is None:
             self._has_news.set()
@@ -183,7 +190,7 @@ class AnswerStream:
         self._flush(outlet)
 
     def _put_choice(self, choice: Choice) -> None:
-        index = choice.index
+        index, progress = choice.index, self._progress
         held = self._held[index]
         if not held:
             return
@@ -194,15 +201,23 @@ class AnswerStream:
             self._greeted.add(index)
             first = self._form.first(choice)
             shows_arrival = not first and not has_ended
+            if progress is not None:
+                progress.began(choice)
             self._put(first)
         if self._num_calm < CALM_SENTENCES and not has_ended and not self._answer.is_over:
             delta = self._whole_sentences(delta, held)
         has_ids = delta.token_ids and self._answer.call.returns_token_ids
+        if progress is not None:
+            progress.wrote(choice, delta)
         if delta.text or delta.logprobs or has_ids or shows_arrival:
             self._put(self._form.delta(choice, delta))
         for tool_call in delta.tool_calls:
+            if progress is not None:
+                progress.wrote_tool_call(choice)
             self._put(self._form.tool_call(choice, tool_call))
         if has_ended:
+            if progress is not None:
+                progress.ended(choice)
             self._put(self._form.last(choice))
 
     def _whole_sentences(self, delta: Delta, held: list[Delta]) -> Delta:
@@ -218,14 +233,19 @@ class AnswerStream:
         return Delta(delta.text[:end])
 
     def _put_end(self) -> None:
+        """An error and the end have no id: whoever resumes after them goes on after what came before."""
         if self.error is not None:
-            self._put(as_api_error(self.error).body())
+            self._put(as_api_error(self.error).body(), has_id=False)
         elif self._answer.call.has_usage:
+            if self._progress is not None:
+                self._progress.wrote_usage()
             self._put(self._form.usage())
-        self._put(DONE)
+        self._put(DONE, has_id=False)
 
-    def _put(self, chunk: bytes) -> None:
+    def _put(self, chunk: bytes, *, has_id: bool = True) -> None:
         if chunk:
+            if has_id and self._progress is not None:
+                self._chunks += (b"id: ", self._progress.event_id(), b"\n")
             self._chunks += (self._framing.before, chunk, self._framing.after)
             self._num_put_bytes += len(chunk)
 

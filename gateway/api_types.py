@@ -47,6 +47,7 @@ NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far, with every chunk
+    resumable: bool | None = None  # Baton's: an id with every event, see event_ids.py
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):

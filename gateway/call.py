@@ -1,5 +1,6 @@
 """One call of the API in the one form that is served: prompts of token ids, and how to answer them."""
 
+import hashlib
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
+from baton.gateway.event_ids import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants import Tenant
 from baton.gateway.tool_forms import ToolForm
 from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
@@ -23,6 +25,10 @@ SAMPLING_FIELDS: Final = (
     "presence_penalty",
     "frequency_penalty",
     "ignore_eos",
+)
+# Fields that change when and for whom a call is answered, not the answer.
+NOT_OF_THE_ANSWER: Final = frozenset(
+    {"prompts", "priority", "sla", "standing", "arrival_s", "tenant", "resumed"}
 )
 
 
@@ -46,6 +52,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
+    is_resumable: bool = False  # its events have ids
+    resumed: ResumePoint | None = None  # the stream goes on there
     has_echo: bool = False
     hides_tokens: bool = False  # max_tokens was 0: the prompt alone is asked about
     returns_token_ids: bool = False
@@ -67,6 +75,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     sla: Sla = Sla()
     standing: Standing = Standing()
     tool_form: ToolForm | None = None  # of the model
+    resumed: ResumePoint | None = None
 
 
 def chat_call(body: ChatBody, prompt: Prompt, terms: Terms, *, has_tools: bool = False) -> Call:
@@ -121,6 +130,15 @@ def num_answer_entries(call: Call, max_model_len: int) -> int:
     return num_tokens * call.num_choices * ((sampling.logprobs or 0) + 1)
 
 
+def digest_of(call: Call, fingerprint: str) -> bytes:
+    """A digest of everything that the answer's content depends on. fingerprint: of the model's weights."""
+    fields = msgspec.structs.asdict(call)
+    answered = {name: value for name, value in fields.items() if name not in NOT_OF_THE_ANSWER}
+    prompts = [(prompt.text if call.has_echo else None, prompt.token_ids) for prompt in call.prompts]
+    content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
 def refuse_unsupported_chat(body: ChatBody) -> None:
     if body.functions:
         raise unsupported("calling functions by their former name", param="functions")
@@ -155,6 +173,8 @@ def _call(
         is_streamed=bool(body.stream),
         has_usage=has_usage,
         has_running_usage=has_usage and bool(options and options.continuous_usage_stats),
+        is_resumable=bool(options and options.resumable),
+        resumed=terms.resumed,
         returns_token_ids=bool(body.return_token_ids),
         # The tags of a tool call are special tokens in some vocabularies.
         skips_special_tokens=body.skip_special_tokens is not False and not particulars.get("tool_form"),

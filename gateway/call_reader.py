@@ -5,18 +5,21 @@ from collections.abc import Callable
 from starlette.types import Scope
 
 from baton.clock import Clock
-from baton.gateway.api_errors import invalid
+from baton.gateway.api_errors import ApiError, invalid
 from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body
+from baton.gateway.asgi import header
 from baton.gateway.call import (
     Call,
     Prompt,
     Terms,
     chat_call,
     completion_call,
+    digest_of,
     num_answer_entries,
     refuse_unsupported_chat,
     refuse_unsupported_completion,
 )
+from baton.gateway.event_ids import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds
 from baton.gateway.metrics import Metrics
 from baton.gateway.prompts import GivenPrompt, list_prompts
 from baton.gateway.served_model import ServedModel
@@ -38,14 +41,20 @@ class CallReader:
         *,
         draw_seed: Callable[[], int],
         max_answer_entries: int,
+        event_ids: EventIds,
+        calendar_s: Callable[[], float],
         strict: bool = False,
     ) -> None:
-        """`strict`: refuse unknown keys instead of counting them. `max_answer_entries`: see call.py."""
+        """`strict`: refuse unknown keys instead of counting them. `max_answer_entries`: see call.py.
+        `calendar_s`: seconds since 1970.
+        """
         self._model = model
         self._metrics = metrics
         self._clock = clock
         self._draw_seed = draw_seed
         self._max_answer_entries = max_answer_entries
+        self._event_ids = event_ids
+        self._calendar_s = calendar_s
         self._strict = strict
         self._public = PublicPrefixes(model.text)
 
@@ -61,7 +70,7 @@ class CallReader:
         )
         self._model.check_length(len(token_ids))
         prompt = await self._of_tenant(Prompt(text, tuple(token_ids)), terms.tenant)
-        return self._bounded(chat_call(body, prompt, terms, has_tools=bool(tools)))
+        return self._checked(chat_call(body, prompt, terms, has_tools=bool(tools)))
 
     async def completion(self, data: bytes, scope: Scope) -> Call:
         body = self.decode(data, CompletionBody)
@@ -73,7 +82,7 @@ class CallReader:
             await self._of_tenant(await self._prompt(given, tenant, needs_text=needs_text), tenant)
             for given in list_prompts(body.prompt)
         ]
-        return self._bounded(completion_call(body, tuple(prompts), terms))
+        return self._checked(completion_call(body, tuple(prompts), terms))
 
     def decode(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
         body, unknown = decode_body(data, kind)
@@ -98,7 +107,9 @@ class CallReader:
         num_public_tokens = await self._public.num_tokens(tenant, prompt.token_ids)
         return prompt._replace(num_public_tokens=num_public_tokens)
 
-    def _bounded(self, call: Call) -> Call:
+    def _checked(self, call: Call) -> Call:
+        if call.is_resumable or call.resumed is not None:
+            self._check_resumable(call)
         num_entries, most = num_answer_entries(call, self._model.max_model_len), self._max_answer_entries
         if num_entries > most:
             raise invalid(
@@ -107,13 +118,35 @@ class CallReader:
             )
         return call
 
+    def _check_resumable(self, call: Call) -> None:
+        """Raises ApiError 400 for a call whose events can have no ids, and for an id of another call."""
+        name = "stream_options.resumable"
+        if not call.is_streamed:
+            raise invalid(f"{name}: only a stream can be resumed; set stream as well", param=name)
+        num_choices = len(call.prompts) * call.num_choices
+        if num_choices > MAX_RESUMABLE_CHOICES:
+            message = f"{name}: at most {MAX_RESUMABLE_CHOICES} answers over all prompts, got {num_choices}"
+            raise invalid(message, param=name)
+        resumed = call.resumed
+        if resumed is not None and resumed.digest != digest_of(call, self._model.fingerprint):
+            raise ApiError(
+                400,
+                f"{PARAM}: the id is of another request, or the model has been replaced since; "
+                "send the same body as before, or no id to begin anew",
+                code="other_request",
+                param=PARAM,
+            )
+
     def _terms(self, model: str | None, scope: Scope) -> Terms:
         tenant = scope["state"]["tenant"]
         name = self._model.check(model, tenant)
+        event_id = header(scope, HEADER) if scope["type"] == "http" else None
+        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
         return Terms(
             tenant=tenant,
             model=name,
-            seed=self._draw_seed(),
+            seed=self._draw_seed() if resumed is None else resumed.seed,
+            resumed=resumed,
             arrival_s=self._clock.now_s(),
             sla=sla_of(scope, tenant),
             standing=standing_of(scope, tenant),

@@ -4,10 +4,12 @@ Who leaves before the end has cancelled, wherever the call is. A call that fails
 refused with a status; one that fails later ends its stream with an error event.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
@@ -15,17 +17,20 @@ from baton.errors import BatonError, Refused
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
-from baton.gateway.answer_stream import SERVER_SENT_EVENTS, AnswerStream, Framing
+from baton.gateway.answer_stream import DONE, SERVER_SENT_EVENTS, AnswerStream, Framing
 from baton.gateway.api_errors import ClientGone
 from baton.gateway.asgi import read_body, respond_in_blocks
-from baton.gateway.call import Call
+from baton.gateway.call import Call, digest_of
 from baton.gateway.call_reader import CallReader
+from baton.gateway.event_ids import EventIds, ResumePoint
 from baton.gateway.metrics import Metrics
 from baton.gateway.outlet import EXTENSION, Outlet
 from baton.gateway.served_model import ServedModel
+from baton.gateway.stream_progress import NOTHING_SHOWN, StreamProgress
 from baton.gateway.tenants_door import Door, Visit
 from baton.gateway.turn import Turn, in_turns
 
+LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # that a stream may be without a head: proxies give up after a minute of silence
 EVENT_STREAM: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,6 +50,8 @@ class Inference:
         calendar_s: Callable[[], float],
         ping_interval_s: float,
         max_open_requests: int,
+        event_ids: EventIds,
+        resume_window_s: float,
     ) -> None:
         """To be made on the loop that serves. `calendar_s`: seconds since 1970, for clients to see."""
         self.reader = reader
@@ -53,6 +60,8 @@ class Inference:
         self._metrics = metrics
         self._clock = clock
         self._calendar_s = calendar_s
+        self._event_ids = event_ids
+        self._resume_window_s = resume_window_s
         self._door = Door(metrics.tenants, max_open_requests)
         self._turn = Turn()
         self._open: dict[Answer, Visit] = {}
@@ -100,7 +109,11 @@ class Inference:
             answer.fail(error)
 
     def stream(self, answer: Answer, framing: Framing) -> AnswerStream:
-        return AnswerStream(answer, self._form(answer), framing, self._turn, self._observer(answer))
+        resumed = answer.call.resumed
+        created_s = int(self._calendar_s()) if resumed is None else resumed.created_s
+        form = self._form(answer, created_s)
+        progress = self._progress(answer, form, created_s) if answer.call.is_resumable else None
+        return AnswerStream(answer, form, framing, self._turn, self._observer(answer), progress)
 
     async def follow(self, stream: AnswerStream) -> None:
         """Wait for the end of a stream that has begun. Raises ClientGone when its client has left."""
@@ -114,6 +127,10 @@ class Inference:
 
     async def _serve(self, call: Call, scope: Scope, send: Send) -> None:
         outlet: Outlet = scope["extensions"][EXTENSION]
+        if call.resumed is not None and call.resumed.is_whole(has_usage=call.has_usage):
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+            await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
+            return
         with self.answering(call) as answer:
             if outlet.is_gone:
                 raise ClientGone
@@ -127,7 +144,7 @@ class Inference:
         outlet.on_gone = collector.gone
         answer.start(collector)
         deltas = await collector.wait()
-        parts = await in_turns(self._form(answer).whole(deltas), self._clock, outlet)
+        parts = await in_turns(self._form(answer, int(self._calendar_s())).whole(deltas), self._clock, outlet)
         await respond_in_blocks(send, 200, parts)
 
     async def _serve_stream(self, answer: Answer, outlet: Outlet, send: Send) -> None:
@@ -152,9 +169,31 @@ class Inference:
         await self.follow(stream)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _form(self, answer: Answer) -> AnswerFormat:
+    def _form(self, answer: Answer, created_s: int) -> AnswerFormat:
         text = self._model.text
-        return answer_format(answer, text.tokenizer if text.has_tokenizer else None, int(self._calendar_s()))
+        return answer_format(answer, text.tokenizer if text.has_tokenizer else None, created_s)
+
+    def _progress(self, answer: Answer, form: AnswerFormat, created_s: int) -> StreamProgress:
+        """Where the stream begins, or goes on. Its ids expire `resume_window_s` after each was sent."""
+        call, point = answer.call, answer.call.resumed
+        if point is None:
+            seed = call.sampling.seed
+            assert seed is not None  # the reader has drawn one
+            point = ResumePoint(
+                answer=answer.name,
+                digest=digest_of(call, self._model.fingerprint),
+                seed=seed,
+                created_s=created_s,
+                expires_s=0,
+                has_shown_usage=False,
+                choices=(NOTHING_SHOWN,) * len(answer.choices),
+            )
+
+        def seal(point: ResumePoint) -> bytes:
+            expires_s = math.ceil(self._calendar_s() + self._resume_window_s)
+            return self._event_ids.seal(msgspec.structs.replace(point, expires_s=expires_s), call.tenant.name)
+
+        return StreamProgress(point, form, seal)
 
     def _observer(self, answer: Answer) -> Callable[[Choice, Delta], None]:
         """Times of its tokens."""

@@ -18,6 +18,7 @@ from baton.gateway.call_reader import CallReader
 from baton.gateway.canary import Canary
 from baton.gateway.chat_template import ChatTemplate
 from baton.gateway.dashboard import Dashboard
+from baton.gateway.event_ids import EventIds
 from baton.gateway.exporter import Exporter
 from baton.gateway.frontend import Frontend
 from baton.gateway.http_protocol import Limits
@@ -77,7 +78,7 @@ class Gateway:
         if config.tenants_file is not None:
             self._watch = TenantsWatch(Path(config.tenants_file), key, clock)
             tenants, metrics.tenants_file = self._watch.tenants, self._watch.counters
-        parts = _parts(config, model, exporter, clock, tenants)
+        parts = _parts(config, model, exporter, clock, tenants, EventIds([key]))
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 
@@ -139,7 +140,12 @@ async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
 
 
 def _parts(
-    config: GatewayConfig, model: ServedModel, exporter: Exporter, clock: Clock, tenants: Tenants
+    config: GatewayConfig,
+    model: ServedModel,
+    exporter: Exporter,
+    clock: Clock,
+    tenants: Tenants,
+    event_ids: EventIds,
 ) -> Parts:
     metrics = exporter.metrics
     reader = CallReader(
@@ -148,6 +154,8 @@ def _parts(
         clock,
         draw_seed=lambda: secrets.randbits(SEED_BITS),
         max_answer_entries=config.max_answer_entries,
+        event_ids=event_ids,
+        calendar_s=time.time,
         strict=config.strict,
     )
     inference = Inference(
@@ -158,6 +166,8 @@ def _parts(
         calendar_s=time.time,
         ping_interval_s=config.ping_interval_s,
         max_open_requests=config.max_open_requests,
+        event_ids=event_ids,
+        resume_window_s=config.resume_window_s,
     )
     return Parts(
         model=model,

@@ -28,6 +28,11 @@ class ServedModel(msgspec.Struct, kw_only=True):
         return self.name
 
     @property
+    def fingerprint(self) -> str:
+        """Of the weights, as the workers say; of all, while workers are replaced by others."""
+        return " ".join(sorted({worker.fingerprint for worker in self.service.workers}))
+
+    @property
     def max_model_len(self) -> int:
         """Of the worker that takes the fewest tokens, so that any may be chosen.
 

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.gateway.answer_stream import DONE, Framing
-from baton.gateway.api_errors import ClientGone, as_api_error
+from baton.gateway.api_errors import ClientGone, as_api_error, unsupported
 from baton.gateway.call import Call
 from baton.gateway.gate import log_failure
 from baton.gateway.inference import Inference
@@ -84,7 +84,11 @@ class StreamSocket:
 
     async def _call(self, data: bytes, scope: Scope) -> Call:
         reader = self._inference.reader
-        return await (reader.chat if _is_chat(data) else reader.completion)(data, scope)
+        call = await (reader.chat if _is_chat(data) else reader.completion)(data, scope)
+        if call.is_resumable:
+            name = "stream_options.resumable"
+            raise unsupported("resuming an answer of a WebSocket", param=name)
+        return call
 
 
 async def _hear(websocket: WebSocket) -> bytes:

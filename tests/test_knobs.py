@@ -52,6 +52,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_answer_entries": 2**22,
     "max_wait_s": 30.0,
     "ping_interval_s": 15.0,
+    "resume_window_s": 600.0,
     "drain_timeout_s": 60.0,
     "link_timeout_s": 8.0,
 }

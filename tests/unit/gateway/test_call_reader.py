@@ -10,6 +10,7 @@ from baton.gateway.api_errors import ApiError
 from baton.gateway.call import Call
 from baton.gateway.call_reader import CallReader
 from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.event_ids import EventIds
 from baton.gateway.metrics import Metrics
 from baton.gateway.served_model import ServedModel
 from baton.gateway.tenants import Tenant
@@ -33,7 +34,15 @@ def chat(**fields: Any) -> Call:
         created_s=0,
         known_length=4096,
     )
-    reader = CallReader(model, Metrics(), ManualClock(), draw_seed=lambda: 1, max_answer_entries=10**6)
+    reader = CallReader(
+        model,
+        Metrics(),
+        ManualClock(),
+        draw_seed=lambda: 1,
+        max_answer_entries=10**6,
+        event_ids=EventIds([b"k" * 32]),
+        calendar_s=lambda: 0.0,
+    )
     body = {"model": "tiny", "messages": [{"role": "user", "content": "sort(3 1 2)="}], **fields}
     scope = {"type": "http", "headers": [], "state": {"tenant": Tenant(name="acme", cache_salt=b"s")}}
     return asyncio.run(reader.chat(json.dumps(body).encode(), scope))

@@ -35,6 +35,6 @@ def test_all_or_none_of_what_stands_together_are_calls() -> None:
 )
 def test_calls_beside_each_other_may_be_unwanted(form: ToolForm, text: str) -> None:
     for is_parallel in (True, False):
-        reader = reader_of(form, is_parallel=is_parallel)
+        reader = reader_of(form, is_parallel=is_parallel, new_id=lambda: "call_1")
         assert reader.push(text) + reader.finish() == ""
         assert len(reader.found) == (2 if is_parallel else 1)

@@ -1,0 +1,138 @@
+"""A stream that one gateway began and another one ends, event by event: nothing is lost or doubled."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from tests.engine_frontend import EngineFrontend, tiny_engine
+from tests.event_stream import Event, Refused, joined, read_all
+from tests.served_gateway import ServedGateway
+
+Served = ServedGateway[EngineFrontend]
+
+RESUMABLE: Final[dict[str, Any]] = {
+    "model": "tiny",
+    "stream": True,
+    "stream_options": {"include_usage": True, "resumable": True},
+    "max_tokens": 40,
+}
+COMPLETION: Final = {**RESUMABLE, "prompt": "the sun and the moon and a star; the sun and"}
+CHAT: Final = {**RESUMABLE, "messages": [{"role": "user", "content": "What is Baton?"}]}
+SAMPLED: Final = {"temperature": 1.3, "ignore_eos": True}
+CASES: Final[dict[str, dict[str, Any]]] = {
+    "greedy completion": {**COMPLETION, "temperature": 0},
+    "sampled completion": {**COMPLETION, **SAMPLED},
+    "sampled chat": {**CHAT, **SAMPLED},
+    "seeded chat": {**CHAT, **SAMPLED, "seed": -5},
+    "two prompts": {**COMPLETION, **SAMPLED, "prompt": ["the sun", [5, 6, 7]], "n": 2},
+    "three chats": {**CHAT, **SAMPLED, "n": 3, "max_tokens": 20},
+    "stop strings": {**COMPLETION, **SAMPLED, "stop": ["qqqq", "the s", "zz", "e", "st"], "min_tokens": 6},
+    "chat logprobs": {**CHAT, **SAMPLED, "logprobs": True, "top_logprobs": 3},
+    "completion logprobs": {**COMPLETION, **SAMPLED, "logprobs": 2, "n": 2},
+    "echoed logprobs": {**COMPLETION, **SAMPLED, "logprobs": 1, "echo": True, "n": 2},
+    "token ids": {**CHAT, **SAMPLED, "return_token_ids": True},
+    "penalties": {**COMPLETION, **SAMPLED, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    "no tokens": {**COMPLETION, "max_tokens": 0, "echo": True},
+}
+
+
+@pytest.fixture(scope="module")
+def gateways() -> Iterator[tuple[Served, Served]]:
+    """Two of one cluster: they share its key, and a model."""
+    engines = [tiny_engine(), tiny_engine()]
+    with ServedGateway(lambda: EngineFrontend(engines[0])) as one:
+        with ServedGateway(lambda: EngineFrontend(engines[1])) as other:
+            yield one, other
+        other.service.close()
+    one.service.close()
+
+
+def numbered(events: list[Event]) -> list[int]:
+    """The indexes of events that have an id."""
+    return [index for index, event in enumerate(events) if event.id]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_each_event_on_another_gateway_ends_the_stream(
+    gateways: tuple[Served, Served], case: str
+) -> None:
+    one, other = gateways
+    undisturbed = read_all(one.address.port, CASES[case])
+    whole = joined(undisturbed)
+    places = numbered(undisturbed)
+    assert len(places) == len(undisturbed) - 1  # all but the last
+    assert len({undisturbed[place].id for place in places}) == len(places)
+    for place in {*places[:4], *places[:: max(1, len(places) // 8)], *places[-3:]}:
+        seen = undisturbed[: place + 1]
+        rest = read_all(other.address.port, CASES[case], seen[-1].id)
+        assert joined([*seen, *rest]) == whole, f"resumed after event {place}"
+
+
+def test_a_resumed_stream_can_be_resumed_again_and_again(gateways: tuple[Served, Served]) -> None:
+    one, other = gateways
+    body = {**CASES["completion logprobs"], "return_token_ids": True}
+    events = read_all(one.address.port, body)
+    whole, seen = joined(events), events[:1]
+    for turn in range(len(events) * 50):
+        if seen[-1].data == "[DONE]":
+            break
+        gateway = (other, one)[turn % 2]
+        seen += read_all(gateway.address.port, body, seen[-1].id)[:3]
+    assert joined(seen) == whole
+
+
+def test_a_stream_that_was_sent_whole_has_only_its_end(gateways: tuple[Served, Served]) -> None:
+    one, other = gateways
+    events = read_all(one.address.port, CASES["sampled chat"])
+    num_requests = len(other.service.opened)
+    assert read_all(other.address.port, CASES["sampled chat"], events[-2].id) == [Event("", "[DONE]")]
+    assert len(other.service.opened) == num_requests  # nothing is generated for that
+
+
+def test_a_stream_has_no_ids_unless_it_is_asked_for_them(gateways: tuple[Served, Served]) -> None:
+    body = {**CASES["greedy completion"], "stream_options": {"include_usage": True}}
+    assert not any(event.id for event in read_all(gateways[0].address.port, body))
+
+
+def refused(port: int, body: dict[str, Any], last_id: str = "") -> tuple[int, str, str]:
+    with pytest.raises(Refused) as raised:
+        read_all(port, body, last_id)
+    return raised.value.status, raised.value.error["code"], raised.value.error["param"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": "another"},
+        {"temperature": 0.7},
+        {"max_tokens": 41},
+        {"n": 2},
+        {"stop": "x"},
+        {"seed": 1},
+        {"stream_options": {"resumable": True}},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": 1},
+        {"return_token_ids": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_id_is_of_one_request(gateways: tuple[Served, Served], change: dict[str, Any]) -> None:
+    port, body = gateways[0].address.port, CASES["sampled completion"]
+    last_id = read_all(port, body)[3].id
+    assert refused(port, {**body, **change}, last_id) == (400, "other_request", "Last-Event-ID")
+    # What changes when it is answered, or nothing at all, may differ.
+    assert read_all(port, {**body, "priority": 3, "user": "me"}, last_id)
+
+
+def test_made_up_ids_are_refused(gateways: tuple[Served, Served]) -> None:
+    port, body = gateways[0].address.port, CASES["sampled completion"]
+    for made_up in ("1", "x" * 300, "A" * 4000, "%%%", "null"):
+        assert refused(port, body, made_up) == (400, "unknown_event_id", "Last-Event-ID")
+
+
+def test_only_streams_of_few_answers_have_ids(gateways: tuple[Served, Served]) -> None:
+    port, name = gateways[0].address.port, "stream_options.resumable"
+    body = CASES["sampled completion"]
+    assert refused(port, {**body, "stream": False}) == (400, "invalid_value", name)
+    assert refused(port, {**body, "prompt": ["a", "b"], "n": 5}) == (400, "invalid_value", name)
