@@ -6,6 +6,7 @@ Workers are asked for what they hold only by a router whose policy looks at it.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Final
 
 from baton.clock import Clock
 from baton.control import Measured, PageEvents, PagesWanted, Submit
@@ -19,17 +20,27 @@ from baton.router.decision_log import HasEnded, SentOut, encode_line, keys_as_te
 from baton.router.decisions import Decisions, weighed
 from baton.router.look import Known
 from baton.router.pairing import Pair
-from baton.router.prefix_index import MAX_PAGES, PrefixIndex
+from baton.router.prefix_index import PrefixIndex
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router.redis_messages import AnyShared
 from baton.router.sharing import Link, Sharing
 from baton.router_config import RouterSettings
 from baton.worker import Worker
 
+MIN_INDEX_PAGES: Final = 1024  # of an index that nobody asks
+
 
 class Knowledge:
-    def __init__(self, config: RouterSettings, clock: Clock, books: Books, counters: Counter[str]) -> None:
-        self.index = PrefixIndex(clock, MAX_PAGES if config.looks_at_prompts else 1024, seed=config.seed)
+    def __init__(
+        self,
+        config: RouterSettings,
+        clock: Clock,
+        books: Books,
+        counters: Counter[str],
+        max_index_pages: int,
+    ) -> None:
+        max_pages = max_index_pages if config.looks_at_prompts else MIN_INDEX_PAGES
+        self.index = PrefixIndex(clock, max_pages, seed=config.seed)
         self.model = CostModel()
         self.decisions = Decisions(clock)
         self.chooser: Chooser | None = None

@@ -47,6 +47,7 @@ from baton.router.knowledge import Knowledge
 from baton.router.meeting import Meeting
 from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
 from baton.router.pairing import Pairing
+from baton.router.prefix_index import MAX_PAGES
 from baton.router.reception import Reception
 from baton.router.redis_messages import AnyShared
 from baton.router.standing import Standing, worker_statuses
@@ -60,15 +61,17 @@ logger = logging.getLogger(__name__)
 class Router:
     """See node.Node."""
 
-    def __init__(self, config: RouterSettings, clock: Clock, id: str) -> None:
-        """id: of this life of the process, 32 hex digits."""
+    def __init__(
+        self, config: RouterSettings, clock: Clock, id: str, *, max_index_pages: int = MAX_PAGES
+    ) -> None:
+        """id: of this life of the process, 32 hex digits. max_index_pages: the prefix index knows at most."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
         self.books = Books(clock)
         self.standing = Standing(id, self.counters, self.books)
         self.members = Membership(clock)
         self._meeting = Meeting(self.members)
-        self.knowledge = Knowledge(config, clock, self.books, self.counters)
+        self.knowledge = Knowledge(config, clock, self.books, self.counters, max_index_pages)
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}

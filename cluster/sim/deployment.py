@@ -30,9 +30,12 @@ class Slot:
         self.former: list[Process] = []  # that were replaced, and may live
         self._start = start
         self._site = site
+        self._restart_s: float | None = None
         self._watch()
 
-    def kill(self) -> None:
+    def kill(self, restart_s: float | None = None) -> None:
+        """restart_s: how long its supervisor takes to start it again; None: as long as it happens to."""
+        self._restart_s = restart_s
         self.life.process.die()
 
     def pause(self, seconds: float) -> None:
@@ -41,6 +44,7 @@ class Slot:
         if process.is_paused:
             return
         process.pause()
+        self._site.network.stands_still(process, events.now_s + seconds)
         events.after(seconds, process.resume)
         if seconds >= SEEMS_DEAD_S:
             self.seems_gone(seconds)
@@ -63,6 +67,7 @@ class Slot:
         if process.is_paused:
             return
         process.pause()
+        self._site.network.stands_still(process, events.now_s + seconds)
         self.seems_gone(seconds + ZOMBIE_S)
         self.former.append(process)
         self._restart()
@@ -78,8 +83,11 @@ class Slot:
         self._site.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
         if life is not self.life:
             return
-        self.seems_gone(MAX_DEATH_DELAY_S)
-        self._site.events.after(self._site.random.uniform(*RESTART_S), self._restart)
+        restart_s, self._restart_s = self._restart_s, None
+        if restart_s is None:
+            restart_s = self._site.random.uniform(*RESTART_S)
+        self.seems_gone(max(restart_s, MAX_DEATH_DELAY_S))
+        self._site.events.after(restart_s, self._restart)
 
     def _restart(self) -> None:
         self.life = self._start()

@@ -48,6 +48,7 @@ class SimEngine:
     def __init__(self, machine: Machine, clock: Clock, spend: Callable[[float], None]) -> None:
         self.machine = machine
         self.memory = KvMemory(machine.num_pages, machine.page_size)
+        self.more_s = 0.0  # that each step takes beyond what it should: a fault
         self._clock = clock
         self._spend = spend
         self._num_steps = 0
@@ -154,7 +155,7 @@ class SimEngine:
         if not batch.chunks:
             return IDLE_STEP_S
         num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-        return self.machine.step_s + self.machine.token_s * num_tokens
+        return self.machine.step_s + self.machine.token_s * num_tokens + self.more_s
 
     def _run(self, chunk: ScheduledChunk) -> int | None:
         sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size

@@ -43,3 +43,17 @@ class ProcessClock:
 
     def now_s(self) -> float:
         return self._events.now_s + self._offset_s
+
+
+class Calendar:
+    """The date that all hosts take for the present one; it may jump, which no process's clock does."""
+
+    def __init__(self, events: Events, date_s: float) -> None:
+        self._events = events
+        self._date_s = date_s
+
+    def now_s(self) -> float:
+        return self._date_s + self._events.now_s
+
+    def jump(self, seconds: float) -> None:
+        self._date_s += seconds

@@ -3,6 +3,7 @@
 A dropped peer is noted, with the reason: among honest processes there are few that may occur.
 """
 
+from functools import partial
 from typing import Protocol
 
 from baton.cluster.sim.events import Call
@@ -12,6 +13,7 @@ from baton.control import Hello
 from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.node import TICK_S, Node
+from baton.wire import HANDSHAKE_TIMEOUT_S
 from baton.worker import Address
 
 
@@ -59,12 +61,19 @@ class Host:
         if callee is None or callee.process.is_dead or self._network.is_parted(self.process, callee.process):
             self._dialing.discard(address)
             return
+        wait_s = self._network.connects_in_s(self.process, callee.process)
+        if wait_s > 0:  # TCP goes on asking
+            gives_up = wait_s > HANDSHAKE_TIMEOUT_S
+            call = partial(self._dialing.discard if gives_up else self._connect, address)
+            self.process.later(min(wait_s, HANDSHAKE_TIMEOUT_S), call)
+            return
         ours, theirs = self._network.connect(self.process, callee.process)
         callee.process.post(lambda: callee.greet(HostPeer(callee, theirs)))
         self.greet(HostPeer(self, ours, on_gone=lambda: self._dialing.discard(address)))
 
     def greet(self, peer: "HostPeer") -> None:
         peer.send(self.node.hello)
+        self.process.later(HANDSHAKE_TIMEOUT_S, peer.end_unless_known)
 
     def drop(self, peer: "HostPeer", error: WireError) -> None:
         self.trace.dropped(self.process.name, error)
@@ -106,6 +115,11 @@ class HostPeer:
 
     def abort(self) -> None:
         self._end.abort()
+
+    def end_unless_known(self) -> None:
+        """A process that stands still accepts connections, and says nothing."""
+        if self._hello is None:
+            self.abort()
 
     def _received(self, body: bytes) -> None:
         message, host = decode(body), self._host

@@ -3,14 +3,16 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
 from baton.beats import Beats
 from baton.cluster.sim.endpoint import SimEndpoint
 from baton.cluster.sim.engine import FINGERPRINT, Machine, SimEngine
-from baton.cluster.sim.events import Events
+from baton.cluster.sim.events import Calendar, Events
 from baton.cluster.sim.host import Directory, Host, Trace
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
@@ -24,14 +26,19 @@ from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.messages import Reserve
 from baton.prefill_worker.worker import PrefillWorker
+from baton.router.decision_log import LogFile
 from baton.router.router import Router
 from baton.router_config import RouterSettings
+from baton.wire import HANDSHAKE_TIMEOUT_S
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S
 
 FIRST_PORT: Final = 1  # of a router; the others' follow
 SLOW_DIAL_S: Final = 0.5  # until a link to a process that does not answer is given up
 MAX_CLOCK_OFFSET_S: Final = 1e6
+MAX_INDEX_PAGES: Final = 4096  # more than all workers of a simulation have
+FIRST_DATE_S: Final = 1.8e9
+FULL_DISK: Final = Path("/dev/full")  # every write to it fails for want of room
 
 
 @dataclass(eq=False)
@@ -46,6 +53,8 @@ class Site:
     num_routers: int = 1
 
     def __post_init__(self) -> None:
+        self.files = ExitStack()  # that its processes have open
+        self.calendar = Calendar(self.events, FIRST_DATE_S)
         self.directory = Directory()
         self.endpoints: dict[Address, SimEndpoint] = {}
         self.names: dict[str, str] = {}  # id of a process -> its name
@@ -70,10 +79,17 @@ class Site:
 class RouterLife:
     def __init__(self, site: Site, name: str, settings: RouterSettings, address: Address) -> None:
         self.process = site.new_process(name)
-        self.router = Router(settings, self.process.clock, site.new_id(name))
+        self._files = site.files
+        id_, clock = site.new_id(name), self.process.clock
+        self.router = Router(settings, clock, id_, max_index_pages=MAX_INDEX_PAGES)
         if site.num_routers > 1:
             self.router.knowledge.link(site.stream.join(self.process, self.router.heard))
         Host(self.process, site.network, site.directory, site.trace).serve(self.router, address)
+
+    def fill_disk(self) -> None:
+        """Its decision log cannot be written any more; the log is the only file of a router."""
+        log = self._files.enter_context(closing(LogFile(FULL_DISK)))
+        self.router.knowledge.log_to(log.write)
 
 
 class GatewayLife:
@@ -137,7 +153,7 @@ class WorkerLife:
         worker = Worker(
             id=self._site.new_id(plan.name),
             name=plan.name,
-            started_s=self._site.events.now_s,
+            started_s=self._site.calendar.now_s(),
             role=plan.role,
             model="numbers",
             fingerprint=FINGERPRINT,
@@ -172,11 +188,13 @@ class WorkerLife:
         def dial() -> None:
             link = None
             is_there = not other.process.is_dead and not other.process.is_paused
-            if is_there and not network.is_parted(process, other.process):
+            is_open = not network.connects_in_s(process, other.process)
+            if is_there and is_open and not network.is_parted(process, other.process):
                 link = self.endpoint.connect(other, is_direct=is_direct)
             process.post(lambda: answer(link))
 
-        process.later(SLOW_DIAL_S if other.process.is_paused else network.delay_s(), dial)
+        wait_s = SLOW_DIAL_S if other.process.is_paused else network.connects_in_s(process, other.process)
+        process.later(min(HANDSHAKE_TIMEOUT_S, wait_s + network.delay_s()), dial)
 
 
 Life: TypeAlias = RouterLife | GatewayLife | WorkerLife

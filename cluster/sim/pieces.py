@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.cluster.sim.model import ENTRY_BYTES
-from baton.cluster.sim.network import Network
+from baton.cluster.sim.network import LINK_TIMEOUT_S, Network
 from baton.cluster.sim.process import Process
 from baton.kvtransfer.landing import Writing
 from baton.kvtransfer.messages import DIGEST_BYTES
@@ -133,7 +133,11 @@ class Pieces:
         if piece.is_stopped:
             return
         self._take_contents(source, piece)
-        target.process.later(self._network.delay_s(), lambda: self._arrive(target, piece))
+        wait_s = self._network.connects_in_s(source.process, target.process)
+        if wait_s < LINK_TIMEOUT_S:
+            target.process.later(wait_s + self._network.delay_s(), lambda: self._arrive(target, piece))
+        else:
+            self._process.later(LINK_TIMEOUT_S, lambda: self._fail(piece, "nobody acknowledges it"))
 
     def _arrive(self, target: SimRank, piece: Piece) -> None:
         whole = piece.first, piece.stop, piece.num_bytes

@@ -29,6 +29,7 @@ REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, hear
 FORGET_S: Final = SILENCE_S + BEAT_S + 1.0  # what a router was told of another's, and nobody ended
 MAY_BE_DROPPED: Final = {"fenced"}  # a worker that wakes up after another has taken its place
 MAX_LIFE_S: Final = 180.0
+MAX_SILENT_LIFE_S: Final = 600.0  # where a process takes minutes to start, or a step seconds
 
 
 class Violation(AssertionError):
@@ -55,7 +56,9 @@ class World:
         self.deployment = Deployment(self.site, draw["cluster"])
         self.faults = Faults(self.deployment, draw["faults"], self.recorder.say)
         self._trouble = trouble
-        load = Load(self.events, draw["load"], ILL_CHANCE if trouble is Trouble.ANY else 0.0)
+        load = Load(
+            self.events, draw["load"], ILL_CHANCE if trouble in (Trouble.ANY, Trouble.SILENCE) else 0.0
+        )
         self.visits = load.visits(len(self.deployment.gateways))
         self.faults.schedule(trouble, load.ends_s + 1.0)
         self._busy_until_s = max(self.faults.last_s, load.ends_s)
@@ -71,6 +74,8 @@ class World:
         except Exception as error:
             error.add_note(f"replay: {replay_command(self.seed, self._trouble)}")
             raise
+        finally:
+            self.site.files.close()
 
     @property
     def summary(self) -> str:
@@ -100,6 +105,11 @@ class World:
             return FORGET_S
         return REST_S if self.was_troubled else QUIET_REST_S
 
+    @property
+    def _max_life_s(self) -> float:
+        is_slow = self._trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS)
+        return MAX_SILENT_LIFE_S if is_slow else MAX_LIFE_S
+
     def _come(self, visit: Visit) -> None:
         slot = self.deployment.gateways[visit.gateway]
         if slot.life.process.is_dead:  # it is refused a connection, and tries again
@@ -112,11 +122,18 @@ class World:
             self.events.after(visit.cancel_s, first.cancel)
 
     def _run_until_all_have_ended(self) -> None:
-        while not (self._has_ended() and is_whole(self.deployment)):
-            if self.events.now_s > MAX_LIFE_S:
+        while not (
+            self._has_ended() and is_whole(self.deployment) and self.events.now_s >= self.faults.over_s
+        ):
+            if self.events.now_s > self._max_life_s:
                 left = [client.request.request_id[:8] for client in self.clients if not _has_ended(client)]
                 raise Violation(f"{len(left)} requests never end: {' '.join(left)}")
             self.events.run_until(self.events.now_s + 0.5)
+
+    @property
+    def _is_well(self) -> bool:
+        """Every process runs, and every fault is over."""
+        return is_whole(self.deployment) and self.events.now_s >= self.faults.over_s
 
     def _has_ended(self) -> bool:
         return all(_has_ended(client) for visit in self.visits for client in _asked_for(visit))
