@@ -7,6 +7,7 @@ and wrong types, and is what configuration files and the command line go through
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,14 @@ MAX_NUM_SEQS: Final = 2**16
 MAX_NUM_BATCHED_TOKENS: Final = 2**20
 MAX_QUEUE_DELAY_MS: Final = 60_000  # nobody waits longer for company
 
+MAX_NODE_NAME: Final = 128  # characters
+
 PREFIX: Final = "BATON_"
 # Those that are no setting of a cluster, and are read here.
-VARIABLES: Final = ("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_LEVEL")
+VARIABLES: Final = (
+    *("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_FORMAT", "BATON_LOG_LEVEL"),
+    "BATON_NODE_NAME",
+)
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +130,16 @@ def api_key() -> str | None:
 def environment_settings() -> dict[str, str]:
     """Every BATON_* variable by its name."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def node_name() -> str:
+    """Return this machine's name for operators: BATON_NODE_NAME, or the host name."""
+    return (os.environ.get("BATON_NODE_NAME") or socket.gethostname())[:MAX_NODE_NAME]
+
+
+def set_node_name(name: str) -> None:
+    """Name this process's machine, and that of its children, unless the operator named it."""
+    os.environ.setdefault("BATON_NODE_NAME", name)
 
 
 def visible_gpus() -> tuple[str, ...]:

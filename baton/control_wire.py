@@ -33,6 +33,7 @@ from baton.operating import (
     Decisions,
     Drain,
     Explain,
+    GatewayReport,
     RestartWorker,
     Status,
     StatusQuery,
@@ -74,6 +75,7 @@ AnyMessage: TypeAlias = (
     | Status
     | Explain
     | Decisions
+    | GatewayReport
     | WatchWorkers
     | WorkerRemoved
     | Undrain

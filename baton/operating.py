@@ -1,6 +1,6 @@
 """What those who run a cluster ask of it: how it is, why a request went where, and that a worker ends."""
 
-from typing import Annotated
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -10,7 +10,11 @@ from baton.decision import Decision
 from baton.pressure import QueueStatus, joined
 from baton.router_status import RouterStatus
 from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason
-from baton.worker import WorkerStatus
+from baton.worker import Address, WorkerStatus
+
+MAX_GATEWAYS: Final = 1024
+MAX_TENANTS_TOLD: Final = 64  # that one gateway names in its status
+Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)]
 
 
 class Drain(Message, frozen=True):
@@ -38,6 +42,25 @@ class RestartWorker(Message, frozen=True):
     worker: Name
 
 
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One gateway process, and the calls that it has refused since it began."""
+
+    id: Id
+    node: Name = ""  # the machine, by the name that operators know
+    pid: Count = 0
+    address: Address | None = None  # that clients connect to
+    num_open: Count = 0  # calls being answered
+    num_refused: Count = 0  # calls, by this gateway or by a router; each is counted once
+    # Tenant -> reason -> calls, of the tenants with most refusals; a cluster without tenants has the name "".
+    refused: Annotated[dict[Name, Refusals], Meta(max_length=MAX_TENANTS_TOLD)] = {}
+
+
+class GatewayReport(Message, frozen=True):
+    """Gateway to every router, each second."""
+
+    status: GatewayStatus
+
+
 class StatusQuery(Message, frozen=True):
     """Operator to router."""
 
@@ -47,6 +70,7 @@ class Status(Message, frozen=True):
 
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     num_gateways: Count = 0
+    gateways: Annotated[tuple[GatewayStatus, ...], Meta(max_length=MAX_GATEWAYS)] = ()  # that have reported
     num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
     num_attempts: Count = 0
     num_watchers: Count = 0  # operators that start workers again: each a `baton serve`

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.pressure import QueueStatus
-from baton.wire_types import Count, Id
+from baton.wire_types import Count, Id, Name
 
 # Upper bounds of what is counted together; what takes longer than the last is counted after it.
 ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -19,6 +19,8 @@ Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=_NUM_COUNTS, ma
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: Id
+    node: Name = ""  # the machine, by the name that operators know
+    pid: Count = 0
     num_attempts: Count = 0  # under way, that it has sent out
     redis: RedisState = "none"
     routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts, by how long the choice took

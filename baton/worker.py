@@ -41,6 +41,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_dtype: Name = ""  # of the elements in its pages: part of their names
     num_host_pages: Count = 0
     max_num_batched_tokens: Count = 0  # that a step computes; 0: it does not say
+    node: Name = ""  # the machine, by the name that operators know
+    pid: Count = 0  # of the process, on that machine
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from baton.operating import (
     Decisions,
     Drain,
     Explain,
+    GatewayStatus,
     RestartWorker,
     Status,
     StatusQuery,
@@ -189,10 +190,19 @@ def _joined(statuses: Sequence[Status]) -> Status:
     return msgspec.structs.replace(
         most,
         num_gateways=min(status.num_gateways for status in statuses),
+        gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
         num_met=min(status.num_met for status in statuses),
         num_attempts=sum(status.num_attempts for status in statuses),
         routers=tuple(router for status in statuses for router in status.routers),
     )
+
+
+def _latest(gateways: Sequence[GatewayStatus]) -> tuple[GatewayStatus, ...]:
+    """Return each gateway once, as the router that heard of it last knows it: counts only grow."""
+    latest: dict[str, GatewayStatus] = {}
+    for gateway in sorted(gateways, key=lambda gateway: gateway.num_refused):
+        latest[gateway.id] = gateway
+    return tuple(sorted(latest.values(), key=lambda gateway: (gateway.node, gateway.pid)))
 
 
 def _check_drain(worker: str, entries: Sequence[WorkerStatus], may_be_last: bool) -> None:

@@ -1,7 +1,10 @@
 """How overloaded a cluster is and how its tenants fare, as `baton status` shows it."""
 
-from typing import Final
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeAlias
 
+from baton.operating import GatewayStatus
 from baton.pressure import QueueStatus, Rung, TenantStatus
 
 COLUMNS: Final = (
@@ -18,9 +21,26 @@ COLUMNS: Final = (
 MAX_LINES: Final = 32  # of tenants; the first are those with most waiting and most work
 
 
-def queue_lines(queue: QueueStatus) -> list[str]:
-    """None of a cluster that is calm and has no tenants."""
-    named = [status for status in queue.tenants if status.tenant]
+ByReason: TypeAlias = Mapping[str, int]
+
+
+def refusals(gateways: Iterable[GatewayStatus]) -> dict[str, ByReason]:
+    """Return tenant -> reason -> calls that the gateways together refused; each call is counted once."""
+    found: dict[str, Counter[str]] = {}
+    for gateway in gateways:
+        for tenant, reasons in gateway.refused.items():
+            found.setdefault(tenant, Counter()).update(reasons)
+    return dict(found)
+
+
+def queue_lines(queue: QueueStatus, refused: Mapping[str, ByReason]) -> list[str]:
+    """Return nothing for a cluster that is calm and has no tenants.
+
+    refused: tenant -> reason -> calls, see `refusals`.
+    """
+    known = {status.tenant for status in queue.tenants}
+    only_refused = [TenantStatus(tenant=tenant) for tenant in refused if tenant not in known]
+    named = [status for status in (*queue.tenants, *only_refused) if status.tenant]
     if not named and not queue.num_queued and queue.rung is Rung.CALM:
         return []
     waiting = (
@@ -32,7 +52,7 @@ def queue_lines(queue: QueueStatus) -> list[str]:
     if not named:
         return lines
     work = sum(status.work_tokens for status in queue.tenants)
-    rows = [COLUMNS, *(_row(status, work) for status in named[:MAX_LINES])]
+    rows = [COLUMNS, *(_row(status, work, refused.get(status.tenant, {})) for status in named[:MAX_LINES])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -44,7 +64,7 @@ def queue_lines(queue: QueueStatus) -> list[str]:
     return lines
 
 
-def _row(status: TenantStatus, work: int) -> tuple[str, ...]:
+def _row(status: TenantStatus, work: int, refused: ByReason) -> tuple[str, ...]:
     num_judged = status.num_met + status.num_missed
     return (
         status.tenant,
@@ -55,5 +75,5 @@ def _row(status: TenantStatus, work: int) -> tuple[str, ...]:
         str(status.num_active),
         f"{status.num_met / num_judged:.1%}" if num_judged else "-",
         str(status.num_degraded),
-        " ".join(f"{refusal.value} {count}" for refusal, count in status.refused.items() if count) or "0",
+        " ".join(f"{reason} {count}" for reason, count in refused.items() if count) or "0",
     )

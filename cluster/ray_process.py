@@ -5,6 +5,7 @@ tokens and pages go over Baton's own connections.
 """
 
 import logging
+import socket
 import threading
 
 import msgspec
@@ -12,7 +13,7 @@ import ray
 
 from baton.cluster.process import LOG_FORMAT, run
 from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
-from baton.config import log_level
+from baton.config import log_level, set_node_name
 from baton.errors import BatonError
 
 # `serve` waits for the end in one thread, `report` for the start in another; the rest is heard meanwhile.
@@ -30,6 +31,7 @@ class RayProcess:
         self._has_reported = threading.Event()
         self._report: Report | None = None
         self._loading: Loading | None = None
+        set_node_name(f"{socket.gethostname()}/{_node_id()}")
         logging.basicConfig(level=log_level(), format=f"{given.name} | {LOG_FORMAT}", force=True)
 
     def serve(self) -> None:
@@ -63,6 +65,12 @@ class RayProcess:
         if self._report is None:
             self._report = report
             self._has_reported.set()
+
+
+def _node_id() -> str:
+    """Return the first characters of Ray's id of this node: several nodes may share a machine."""
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return node_id[:8]
 
 
 def _on_this_node(given: Assignment) -> Assignment:

@@ -1,24 +1,23 @@
-"""Workers, tenants and routers of a cluster: requests, KV pages, overload; whether Redis is there."""
+"""Workers, gateways, routers and tenants of a cluster: where they run, what they do, overload, Redis."""
 
 import argparse
 import asyncio
-from collections.abc import Mapping
 
 import msgspec
 
 from baton.cluster import standard_output
-from baton.cluster.listeners import Listener, processes
 from baton.cluster.operator_node import connected
-from baton.cluster.queue_lines import queue_lines
+from baton.cluster.queue_lines import queue_lines, refusals
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.errors import PeerGone, WorkerLost
-from baton.operating import Status
+from baton.operating import GatewayStatus, Status
 from baton.router_status import RouterStatus
 from baton.worker import Routers, WorkerStatus
 
 COLUMNS = (
     "worker",
     "role",
+    "node",
     "pid",
     "tp",
     "running",
@@ -43,27 +42,39 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(status).decode()}\n")
     else:
-        standard_output.write(table(status, processes()) + "\n")
+        standard_output.write(table(status) + "\n")
 
 
-def table(status: Status, pids: Mapping[Listener, int]) -> str:
-    """pids: of the processes of this machine, by where they listen."""
-    rows = [COLUMNS, *(_row(entry, pids) for entry in sorted(status.workers, key=_place))]
+def table(status: Status) -> str:
+    """Return one line for each worker, router, gateway and tenant."""
+    rows = [COLUMNS, *(_row(entry) for entry in sorted(status.workers, key=_place))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
-    last = f"{gateways}, {status.num_attempts} requests under way"
+    num_gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
+    last = f"{num_gateways}, {status.num_attempts} requests under way"
     if status.left_out:
         counted = ", ".join(f"{count} {what}" for what, count in status.left_out.items())
         last = f"for want of room this leaves out: {counted}\n{last}"
-    return "\n".join([*lines, *queue_lines(status.queue), *map(_router_line, status.routers), last])
+    queue = queue_lines(status.queue, refusals(status.gateways))
+    routers, gateways = map(_router_line, status.routers), map(_gateway_line, status.gateways)
+    return "\n".join([*lines, *queue, *routers, *gateways, last])
+
+
+def _gateway_line(gateway: GatewayStatus) -> str:
+    at = f", clients at {spelled((gateway.address,))}" if gateway.address is not None else ""
+    counts = f"{gateway.num_open} calls open, {gateway.num_refused} refused"
+    return f"gateway {gateway.id[:8]}{_place_of(gateway.node, gateway.pid)}{at}: {counts}"
+
+
+def _place_of(node: str, pid: int) -> str:
+    return f" on {node}, pid {pid}" if pid else ""
 
 
 def _router_line(router: RouterStatus) -> str:
     num_routed = sum(router.routing_counts)
-    said = f"router {router.id[:8]}: {num_routed} routed"
+    said = f"router {router.id[:8]}{_place_of(router.node, router.pid)}: {num_routed} routed"
     if num_routed:
         said += f", 99% of them in {1000 * router.routing_quantile_s(0.99):g} ms"
     if router.counters.get("decisions"):
@@ -77,7 +88,7 @@ def _place(entry: WorkerStatus) -> tuple[str | int, ...]:
     return (stem, int(number)) if number.isdecimal() else (entry.worker.name, -1)
 
 
-def _row(entry: WorkerStatus, pids: Mapping[Listener, int]) -> tuple[str, ...]:
+def _row(entry: WorkerStatus) -> tuple[str, ...]:
     worker, load = entry.worker, entry.load
     state = " (draining)" if entry.is_draining else ""
     hits = load.prefix_hits_tokens / load.prefix_queries_tokens if load.prefix_queries_tokens else 0.0
@@ -85,7 +96,8 @@ def _row(entry: WorkerStatus, pids: Mapping[Listener, int]) -> tuple[str, ...]:
     return (
         worker.name + state,
         str(worker.role),
-        str(pids.get(Listener(worker.address.host, worker.address.port), "-")),
+        worker.node or "-",
+        str(worker.pid or "-"),
         str(worker.tensor_parallel_size),
         str(load.num_running),
         str(load.num_waiting),

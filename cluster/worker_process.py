@@ -11,6 +11,7 @@ An error that is no request's own ends the process, and with it all it held: its
 import contextlib
 import logging
 import math
+import os
 import secrets
 import threading
 import time
@@ -26,6 +27,7 @@ from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import Progress
 from baton.colleagues import Colleagues
+from baton.config import node_name
 from baton.control import Hello, Kind
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
@@ -154,6 +156,8 @@ class HostedWorker:
             tensor_parallel_size=config.engine.tensor_parallel_size,
             kv_dtype=engine.runner.layout.dtype,
             num_host_pages=len(engine.runner.pool.host),
+            node=node_name(),
+            pid=os.getpid(),
         )
         return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
 

@@ -8,7 +8,7 @@ knows text, HTTP or clients.
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -25,7 +25,7 @@ from baton.gateway.router_watch import RouterWatch
 from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
-from baton.operating import Decisions, Status
+from baton.operating import Decisions, GatewayStatus, Status
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
 from baton.worker import Address, Worker, WorkerRole
@@ -54,6 +54,7 @@ class Frontend:
         self._explanations = Explanations(lambda: self._colleagues.routers)
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
+        self.report: Callable[[], GatewayStatus] | None = None  # what routers are told each second
 
     # What the HTTP side calls.
 
@@ -161,7 +162,7 @@ class Frontend:
             self._watch.held_up(held_up_s)
         if now_s - self._looked_s >= STATUS_S:
             self._looked_s = now_s
-            self._watch.ask()
+            self._watch.ask(self.report() if self.report is not None else None)
             self._streams.find_overdue()
         for router in self._watch.silent():
             logger.warning("a router does not answer, another is asked", extra={"router": router.hello.id})

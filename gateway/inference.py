@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
-from baton.errors import BatonError, Refused
+from baton.errors import BatonError, Overloaded, Refused
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
@@ -29,6 +29,7 @@ from baton.gateway.served_model import ServedModel
 from baton.gateway.stream_progress import NOTHING_SHOWN, StreamProgress
 from baton.gateway.tenants_door import Door, Visit
 from baton.gateway.turn import Turn, in_turns
+from baton.tenancy import Refusal
 
 LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # that a stream may be without a head: proxies give up after a minute of silence
@@ -220,4 +221,6 @@ def _outcome(answer: Answer, error: Exception | None) -> str:
         return "answered"
     if error is None:
         return "gone"
-    return error.refusal.value if isinstance(error, Refused) else "failed"
+    if isinstance(error, Refused):
+        return error.refusal.value
+    return Refusal.NO_ROOM.value if isinstance(error, Overloaded) else "failed"

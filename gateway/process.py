@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Final
 
 from baton import collector
 from baton.clock import Clock, SystemClock
+from baton.config import node_name
 from baton.errors import Overloaded
 from baton.gateway import replay
 from baton.gateway.app import Parts, make_app
@@ -36,6 +38,7 @@ from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
 from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
+from baton.operating import MAX_TENANTS_TOLD, GatewayStatus
 from baton.worker import Address
 
 SEED_BITS: Final = 63
@@ -57,6 +60,7 @@ class Gateway:
         Raises ModelError and ConfigError, which say what to change.
         """
         self.is_draining = False
+        self._address: Address | None = None
         self._shares_port = config.shares_port
         directory = Path(config.model)
         template = ChatTemplate.from_directory(directory, config.chat_template)
@@ -84,7 +88,7 @@ class Gateway:
 
     async def start(self) -> Address:
         """Where it listens from now on."""
-        address = Address(*await self._server.start())
+        self._address = address = Address(*await self._server.start())
         if self._shares_port:
             self._siblings.listen(address)
         if self._watch is not None:
@@ -99,6 +103,21 @@ class Gateway:
         self._text.close()
         if self._watching is not None:
             self._watching.cancel()
+
+    def status(self, id: str) -> GatewayStatus:
+        """Return what routers are told of this gateway. id: of this life of the process."""
+        refused = self.metrics.tenants.refused()
+        counts = {tenant: sum(reasons.values()) for tenant, reasons in refused.items()}
+        most = sorted(refused, key=lambda tenant: -counts[tenant])[:MAX_TENANTS_TOLD]
+        return GatewayStatus(
+            id=id,
+            node=node_name(),
+            pid=os.getpid(),
+            address=self._address,
+            num_open=self.metrics.num_open,
+            num_refused=sum(counts.values()),
+            refused={tenant: refused[tenant] for tenant in most},
+        )
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -117,6 +136,7 @@ async def serve_gateway(
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
     gateway = Gateway(config, key, frontend, clock, name=identity[:8])
+    frontend.report = lambda: gateway.status(identity)
     with contextlib.ExitStack() as ends:
         try:
             hub.serve(frontend)

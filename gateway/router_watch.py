@@ -11,7 +11,7 @@ import msgspec
 from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.node import Peer
-from baton.operating import Status, StatusQuery
+from baton.operating import GatewayReport, GatewayStatus, Status, StatusQuery
 
 SILENT_S: Final = 3.0
 
@@ -39,9 +39,12 @@ class RouterWatch:
         """`status` is None until they are heard of again."""
         self._statuses.clear()
 
-    def ask(self) -> None:
+    def ask(self, own: GatewayStatus | None = None) -> None:
+        """Ask every router for its status, after reporting this gateway's own."""
         for router in self._colleagues.routers:
             self._heard_s.setdefault(router.hello.id, self._clock.now_s())
+            if own is not None:
+                router.send(GatewayReport(status=own))
             router.send(StatusQuery())
 
     def answered(self, router: Peer, status: Status) -> None:

@@ -14,8 +14,10 @@ from prometheus_client.metrics_core import Metric
 
 from baton.pressure import QueueStatus, TenantStatus
 from baton.router_status import RouterStatus
+from baton.tenancy import Refusal
 
 MAX_TENANTS: Final = 256  # that are counted by name; the others are counted together
+REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 OTHERS: Final = "(others)"  # no name of a tenant
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -69,6 +71,14 @@ class Tallies:
             name = tenant if len(self._tallies) < MAX_TENANTS else OTHERS
             tally = self._tallies.setdefault(name, Tally())
         return tally
+
+    def refused(self) -> dict[str, dict[str, int]]:
+        """Return tenant -> reason -> calls that were refused, of the tenants that had some."""
+        found = {
+            name: {reason: count for reason, count in tally.calls.items() if reason in REFUSALS}
+            for name, tally in self._tallies.items()
+        }
+        return {name: reasons for name, reasons in found.items() if reasons}
 
     def counts(self) -> dict[str, TenantCounts]:
         return {name: tally.counts() for name, tally in self._tallies.items()}

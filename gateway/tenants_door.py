@@ -101,7 +101,7 @@ class Door:
         if self._num_open[call.tenant.name] + num_choices > most:
             tally.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
             raise Refused(
-                f"{most} requests at once",
+                f"{most} at most",
                 refusal=Refusal.MAX_CONCURRENT_REQUESTS,
                 retry_after_s=FULL_RETRY_S,
             )

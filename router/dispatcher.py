@@ -18,6 +18,7 @@ import msgspec
 from baton.control import AttemptFailed, Failure, Rejected, Submit
 from baton.errors import ProtocolError
 from baton.node import Peer
+from baton.operating import GatewayStatus
 from baton.pressure import Rung
 from baton.router.books import Entry, Key, num_kv_tokens
 from baton.router.chooser import Turn
@@ -40,6 +41,7 @@ class Gateway:
         self.peer = peer
         self.id = peer.hello.id
         self.reached: frozenset[str] = frozenset()  # workers
+        self.status: GatewayStatus | None = None  # as last reported
 
 
 class _Kept(NamedTuple):
@@ -70,8 +72,11 @@ class Dispatcher:
         self._stuck: dict[Key, NoPlace] = {}  # who waited for a place, when last looked at: two at most
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
-    def submit(self, gateway: Gateway, submit: Submit) -> None:
-        """ProtocolError when no gateway that is well would say it."""
+    def submit(self, gateway: Gateway, submit: Submit) -> bool:
+        """Take an attempt on, or reject it; return whether it was taken on.
+
+        Raises ProtocolError when no gateway that is well would send it.
+        """
         key = key_of(submit.request)
         if self._books.is_anothers(key):
             self._books.ended(key)  # its router is gone, or its gateway has left that one
@@ -82,13 +87,14 @@ class Dispatcher:
         if not has_place(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
-            return
+            return False
         refused = self._reception.ask(gateway.id, submit)
         if refused is None:
             self.find_room()
             refused = self._reception.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
+        return refused is None
 
     def started(self, attempts: Sequence[Key]) -> None:
         for key in attempts:

@@ -88,8 +88,7 @@ class TenantQuotas:
             return _full(Refusal.MAX_CONCURRENT_REQUESTS, most)
         wait_s = usage.bucket.wait_s(work, self._clock.now_s()) if usage.bucket is not None else 0.0
         if wait_s > 0:
-            reason = f"over the quota tokens_per_s, {quotas.tokens_per_s:g}"
-            return Refused(Refusal.TOKENS_PER_S, reason, wait_s)
+            return Refused(Refusal.TOKENS_PER_S, f"{quotas.tokens_per_s:g} tokens a second", wait_s)
         return None
 
     def queue_refusal(self, tenant: str, quotas: Quotas, num_queued: int) -> Refused | None:
@@ -168,4 +167,4 @@ class TenantQuotas:
 
 
 def _full(refusal: Refusal, most: int) -> Refused:
-    return Refused(refusal, f"over the quota {refusal}, {most}", FULL_RETRY_S)
+    return Refused(refusal, f"{most} at most", FULL_RETRY_S)

@@ -31,6 +31,7 @@ from baton.operating import (
     Decisions,
     Drain,
     Explain,
+    GatewayReport,
     RestartWorker,
     Status,
     StatusQuery,
@@ -158,6 +159,7 @@ class Router:
         status = Status(
             workers=worker_statuses(self.members, self.books, self._clock.now_s()),
             num_gateways=len(self._gateways),
+            gateways=tuple(each.status for each in self._gateways.values() if each.status is not None),
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.books.num_own,
             num_watchers=len(self._watchers),
@@ -174,8 +176,8 @@ class Router:
         match message:
             case Submit():
                 begun_s = self._clock.now_s()
-                self._dispatcher.submit(gateway, message)
-                self.standing.times.add(self._clock.now_s() - begun_s)
+                if self._dispatcher.submit(gateway, message):
+                    self.standing.times.add(self._clock.now_s() - begun_s)
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():
@@ -188,6 +190,8 @@ class Router:
                 peer.send(self.status())
             case Explain():
                 self._explain(peer, message)
+            case GatewayReport():
+                gateway.status = message.status
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
 

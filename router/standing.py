@@ -1,8 +1,10 @@
 """How a router and its workers stand, for whoever asks: see StatusQuery."""
 
+import os
 from collections import Counter
 from typing import Protocol
 
+from baton.config import node_name
 from baton.pressure import QueueStatus
 from baton.router.books import Books
 from baton.router.membership import Membership
@@ -32,6 +34,8 @@ class Standing:
         shared = {} if redis is None else redis.counters
         return RouterStatus(
             id=self._id,
+            node=node_name(),
+            pid=os.getpid(),
             num_attempts=self._books.num_own,
             redis="none" if redis is None else "up" if redis.is_up else "down",
             routing_counts=tuple(self.times.counts),

@@ -1,13 +1,19 @@
 """Tenants of a whole cluster: one router keeps the quotas, whichever gateway is asked."""
 
 import re
+import socket
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
+import msgspec
 
+from baton.operating import Status
 from tests.served import served, until
 from tests.tenant_clients import ask, keys
 
@@ -60,8 +66,41 @@ def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -
         # What the router knows is a second old.
         until(lambda: bool(re.search(refused_total, httpx2.get(f"{cluster.url}/metrics").text)))
 
+        _check_each_refused_call_is_counted_once(cluster.url, statuses.count(429))
         keys("revoke", "free/all", "--tenants", str(file))
         until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
+
+
+def _check_each_refused_call_is_counted_once(url: str, num_limited: int) -> None:
+    """`baton status` says what clients were told, whether a gateway refused a call or a router."""
+    told = _refused_by_tenant(httpx2.get(f"{url}/metrics").text)
+    assert told["limited"] == num_limited and told["single"] > 0
+    port = url.rpartition(":")[2]
+    until(lambda: _refused_in_status(port) == sum(told.values()))
+    status = msgspec.json.decode(_status(port, "--json"), type=Status)
+    places = [(each.node, each.pid) for each in (*status.gateways, *status.routers)]
+    places += [(entry.worker.node, entry.worker.pid) for entry in status.workers]
+    assert len(set(places)) == 6 and {node for node, _ in places} == {socket.gethostname()}
+    assert all(Path(f"/proc/{pid}").exists() for _, pid in places)
+
+
+def _refused_by_tenant(metrics: str) -> Counter[str]:
+    told: Counter[str] = Counter()
+    for outcome, tenant, count in re.findall(
+        r'baton_tenant_calls_total\{gateway="\w+",outcome="(\w+)",tenant="(\w+)"\} ([0-9.]+)', metrics
+    ):
+        if outcome not in ("answered", "gone", "failed"):
+            told[tenant] += int(float(count))
+    return told
+
+
+def _refused_in_status(port: str) -> int:
+    return sum(int(count) for count in re.findall(r"open, (\d+) refused", _status(port)))
+
+
+def _status(port: str, *options: str) -> str:
+    command = (sys.executable, "-m", "baton.cluster.cli", "status", "--port", port, *options)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @contextmanager
@@ -78,6 +117,7 @@ def _answering(url: str, key: str) -> Iterator[None]:
 
 def _check_refused(answer: httpx2.Response, quota: str) -> None:
     assert answer.status_code == 429 and answer.json()["error"]["param"] == quota
+    assert answer.json()["error"]["message"].count(quota) == 1, "the quota is named once"
     assert int(answer.headers["retry-after"]) >= 1 and answer.headers["x-should-retry"] == "true"
 
 

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from baton.control import (
@@ -10,6 +11,7 @@ from baton.control import (
     Hello,
     Kind,
     Members,
+    Rejected,
     Routed,
     Started,
     Submit,
@@ -19,6 +21,8 @@ from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
 from baton.operating import (
     Drain,
+    GatewayReport,
+    GatewayStatus,
     RestartWorker,
     Status,
     StatusQuery,
@@ -29,6 +33,7 @@ from baton.operating import (
 from baton.request import Request
 from baton.router.router import SETTLE_S
 from baton.steps import RunningStep
+from baton.tenancy import Quotas, Standing
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
@@ -292,3 +297,28 @@ def test_ends_of_unknown_attempts_are_no_offence() -> None:
         c["g"].say(Ended(attempts=((id_of("r"), 0),)))
     c.router.books.check_integrity()
     assert len(c.router.books) == 0
+
+
+def test_refused_attempt_is_not_counted_as_routed() -> None:
+    c = cluster("d0")
+    limits = {"tenant": "t", "standing": Standing(quotas=Quotas(max_concurrent_requests=1))}
+    answers = [c.submit(msgspec.structs.replace(a_request(name), **limits)) for name in ("a", "b", "c")]
+    assert [type(answer) for answer in answers] == [Routed, Rejected, Rejected]
+    assert sum(c.router.status().routers[0].routing_counts) == 1
+
+
+def test_status_holds_what_each_gateway_last_reported() -> None:
+    c = cluster("d0")
+    assert c.router.status().gateways == ()
+    for num_refused in (3, 5):
+        report = GatewayStatus(id=id_of("g"), node="host", pid=7, num_refused=num_refused)
+        c["g"].say(GatewayReport(status=report))
+    assert [gateway.num_refused for gateway in c.router.status().gateways] == [5]
+    c["g"].leave()
+    assert c.router.status().gateways == ()
+
+
+def test_only_gateways_report_as_gateways() -> None:
+    c = cluster("d0")
+    with pytest.raises(ProtocolError):
+        c["d0"].say(GatewayReport(status=GatewayStatus(id=id_of("g"))))
