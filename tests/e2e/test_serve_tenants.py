@@ -78,7 +78,8 @@ def _check_each_refused_call_is_counted_once(url: str, num_limited: int) -> None
     port = url.rpartition(":")[2]
     until(lambda: _refused_in_status(port) == sum(told.values()))
     status = msgspec.json.decode(_status(port, "--json"), type=Status)
-    places = [(each.node, each.pid) for each in (*status.gateways, *status.routers)]
+    places = [(gateway.node, gateway.pid) for gateway in status.gateways]
+    places += [(router.node, router.pid) for router in status.routers]
     places += [(entry.worker.node, entry.worker.pid) for entry in status.workers]
     assert len(set(places)) == 6 and {node for node, _ in places} == {socket.gethostname()}
     assert all(Path(f"/proc/{pid}").exists() for _, pid in places)
