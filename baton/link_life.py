@@ -25,6 +25,11 @@ _MARK: Final = 0xC1
 _MAX_MS: Final = 2**32 - 1
 
 
+def is_ping(body: bytes) -> bool:
+    """Whether a frame with this body is a ping."""
+    return len(body) == _PING.size and body[0] == _MARK
+
+
 class LinkLife:
     """One end of one connection, from its handshake on."""
 
@@ -40,7 +45,7 @@ class LinkLife:
 
     def take_ping(self, body: bytes) -> bool:
         """Whether this frame's body is a ping; if so, what it says is noted."""
-        if len(body) != _PING.size or body[0] != _MARK:
+        if not is_ping(body):
             return False
         self._unheard_s = _PING.unpack(body)[1] / 1000
         return True

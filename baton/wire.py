@@ -26,6 +26,7 @@ from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
 from baton.clock import Clock, SystemClock
 from baton.errors import PeerGone, WireError
 from baton.frames import MAX_CONTROL_BYTES, FrameReader, encode_frame
+from baton.link_life import LINK_TIMEOUT_S
 from baton.seal import MAX_BODY_BYTES, Seals
 from baton.sockets import MAX_DESCRIPTORS, Rights, keep_alive, rights_of
 
@@ -72,6 +73,7 @@ class Connection:
         *,
         dropped: DroppedPeers | None = None,
         clock: Clock | None = None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """key: the cluster's, the same at both ends. role: CONNECTING where `connect` was called."""
         self._challenge = Challenge(key, role)
@@ -89,7 +91,7 @@ class Connection:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(sock)
+            keep_alive(sock, link_timeout_s)
 
     @property
     def is_closed(self) -> bool:

@@ -119,6 +119,7 @@ class HostedWorker:
             layout=self.engine.runner.layout,
             host=self._config.host,
             transport=self._config.transport,
+            link_timeout_s=self._config.link_timeout_s,
         )
         writable = None if pool.is_cuda else shared
         endpoint = KvEndpoint(settings, pool, self.engine.pages, admission, shared=writable, agents=agents)

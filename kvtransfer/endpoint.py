@@ -90,6 +90,7 @@ class KvEndpoint(PageEndpoint):
                 self._lost,
                 clock=clock,
                 dropped=dropped,
+                link_timeout_s=settings.link_timeout_s,
             )
         except OSError:  # somebody else listens there
             ranks.close()

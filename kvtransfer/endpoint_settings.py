@@ -13,6 +13,7 @@ from baton.kvtransfer.part_ranks import PartRanks, parts_of
 from baton.kvtransfer.rank_messages import RankSettings
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
+from baton.link_life import LINK_TIMEOUT_S
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +25,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     transport: str = AUTO
     timing: Timing = Timing()
     num_hashing_threads: int = 1
+    link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
 
     def hello(self, incarnation: bytes) -> Hello:
         return Hello(

@@ -19,6 +19,7 @@ from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.compatibility import check, check_doors
 from baton.kvtransfer.message_stream import Call, MessageStream, Post
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello, decode, encode
+from baton.link_life import LINK_TIMEOUT_S
 from baton.wire import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
 
 OnMessage: TypeAlias = Callable[["Link", AnyMessage], None]
@@ -27,13 +28,15 @@ OnMessage: TypeAlias = Callable[["Link", AnyMessage], None]
 class Link:
     """Made by `dial` or `answer`; `start` begins to read."""
 
-    def __init__(self, connection: Connection, host: str, hello: Hello, doors: Doors) -> None:
+    def __init__(
+        self, connection: Connection, host: str, hello: Hello, doors: Doors, link_timeout_s: float
+    ) -> None:
         self.host = host  # the peer's address, as the network has it
         self.hello = hello
         self.doors = doors
         self.number = 0  # among the links of our endpoint, which gives it
         self.is_lost = False
-        self._stream = MessageStream(connection, decode, "kv-link")
+        self._stream = MessageStream(connection, decode, "kv-link", link_timeout_s=link_timeout_s)
 
     def start(self, post: Post, on_message: OnMessage, on_lost: Call) -> None:
         """The calls are posted, never made by the reading thread."""
@@ -52,7 +55,13 @@ class Link:
 
 
 def dial(
-    address: tuple[str, int], key: bytes, hello: Hello, doors: Doors, clock: Clock, dropped: DroppedPeers
+    address: tuple[str, int],
+    key: bytes,
+    hello: Hello,
+    doors: Doors,
+    clock: Clock,
+    dropped: DroppedPeers,
+    link_timeout_s: float = LINK_TIMEOUT_S,
 ) -> Link:
     """TransferFailed when the peer can't be reached, or must not be."""
     host, port = address
@@ -60,28 +69,38 @@ def dial(
         sock = socket.create_connection(address, HANDSHAKE_TIMEOUT_S)
     except OSError as error:
         raise TransferFailed(f"{host}:{port} cannot be reached: {error}") from error
-    connection = Connection(sock, key, Role.CONNECTING, dropped=dropped, clock=clock)
+    connection = Connection(
+        sock, key, Role.CONNECTING, dropped=dropped, clock=clock, link_timeout_s=link_timeout_s
+    )
     try:
-        return _greet(connection.handshake(), host, hello, doors)
+        return _greet(connection.handshake(), host, hello, doors, link_timeout_s)
     except (BatonError, TimeoutError) as error:
         connection.close()
         raise TransferFailed(f"{host}:{port}: {error}") from error
 
 
 def answer(
-    sock: socket.socket, key: bytes, hello: Hello, doors: Doors, clock: Clock, dropped: DroppedPeers
+    sock: socket.socket,
+    key: bytes,
+    hello: Hello,
+    doors: Doors,
+    clock: Clock,
+    dropped: DroppedPeers,
+    link_timeout_s: float = LINK_TIMEOUT_S,
 ) -> Link:
     """The other end of `dial`. Raises BatonError or TimeoutError, and the socket is closed then."""
-    connection = Connection(sock, key, Role.ACCEPTING, dropped=dropped, clock=clock)
+    connection = Connection(
+        sock, key, Role.ACCEPTING, dropped=dropped, clock=clock, link_timeout_s=link_timeout_s
+    )
     try:
         host = sock.getpeername()[0]
-        return _greet(connection.handshake(), host, hello, doors)
+        return _greet(connection.handshake(), host, hello, doors, link_timeout_s)
     except BaseException:
         connection.close()
         raise
 
 
-def _greet(connection: Connection, host: str, hello: Hello, doors: Doors) -> Link:
+def _greet(connection: Connection, host: str, hello: Hello, doors: Doors, link_timeout_s: float) -> Link:
     connection.send(encode(hello))
     theirs = decode(connection.recv(HANDSHAKE_TIMEOUT_S))
     if not isinstance(theirs, Hello):
@@ -96,4 +115,4 @@ def _greet(connection: Connection, host: str, hello: Hello, doors: Doors) -> Lin
     complaint = check_doors(theirs, their_doors)
     if complaint is not None:
         raise connection.drop(WireError(complaint, reason="incompatible"))
-    return Link(connection, host, theirs, their_doors)
+    return Link(connection, host, theirs, their_doors, link_timeout_s)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from baton.clock import Clock
 from baton.errors import ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.transfer_plan import Offsets
+from baton.sockets import keep_alive
 
 IOV_MAX: Final = 1024  # places in one call, of Linux's limits.h
 SLICE_S: Final = 0.1
@@ -215,7 +216,7 @@ def tune(sock: socket.socket) -> None:
     of the CPU's cache between the two copies.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    keep_alive(sock)
 
 
 def unpace(sock: socket.socket) -> None:

@@ -15,6 +15,7 @@ from baton.kvtransfer.message_stream import Post
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello
 from baton.kvtransfer.part_ranks import parts_of
 from baton.kvtransfer.rank_transports import transports_between
+from baton.link_life import LINK_TIMEOUT_S
 from baton.wire import DroppedPeers
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Peers:
         *,
         clock: Clock,
         dropped: DroppedPeers,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """transport: a name of choose.py that is tried first, or "auto"."""
         self._key = key
@@ -50,6 +52,7 @@ class Peers:
         self._on_lost = on_lost
         self._clock = clock
         self._dropped = dropped
+        self._link_timeout_s = link_timeout_s
         self._links: set[Link] = set()
         self._numbers = count(1)
         self._joining: set[Link] = set()  # greeted, and not yet let in
@@ -61,7 +64,15 @@ class Peers:
 
     def dial(self, address: tuple[str, int]) -> Link:
         """From any thread."""
-        link = dial(address, self._key, self._hello, self._doors, self._clock, self._dropped)
+        link = dial(
+            address,
+            self._key,
+            self._hello,
+            self._doors,
+            self._clock,
+            self._dropped,
+            self._link_timeout_s,
+        )
         self._add(link)
         return link
 
@@ -86,7 +97,15 @@ class Peers:
 
     def _answer(self, sock: socket.socket) -> None:
         try:
-            link = answer(sock, self._key, self._hello, self._doors, self._clock, self._dropped)
+            link = answer(
+                sock,
+                self._key,
+                self._hello,
+                self._doors,
+                self._clock,
+                self._dropped,
+                self._link_timeout_s,
+            )
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("a peer was not let in: %s", error)
             return

@@ -17,6 +17,7 @@ from baton.kvtransfer.messages import (
     decode,
     encode,
 )
+from baton.link_life import is_ping
 from baton.wire import Connection, Role
 from tests.endpoint_host import KEY, layout
 
@@ -57,8 +58,8 @@ class RoguePeer:
         self.connection.send(encode(message))
 
     def hear(self, kind: type[Wanted]) -> Wanted:
-        """The next message, but for heartbeats, which is of this kind."""
-        while isinstance(message := decode(self.connection.recv(ANSWER_S)), Extend):
+        """The next message, but for heartbeats and pings, which is of this kind."""
+        while is_ping(body := self.connection.recv(ANSWER_S)) or isinstance(message := decode(body), Extend):
             continue
         assert isinstance(message, kind), message
         return message

@@ -10,7 +10,7 @@ from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
 from baton.hub import Hub
-from baton.link_life import LINK_TIMEOUT_S, LinkLife
+from baton.link_life import LINK_TIMEOUT_S, is_ping
 from baton.node import Peer
 from baton.seal import Seals
 from baton.token_event import TokenEvent
@@ -108,7 +108,7 @@ class Rogue:
             except (asyncio.IncompleteReadError, ConnectionError):
                 return None
             opened = self._seals.open(body)
-            if not LinkLife(1.0, 0.0).take_ping(opened):
+            if not is_ping(opened):
                 return decode(opened)
 
     async def close(self) -> None:

@@ -21,6 +21,7 @@ from baton.kvtransfer.messages import (
     encode,
 )
 from baton.layout import PageLayout
+from baton.link_life import LINK_TIMEOUT_S, PING_S, LinkLife, is_ping
 from baton.wire import Connection, DroppedPeers, Role
 from tests.transfer_ends import wait_for
 
@@ -36,7 +37,7 @@ AT_ONCE_S = 0.1  # far less than a peer may take for a frame
 class Ends:
     """A link and the bare connection of its peer; what the link learns waits in `calls`."""
 
-    def __init__(self) -> None:
+    def __init__(self, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
         self.dropped = DroppedPeers()
         self.calls: list[Call] = []
         self.received: list[AnyMessage] = []
@@ -48,11 +49,17 @@ class Ends:
         proving.start()
         connection.handshake()
         proving.join()
-        self.link = Link(connection, "127.0.0.1", HELLO, DOORS)
+        self.link = Link(connection, "127.0.0.1", HELLO, DOORS, link_timeout_s)
         self.link.start(self.calls.append, lambda _, message: self.received.append(message), self._lose)
 
     def _lose(self) -> None:
         self.num_lost += 1
+
+    def hear(self) -> AnyMessage:
+        """The next message at the peer, pings left out."""
+        while is_ping(body := self.peer.recv(5.0)):
+            continue
+        return decode(body)
 
     def poll(self) -> None:
         while self.calls:
@@ -74,9 +81,9 @@ def test_sending_never_waits_for_the_peer(ends: Ends) -> None:
         ends.link.send(LARGE)
     ends.link.send(SMALL)
     assert time.monotonic() - started_s < AT_ONCE_S
-    assert [decode(ends.peer.recv(5.0)) for _ in range(num_messages + 1)] == [LARGE] * num_messages + [SMALL]
+    assert [ends.hear() for _ in range(num_messages + 1)] == [LARGE] * num_messages + [SMALL]
     ends.link.send(SMALL)
-    assert decode(ends.peer.recv(5.0)) == SMALL
+    assert ends.hear() == SMALL
 
 
 def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: Ends) -> None:
@@ -116,3 +123,37 @@ def test_a_link_whose_peer_waits_to_be_heard_closes_at_once() -> None:
     ends.link.close()
     assert time.monotonic() - started_s < AT_ONCE_S
     ends.peer.close()
+
+
+def test_silent_peer_is_dropped_though_its_socket_is_open() -> None:
+    ends = Ends(link_timeout_s=2.0)
+    try:
+        wait_for(lambda: bool(ends.calls), 30.0)
+        ends.poll()
+        assert ends.num_lost == 1
+        assert ends.dropped.counts() == {"silent": 1}
+        assert is_ping(ends.peer.recv(5.0))
+    finally:
+        ends.peer.close()
+        ends.link.close()
+
+
+def test_pings_leave_and_nobody_is_dropped_while_the_owner_is_busy() -> None:
+    ends = Ends(link_timeout_s=2.0)
+    try:
+        for _ in range(4):  # more than may wait for the owner: nothing is read any more
+            ends.peer.send(encode(LARGE))
+        until_s = time.monotonic() + 4.0
+        num_pings, silence_s = 0, 0.0
+        while time.monotonic() < until_s:
+            life = LinkLife(60.0, 0.0)
+            num_pings += life.take_ping(ends.peer.recv(5.0))
+            silence_s = max(silence_s, life.silence_s(0.0))
+        assert num_pings >= 4.0 / PING_S / 2
+        assert silence_s < 2.0
+        while len(ends.received) < 4:
+            ends.poll()
+        assert ends.dropped.counts() == {} and ends.num_lost == 0
+    finally:
+        ends.peer.close()
+        ends.link.close()
