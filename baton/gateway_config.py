@@ -1,7 +1,7 @@
 """The settings of a gateway process."""
 
 import ipaddress
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ MAX_CONNECTIONS: Final = 2**16
 MAX_OPEN_REQUESTS: Final = 2**20
 MAX_ANSWER_ENTRIES: Final = 2**32
 MAX_BODY_BYTES: Final = 2**30
+MAX_HELD_BYTES: Final = 2**50
 MAX_TIMEOUT_S: Final = 86_400.0
 
 
@@ -23,6 +24,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     chat_template: str | None = None  # a Jinja file on the gateway's machine; None: the model's own template
+    # "auto": sampling defaults of the model's generation_config.json, as in vLLM; "vllm": vLLM's own defaults
+    generation_config: Literal["auto", "vllm"] = "auto"
     vllm_metric_names: bool = False  # /metrics also serves vLLM's metric names, for dashboards and llm-d
     max_connections: int = 4096  # open at once; the last tenth is kept for /health, /ping and /metrics
     max_body_bytes: int = 4 * 2**20  # of one request
@@ -33,6 +36,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stall_timeout_s: float = 30.0  # a client may read nothing of what is written to it, then it is dropped
     max_open_requests: int = 4096  # choices that one gateway answers at once
     max_answer_entries: int = 2**22  # that one call may ask for: tokens x n x (logprobs + 1)
+    max_input_bytes: int = 256 * 2**20  # request bodies and prompts in memory, of all calls together
+    max_answer_bytes: int = 64 * 2**20  # answers in memory that are not streamed, of all calls together
     max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
     ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment
     resume_window_s: float = 600.0  # after an event of a resumable stream, in which it may be resumed there
@@ -42,6 +47,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_between("gateway.max_open_requests", self.max_open_requests, 1, MAX_OPEN_REQUESTS)
         check_between("gateway.max_answer_entries", self.max_answer_entries, 1, MAX_ANSWER_ENTRIES)
         check_between("gateway.max_body_bytes", self.max_body_bytes, 1024, MAX_BODY_BYTES)
+        check_between("gateway.max_input_bytes", self.max_input_bytes, 1024, MAX_HELD_BYTES)
+        check_between("gateway.max_answer_bytes", self.max_answer_bytes, 1024, MAX_HELD_BYTES)
         check_between("gateway.send_buffer_bytes", self.send_buffer_bytes, 4096, 2**26)
         for field in msgspec.structs.fields(type(self)):
             if field.name.endswith("_s"):

@@ -23,6 +23,7 @@ Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
 Weight: TypeAlias = Annotated[float, Meta(ge=1e-6, le=1e6)]  # finite, also in sums of ratios
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_CLASSES)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**40)]
+Bytes: TypeAlias = Annotated[int, Meta(ge=1, le=2**50)]
 Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ClassName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
 TenantName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
@@ -50,6 +51,8 @@ class Refusal(StrEnum):
     MAX_ACTIVE_SEQUENCES = "max_active_sequences"
     MAX_KV_PAGES = "max_kv_pages"
     MAX_QUEUED = "max_queued"
+    MAX_INPUT_BYTES = "max_input_bytes"
+    MAX_ANSWER_BYTES = "max_answer_bytes"
 
     @property
     def is_quota(self) -> bool:
@@ -77,6 +80,8 @@ class Quotas(Value, frozen=True):
     max_active_sequences: Limit | None = None  # requests on workers at once; further ones queue
     max_kv_pages: Limit | None = None  # KV pages held at once, in each worker
     max_queued: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # requests queued at the router
+    max_input_bytes: Bytes | None = None  # request bodies and prompts in memory at once, in each gateway
+    max_answer_bytes: Bytes | None = None  # unstreamed answers in memory at once, in each gateway
 
     @property
     def burst(self) -> float:
@@ -90,7 +95,7 @@ class Degradation(Value, frozen=True):
     """What may be done to a tenant's requests when the cluster is overloaded."""
 
     clip_max_tokens_to: Tokens | None = None  # cap of max_tokens under overload; None: never
-    may_narrow_sampling: bool = False  # under overload, fewer choices and logprobs
+    may_reduce_logprobs: bool = False  # under overload, at most one alternative for each token
     may_shed: bool = True  # under overload, refuse requests with Retry-After
 
 

@@ -38,7 +38,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] = []
+    logprobs: Sequence[TokenLogprobs] = []
     tool_calls: list[ToolCall] = []
 
     @classmethod

@@ -19,13 +19,13 @@ from baton.errors import BatonError
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat
 from baton.gateway.api_errors import as_api_error
+from baton.gateway.call import BYTES_PER_LOGPROB
 from baton.gateway.outlet import Outlet
 from baton.gateway.stream_progress import StreamProgress
 from baton.gateway.turn import Turn
 
 MAX_HELD_BYTES: Final = 64 * 2**10  # a stream
 MAX_TURN_BYTES: Final = 64 * 2**10  # with more written, the rest waits: others have their turn before
-BYTES_PER_LOGPROBS: Final = 256  # of one token, about
 SENTENCE_END: Final = re.compile(r"[.!?\u2026\u3002\uff01\uff1f]['\")\]]*\s|\n")
 MAX_SENTENCE_CHARS: Final = 400  # more is written without an end
 CALM_SENTENCES: Final = 4
@@ -164,7 +164,8 @@ class AnswerStream:
 
     def _hold(self, delta: Delta) -> None:
         self._num_calm = 0
-        self._num_held_bytes += len(delta.text) * 4 + len(delta.logprobs) * BYTES_PER_LOGPROBS
+        num_logprobs = sum(len(entry.top) + 1 for entry in delta.logprobs)
+        self._num_held_bytes += len(delta.text) * 4 + num_logprobs * BYTES_PER_LOGPROB
         self._num_held_bytes += len(delta.token_ids) * 4
         self._num_held_bytes += sum(len(call.arguments) * 4 for call in delta.tool_calls)
         if self._num_held_bytes > MAX_HELD_BYTES:

@@ -6,19 +6,30 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from baton.gateway.api_errors import ApiError, ClientGone, Headers
+from baton.gateway.tenants_door import Charge
 
 JSON: Final = b"application/json"
 BLOCK_BYTES: Final = 64 * 2**10
 
 
-async def read_body(receive: Receive) -> bytes:
-    """All of it; the server bounds its size and its time. Raises ClientGone when it does not come."""
-    parts = []
+async def read_body(scope: Scope, receive: Receive, charge: Charge) -> bytes:
+    """All of it; the server bounds its size and its time. Raises ClientGone when it does not come.
+
+    charge: set to what has come, and at once to what the client announces. Raises what it raises.
+    """
+    parts, num_bytes = [], 0
+    announced = header(scope, b"content-length") or ""
+    num_announced = int(announced) if announced.isdecimal() else 0
+    charge.set(num_announced)
     while True:
         message = await receive()
         if message["type"] != "http.request":
             raise ClientGone
-        parts.append(message.get("body", b""))
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > num_announced:
+            charge.set(num_bytes)
+        parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -59,16 +70,19 @@ async def respond_in_blocks(send: Send, status: int, parts: Sequence[bytes]) -> 
 
 
 def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, in blocks of BLOCK_BYTES or somewhat more."""
-    gathered, num_bytes = list[bytes](), 0
+    """The same bytes, in blocks of BLOCK_BYTES or less: what a client does not read is not copied."""
+    gathered = bytearray()
     for part in parts:
-        gathered.append(part)
-        num_bytes += len(part)
-        if num_bytes >= BLOCK_BYTES:
-            yield b"".join(gathered)
-            gathered, num_bytes = [], 0
-    if num_bytes:
-        yield b"".join(gathered)
+        view = memoryview(part)
+        while view:
+            taken = view[: BLOCK_BYTES - len(gathered)]
+            gathered += taken
+            view = view[len(taken) :]
+            if len(gathered) == BLOCK_BYTES:
+                yield bytes(gathered)
+                gathered.clear()
+    if gathered:
+        yield bytes(gathered)
 
 
 async def respond_error(send: Send, error: ApiError) -> None:

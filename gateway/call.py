@@ -9,12 +9,16 @@ from baton.errors import InvalidRequest
 from baton.gateway.api_errors import invalid, unsupported
 from baton.gateway.api_types import Body, ChatBody, CompletionBody
 from baton.gateway.event_ids import DIGEST_BYTES, ResumePoint
+from baton.gateway.model_files import SamplingDefaults
+from baton.gateway.prompts import check_token_ids
 from baton.gateway.tenants import Tenant
 from baton.gateway.tool_forms import ToolForm
 from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenancy import Sla, Standing
 
 DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's; a chat ends where the model ends it
+BYTES_PER_TOKEN_ID: Final = 36  # of a tuple: the integer, and a pointer to it
+BYTES_PER_LOGPROB: Final = 150  # of one alternative, as it comes: a tuple, an integer and a float
 SAMPLING_FIELDS: Final = (
     "min_tokens",
     "temperature",
@@ -76,6 +80,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     standing: Standing = Standing()
     tool_form: ToolForm | None = None  # of the model
     resumed: ResumePoint | None = None
+    defaults: SamplingDefaults = SamplingDefaults()  # of the model, for what the body does not give
 
 
 def chat_call(body: ChatBody, prompt: Prompt, terms: Terms, *, has_tools: bool = False) -> Call:
@@ -137,6 +142,27 @@ def digest_of(call: Call, fingerprint: str) -> bytes:
     prompts = [(prompt.text if call.has_echo else None, prompt.token_ids) for prompt in call.prompts]
     content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def held_bytes(call: Call) -> int:
+    """Memory that the prompts of a call take while it is answered, about."""
+    return sum(
+        len(prompt.token_ids) * BYTES_PER_TOKEN_ID + len(prompt.text or "") * 2 for prompt in call.prompts
+    )
+
+
+def unpacked_bytes(call: Call) -> int:
+    """Memory that log probabilities of its prompts take, which come in one piece, about."""
+    asked = call.sampling.prompt_logprobs
+    if asked is None:
+        return 0
+    return sum(len(prompt.token_ids) for prompt in call.prompts) * (asked + 1) * BYTES_PER_LOGPROB
+
+
+def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
+    """Raises InvalidRequest for an id of `logit_bias` or `stop_token_ids` outside the vocabulary."""
+    check_token_ids(_logit_bias(body), vocab_size, "logit_bias")
+    check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
 def refuse_unsupported_chat(body: ChatBody) -> None:
@@ -206,13 +232,13 @@ def _sampling(
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=terms.defaults.capped(max_tokens),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         seed=terms.seed if body.seed is None else body.seed & MAX_SEED,  # negative ones are seeds as well
-        **given,
+        **(terms.defaults.given() | given),
     )
 
 

@@ -6,7 +6,7 @@ from starlette.types import Scope
 
 from baton.clock import Clock
 from baton.gateway.api_errors import ApiError, invalid
-from baton.gateway.api_types import AnyBody, ChatBody, CompletionBody, decode_body
+from baton.gateway.api_types import ChatBody
 from baton.gateway.asgi import header
 from baton.gateway.call import (
     Call,
@@ -16,18 +16,14 @@ from baton.gateway.call import (
     completion_call,
     digest_of,
     num_answer_entries,
-    refuse_unsupported_chat,
-    refuse_unsupported_completion,
 )
 from baton.gateway.event_ids import HEADER, MAX_RESUMABLE_CHOICES, PARAM, EventIds
 from baton.gateway.metrics import Metrics
-from baton.gateway.prompts import GivenPrompt, list_prompts
+from baton.gateway.prompt_reader import Kind, ReadTerms
 from baton.gateway.served_model import ServedModel
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_public import PublicPrefixes
 from baton.gateway.tenants_terms import sla_of, standing_of
-from baton.gateway.text_work import Chat
-from baton.gateway.tools import usable_tools
 
 
 class CallReader:
@@ -59,47 +55,52 @@ class CallReader:
         self._public = PublicPrefixes(model.text)
 
     async def chat(self, data: bytes, scope: Scope) -> Call:
-        body = self.decode(data, ChatBody)
-        refuse_unsupported_chat(body)
-        tools = usable_tools(body.tools, body.tool_choice)
-        terms = self._terms(body.model, scope)
-        text, token_ids = await self._model.text.of(terms.tenant.name).encode_chat(
-            Chat(body.messages, tools),
-            max_tokens=self._model.max_model_len,
-            add_generation_prompt=body.add_generation_prompt is not False,
-        )
-        self._model.check_length(len(token_ids))
-        prompt = await self._of_tenant(Prompt(text, tuple(token_ids)), terms.tenant)
-        return self._checked(chat_call(body, prompt, terms, has_tools=bool(tools)))
+        return await self._call("chat", data, scope)
 
     async def completion(self, data: bytes, scope: Scope) -> Call:
-        body = self.decode(data, CompletionBody)
-        refuse_unsupported_completion(body)
-        terms = self._terms(body.model, scope)
-        needs_text = bool(body.echo)
-        tenant = terms.tenant
-        prompts = [
-            await self._of_tenant(await self._prompt(given, tenant, needs_text=needs_text), tenant)
-            for given in list_prompts(body.prompt)
-        ]
-        return self._checked(completion_call(body, tuple(prompts), terms))
+        return await self._call("completion", data, scope)
 
-    def decode(self, data: bytes, kind: type[AnyBody]) -> AnyBody:
-        body, unknown = decode_body(data, kind)
-        if unknown:
-            self._metrics.unknown_keys += len(unknown)
-            if self._strict:
-                raise invalid(f"unknown key {unknown[0][:64]!r}", param=unknown[0][:64])
-        return body
+    async def either(self, data: bytes, scope: Scope) -> Call:
+        """A chat where the body has messages, else a completion."""
+        return await self._call("either", data, scope)
 
-    async def _prompt(self, given: GivenPrompt, tenant: Tenant, *, needs_text: bool) -> Prompt:
-        text = self._model.text.of(tenant.name)
-        if isinstance(given, str):
-            token_ids = await text.encode(given, max_tokens=self._model.max_model_len)
-            self._model.check_length(len(token_ids))
-            return Prompt(given, tuple(token_ids))
-        self._model.check_length(len(given))
-        return Prompt(await text.decode(given) if needs_text else None, tuple(given))
+    async def text(self, kind: Kind, data: bytes, scope: Scope) -> bytes:
+        """The answer of `/tokenize` or `/detokenize`, as JSON."""
+        tenant = scope["state"]["tenant"]
+        read = await self._model.text.of(tenant.name).read_text(kind, data, self._read_terms(tenant))
+        self._metrics.unknown_keys += read.num_unknown
+        return read.body
+
+    async def _call(self, kind: Kind, data: bytes, scope: Scope) -> Call:
+        tenant = scope["state"]["tenant"]
+        sla, standing = sla_of(scope, tenant), standing_of(scope, tenant)
+        arrival_s = self._clock.now_s()
+        read_terms = self._read_terms(tenant)
+        read = await self._model.text.of(tenant.name).read_call(kind, data, read_terms)
+        del data
+        self._metrics.unknown_keys += read.num_unknown
+        event_id = header(scope, HEADER) if scope["type"] == "http" else None
+        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
+        terms = Terms(
+            tenant=tenant,
+            model=self._model.name,
+            seed=self._draw_seed() if resumed is None else resumed.seed,
+            resumed=resumed,
+            arrival_s=arrival_s,
+            sla=sla,
+            standing=standing,
+            tool_form=self._model.text.tool_form,
+            defaults=self._model.defaults,
+        )
+        prompts = tuple([await self._of_tenant(prompt, tenant) for prompt in read.prompts])
+        if isinstance(read.body, ChatBody):
+            call = chat_call(read.body, prompts[0], terms, has_tools=read.has_tools)
+        else:
+            call = completion_call(read.body, prompts, terms)
+        return self._checked(call, read_terms.longest())
+
+    def _read_terms(self, tenant: Tenant) -> ReadTerms:
+        return self._model.terms(tenant, is_strict=self._strict)
 
     async def _of_tenant(self, prompt: Prompt, tenant: Tenant) -> Prompt:
         if not tenant.public_texts:
@@ -107,10 +108,10 @@ class CallReader:
         num_public_tokens = await self._public.num_tokens(tenant, prompt.token_ids)
         return prompt._replace(num_public_tokens=num_public_tokens)
 
-    def _checked(self, call: Call) -> Call:
+    def _checked(self, call: Call, longest: int) -> Call:
         if call.is_resumable or call.resumed is not None:
             self._check_resumable(call)
-        num_entries, most = num_answer_entries(call, self._model.max_model_len), self._max_answer_entries
+        num_entries, most = num_answer_entries(call, longest), self._max_answer_entries
         if num_entries > most:
             raise invalid(
                 f"the answer may have {num_entries} entries, which are tokens x n x (logprobs + 1) over all "
@@ -136,19 +137,3 @@ class CallReader:
                 code="other_request",
                 param=PARAM,
             )
-
-    def _terms(self, model: str | None, scope: Scope) -> Terms:
-        tenant = scope["state"]["tenant"]
-        name = self._model.check(model, tenant)
-        event_id = header(scope, HEADER) if scope["type"] == "http" else None
-        resumed = self._event_ids.open(event_id, tenant.name, self._calendar_s()) if event_id else None
-        return Terms(
-            tenant=tenant,
-            model=name,
-            seed=self._draw_seed() if resumed is None else resumed.seed,
-            resumed=resumed,
-            arrival_s=self._clock.now_s(),
-            sla=sla_of(scope, tenant),
-            standing=standing_of(scope, tenant),
-            tool_form=self._model.text.tool_form,
-        )

@@ -35,6 +35,12 @@ TEMPLATE_FAULTS: Final = frozenset(
 # Marks what the assistant wrote, for training; it renders its body.
 GENERATION_TAG: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
+# What the renderer sets itself, or vLLM refuses; functions of the environment are no variables either.
+RESERVED: Final = frozenset(
+    {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "template_name"}
+    | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
+)
+
 Message = Mapping[str, object]
 
 
@@ -67,6 +73,11 @@ class ChatTemplate:
             self._environment.add_template(NAME, _without_generation_tags(source))
             if tool_source is not None:
                 self._environment.add_template(TOOLS_NAME, _without_generation_tags(tool_source))
+            # Variables that a caller may set, by template.
+            self._variables = {
+                name: frozenset(self._environment.undeclared_variables_in_template(name))
+                for name in ((NAME,) if tool_source is None else (NAME, TOOLS_NAME))
+            }
         except minijinja.TemplateError as error:
             raise ModelError(f"the chat template is damaged: {error}") from None
 
@@ -90,25 +101,42 @@ class ChatTemplate:
         *,
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages."""
+        """The prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
+
+        kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises InvalidRequest
+        on names that are not the caller's to set, and on those that the template does not read.
+        """
+        self._check_kwargs(kwargs or {}, has_tools=bool(tools))
         try:
             prompt = self._environment.render_template(
                 TOOLS_NAME if tools and self._has_own_for_tools else NAME,
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
+                **(kwargs or {}),
                 **self._special_tokens,
             )
         except minijinja.TemplateError as error:
             raise _translate(error) from None
         except TypeError as error:  # of the functions that we lend to templates
             raise ModelError(f"the chat template calls a function wrongly: {error}") from None
+        except RecursionError:
+            raise InvalidRequest("the messages are nested too deep for the chat template") from None
         if len(prompt) > MAX_OUTPUT_CHARS:
             raise InvalidRequest(
                 f"the prompt should be at most {MAX_OUTPUT_CHARS} characters, got {len(prompt)}"
             )
         return prompt
+
+    def _check_kwargs(self, kwargs: Mapping[str, object], *, has_tools: bool) -> None:
+        variables = self._variables[TOOLS_NAME if has_tools and self._has_own_for_tools else NAME]
+        for name in kwargs:
+            if name in RESERVED or name in self._special_tokens:
+                raise InvalidRequest(f"chat_template_kwargs: {name!r} is not for callers to set")
+            if name not in variables:
+                raise InvalidRequest(f"the chat template of this model reads no {name!r}")
 
 
 def _given(file: Path) -> str:

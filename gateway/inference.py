@@ -5,9 +5,9 @@ refused with a status; one that fails later ends its stream with an error event.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -19,17 +19,19 @@ from baton.gateway.answer_collector import AnswerCollector
 from baton.gateway.answer_format import AnswerFormat, answer_format
 from baton.gateway.answer_stream import DONE, SERVER_SENT_EVENTS, AnswerStream, Framing
 from baton.gateway.api_errors import ClientGone
-from baton.gateway.asgi import read_body, respond_in_blocks
-from baton.gateway.call import Call, digest_of
+from baton.gateway.asgi import read_body
+from baton.gateway.call import Call, digest_of, held_bytes, unpacked_bytes
 from baton.gateway.call_reader import CallReader
 from baton.gateway.event_ids import EventIds, ResumePoint
 from baton.gateway.metrics import Metrics
 from baton.gateway.outlet import EXTENSION, Outlet
 from baton.gateway.served_model import ServedModel
 from baton.gateway.stream_progress import NOTHING_SHOWN, StreamProgress
-from baton.gateway.tenants_door import Door, Visit
-from baton.gateway.turn import Turn, in_turns
+from baton.gateway.tenants_door import Charge, Door, Visit
+from baton.gateway.turn import Turn, respond_in_turns
 from baton.tenancy import Refusal
+
+ReadCall: TypeAlias = Callable[[bytes, Scope], Awaitable[Call]]
 
 LAST_EVENT: Final = SERVER_SENT_EVENTS.before + DONE + SERVER_SENT_EVENTS.after
 HEADLESS_S: Final = 45.0  # that a stream may be without a head: proxies give up after a minute of silence
@@ -50,7 +52,7 @@ class Inference:
         *,
         calendar_s: Callable[[], float],
         ping_interval_s: float,
-        max_open_requests: int,
+        door: Door,
         event_ids: EventIds,
         resume_window_s: float,
     ) -> None:
@@ -63,17 +65,25 @@ class Inference:
         self._calendar_s = calendar_s
         self._event_ids = event_ids
         self._resume_window_s = resume_window_s
-        self._door = Door(metrics.tenants, max_open_requests)
+        self.door = door
         self._turn = Turn()
         self._open: dict[Answer, Visit] = {}
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        await self._serve(await self.reader.chat(await read_body(receive), scope), scope, send)
+        await self._serve(self.reader.chat, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        await self._serve(await self.reader.completion(await read_body(receive), scope), scope, send)
+        await self._serve(self.reader.completion, scope, receive, send)
+
+    @contextmanager
+    def reading(self, data: bytes, scope: Scope) -> Iterator[Charge]:
+        """Charge the tenant for a body that has come. Raises Refused and Overloaded."""
+        tenant = scope["state"]["tenant"]
+        with self.door.inputs.charge(tenant.name, tenant.policy.quotas) as charge:
+            charge.add(len(data))
+            yield charge
 
     @contextmanager
     def answering(self, call: Call) -> Iterator[Answer]:
@@ -83,7 +93,7 @@ class Inference:
         """
         text = self._model.text
         answer = Answer(call, self._model.service, text.tokenizer if text.has_tokenizer else None)
-        visit = self._open[answer] = self._door.enter(call)
+        visit = self._open[answer] = self.door.enter(call)
         failure: Exception | None = None
         self._metrics.num_open += 1
         self._metrics.prompt_tokens += answer.num_prompt_tokens
@@ -126,27 +136,33 @@ class Inference:
         if stream.is_gone:
             raise ClientGone
 
-    async def _serve(self, call: Call, scope: Scope, send: Send) -> None:
-        outlet: Outlet = scope["extensions"][EXTENSION]
-        if call.resumed is not None and call.resumed.is_whole(has_usage=call.has_usage):
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-            await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
-            return
-        with self.answering(call) as answer:
-            if outlet.is_gone:
-                raise ClientGone
-            if call.is_streamed:
-                await self._serve_stream(answer, outlet, send)
-            else:
-                await self._serve_whole(answer, outlet, send)
+    async def _serve(self, read: ReadCall, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["state"]["tenant"]
+        with self.door.inputs.charge(tenant.name, tenant.policy.quotas) as charge:
+            call = await read(await read_body(scope, receive, charge), scope)
+            charge.set(held_bytes(call))
+            outlet: Outlet = scope["extensions"][EXTENSION]
+            if call.resumed is not None and call.resumed.is_whole(has_usage=call.has_usage):
+                await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                await send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
+                return
+            with self.answering(call) as answer:
+                if outlet.is_gone:
+                    raise ClientGone
+                if call.is_streamed:
+                    await self._serve_stream(answer, outlet, send)
+                else:
+                    await self._serve_whole(answer, outlet, send)
 
     async def _serve_whole(self, answer: Answer, outlet: Outlet, send: Send) -> None:
-        collector = AnswerCollector(answer, self._observer(answer))
-        outlet.on_gone = collector.gone
-        answer.start(collector)
-        deltas = await collector.wait()
-        parts = await in_turns(self._form(answer, int(self._calendar_s())).whole(deltas), self._clock, outlet)
-        await respond_in_blocks(send, 200, parts)
+        call = answer.call
+        with self.door.answers.charge(call.tenant.name, call.standing.quotas) as charge:
+            charge.add(unpacked_bytes(call))
+            collector = AnswerCollector(answer, self._observer(answer), charge)
+            outlet.on_gone = collector.gone
+            answer.start(collector)
+            parts = self._form(answer, int(self._calendar_s())).whole(await collector.wait())
+            await respond_in_turns(send, parts, self._clock, outlet)
 
     async def _serve_stream(self, answer: Answer, outlet: Outlet, send: Send) -> None:
         stream = self.stream(answer, SERVER_SENT_EVENTS)

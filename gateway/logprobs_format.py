@@ -1,7 +1,8 @@
 """Logprobs as the two ways to ask show them. Long ones are written in slices of about a millisecond."""
 
+from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import orjson
 
@@ -34,6 +35,53 @@ class Columns:
             yield from joined(slices)
             yield b"]"
         yield b"}"
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log probabilities of an answer's tokens, in 12 bytes an alternative, where objects take 150."""
+
+    def __init__(self) -> None:
+        self._token_ids = array("i")  # of each token: itself, then its alternatives
+        self._logprobs = array("d")  # beside them
+        self._ranks = array("i")  # of each token
+        self._ends = array("q", [0])  # token i has [ends[i], ends[i + 1]) of the first two
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            len(each) * each.itemsize for each in (self._token_ids, self._logprobs, self._ranks, self._ends)
+        )
+
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        for entry in entries:
+            self._token_ids.append(entry.token_id)
+            self._logprobs.append(entry.logprob)
+            self._ranks.append(entry.rank)
+            for token_id, logprob in entry.top:
+                self._token_ids.append(token_id)
+                self._logprobs.append(logprob)
+            self._ends.append(len(self._token_ids))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(index, slice):
+            return [self._entry(each) for each in range(len(self))[index]]
+        return self._entry(range(len(self))[index])
+
+    def _entry(self, index: int) -> TokenLogprobs:
+        first, end = self._ends[index], self._ends[index + 1]
+        return TokenLogprobs(
+            token_id=self._token_ids[first],
+            logprob=self._logprobs[first],
+            rank=self._ranks[index],
+            top=tuple(zip(self._token_ids[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
+        )
 
 
 def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:

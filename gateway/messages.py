@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from baton.errors import InvalidRequest, shown
+from baton.gateway.api_types import check_depth
 from baton.gateway.chat_template import Message
 
 EXAMPLE: Final = '{"role": "user", "content": "Hi"}'
@@ -67,6 +68,7 @@ def _read_call(call: object, name: str) -> object:
         raise InvalidRequest(
             f"{name}: arguments: expected the JSON of an object, got {shown(arguments)}"
         ) from None
+    check_depth(arguments.encode("utf-8", "replace"), f"{name}: arguments: the JSON")
     return {**call, "function": {**function, "arguments": read}}
 
 

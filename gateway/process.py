@@ -27,12 +27,15 @@ from baton.gateway.http_protocol import Limits
 from baton.gateway.http_server import HttpServer
 from baton.gateway.inference import Inference
 from baton.gateway.metrics import Metrics
+from baton.gateway.model_files import read_sampling_defaults, read_vocab_size
 from baton.gateway.served_model import ServedModel
 from baton.gateway.service import Service
 from baton.gateway.siblings import Siblings
 from baton.gateway.stream_socket import StreamSocket
 from baton.gateway.tenants import Tenants
+from baton.gateway.tenants_door import Door
 from baton.gateway.tenants_watch import TenantsWatch
+from baton.gateway.text_pool import HelperSpec
 from baton.gateway.text_routes import TextRoutes
 from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
@@ -64,7 +67,9 @@ class Gateway:
         self._shares_port = config.shares_port
         directory = Path(config.model)
         template = ChatTemplate.from_directory(directory, config.chat_template)
-        self._text = TextWork(Tokenizer.find(directory), template)
+        helpers = HelperSpec(directory=directory, chat_template=config.chat_template)
+        vocab_size = read_vocab_size(directory)
+        self._text = TextWork(Tokenizer.find(directory), template, vocab_size=vocab_size, helpers=helpers)
         self.metrics = metrics = Metrics(name)
         self._siblings = Siblings(key, lambda: metrics.counts(service.counters))
         model = ServedModel(
@@ -72,6 +77,7 @@ class Gateway:
             text=self._text,
             service=service,
             created_s=int(time.time()),
+            defaults=read_sampling_defaults(directory, config.generation_config),
         )
         exporter = Exporter(
             metrics, service, self._siblings, model=model.name, vllm_names=config.vllm_metric_names
@@ -85,6 +91,10 @@ class Gateway:
         parts = _parts(config, model, exporter, clock, tenants, EventIds([key]))
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
+
+    async def prepare(self) -> None:
+        """Start what callers would wait for otherwise; `start` does without."""
+        await self._text.start()
 
     async def start(self) -> Address:
         """Where it listens from now on."""
@@ -100,7 +110,7 @@ class Gateway:
         self.is_draining = True
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
         self._siblings.close()
-        self._text.close()
+        await self._text.close()
         if self._watching is not None:
             self._watching.cancel()
 
@@ -140,6 +150,7 @@ async def serve_gateway(
     with contextlib.ExitStack() as ends:
         try:
             hub.serve(frontend)
+            await gateway.prepare()
             await _until_ready(frontend, stopping)
             address = await gateway.start()
             logger.info("the gateway listens on %s:%d", address.host, address.port)
@@ -178,6 +189,12 @@ def _parts(
         calendar_s=time.time,
         strict=config.strict,
     )
+    door = Door(
+        metrics.tenants,
+        config.max_open_requests,
+        max_input_bytes=config.max_input_bytes,
+        max_answer_bytes=config.max_answer_bytes,
+    )
     inference = Inference(
         reader,
         model,
@@ -185,14 +202,14 @@ def _parts(
         clock,
         calendar_s=time.time,
         ping_interval_s=config.ping_interval_s,
-        max_open_requests=config.max_open_requests,
+        door=door,
         event_ids=event_ids,
         resume_window_s=config.resume_window_s,
     )
     return Parts(
         model=model,
         inference=inference,
-        text_routes=TextRoutes(reader, model),
+        text_routes=TextRoutes(reader, door),
         stream_socket=StreamSocket(inference, config.idle_timeout_s),
         canary=Canary(model.service, clock),
         metrics=metrics,

@@ -1,6 +1,7 @@
 """The prompts of a completion, in OpenAI's four forms: text, texts, token ids, several of these."""
 
-from typing import Final, TypeAlias
+from collections.abc import Collection
+from typing import Any, Final, TypeAlias
 
 from baton.errors import InvalidRequest, shown
 
@@ -30,7 +31,18 @@ def _one(item: object, index: int) -> GivenPrompt:
     raise InvalidRequest(f"prompt[{index}]: expected text or token ids, got {shown(item)}")
 
 
+def check_token_ids(token_ids: Collection[int], vocab_size: int | None, what: str) -> None:
+    """Raises InvalidRequest that names the first id outside the vocabulary. None: the size is not known."""
+    if vocab_size is None or not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(f"{what}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
+
+
 def _are_token_ids(items: list[object]) -> bool:
-    return bool(items) and all(
-        type(item) is int and 0 <= item <= MAX_TOKEN_ID for item in items
-    )  # True is no token id
+    """Decoded JSON has no other number types; `set(map(type, ...))` runs in C. True is no token id."""
+    return bool(items) and set(map(type, items)) == {int} and _are_between(items)
+
+
+def _are_between(items: list[Any]) -> bool:
+    return bool(min(items) >= 0 and max(items) <= MAX_TOKEN_ID)

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from baton.gateway.answer_stream import DONE, Framing
 from baton.gateway.api_errors import ClientGone, as_api_error, unsupported
-from baton.gateway.call import Call
+from baton.gateway.call import Call, held_bytes
 from baton.gateway.gate import log_failure
 from baton.gateway.inference import Inference
 from baton.gateway.socket_outlet import SocketOutlet
@@ -27,6 +27,7 @@ LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection h
 
 
 IDLE_TIMES: Final = 4  # as long as an HTTP connection, which clients take up again by themselves
+MAX_CANCEL_BYTES: Final = 4096
 GOING_AWAY: Final = 1001  # the code of a close
 
 
@@ -63,17 +64,14 @@ class StreamSocket:
         self, data: bytes, scope: Scope, outlet: SocketOutlet, hearing: "asyncio.Task[bytes]"
     ) -> None:
         try:
-            call = await self._call(data, scope)
-            with self._inference.answering(call) as answer:
-                stream = self._inference.stream(answer, LINES)
-                hearing.add_done_callback(lambda _: stream.gone())
-                outlet.on_gone = stream.gone
-                answer.start(stream)
-                stream.begin(outlet)
-                with suppress(ClientGone):  # or another message has come: the loop above reads it
-                    await self._inference.follow(stream)
-                if stream.is_given_up:
-                    raise ClientGone
+            with self._inference.reading(data, scope) as charge:
+                call = await self._inference.reader.either(data, scope)
+                if call.is_resumable:
+                    name = "stream_options.resumable"
+                    raise unsupported("resuming an answer of a WebSocket", param=name)
+                charge.set(held_bytes(call))
+                del data
+                await self._stream(call, outlet, hearing)
         except (ClientGone, WebSocketDisconnect):
             raise
         except Exception as error:  # also a bug of ours: it ends this answer, not the connection
@@ -82,13 +80,17 @@ class StreamSocket:
                 log_failure(error, scope["state"]["request_id"])
             outlet.write(answered.body() + b"\n" + DONE + b"\n")
 
-    async def _call(self, data: bytes, scope: Scope) -> Call:
-        reader = self._inference.reader
-        call = await (reader.chat if _is_chat(data) else reader.completion)(data, scope)
-        if call.is_resumable:
-            name = "stream_options.resumable"
-            raise unsupported("resuming an answer of a WebSocket", param=name)
-        return call
+    async def _stream(self, call: Call, outlet: SocketOutlet, hearing: "asyncio.Task[bytes]") -> None:
+        with self._inference.answering(call) as answer:
+            stream = self._inference.stream(answer, LINES)
+            hearing.add_done_callback(lambda _: stream.gone())
+            outlet.on_gone = stream.gone
+            answer.start(stream)
+            stream.begin(outlet)
+            with suppress(ClientGone):  # or another message has come: the loop above reads it
+                await self._inference.follow(stream)
+            if stream.is_given_up:
+                raise ClientGone
 
 
 async def _hear(websocket: WebSocket) -> bytes:
@@ -102,16 +104,10 @@ async def _hear(websocket: WebSocket) -> bytes:
 
 
 def _is_cancel(data: bytes) -> bool:
-    return bytes(_fields(data).get("cancel", b"")) == b"true"
-
-
-def _is_chat(data: bytes) -> bool:
-    return "messages" in _fields(data)
-
-
-def _fields(data: bytes) -> dict[str, msgspec.Raw]:
-    """Empty for what is no object: that is refused where it is read in full."""
+    """A longer message than MAX_CANCEL_BYTES is a body: it is not looked into here."""
+    if len(data) > MAX_CANCEL_BYTES:
+        return False
     try:
-        return _FIELDS.decode(data)
+        return bytes(_FIELDS.decode(data).get("cancel", b"")) == b"true"
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return {}
+        return False

@@ -3,18 +3,21 @@
 Quotas are the cluster's, and the router keeps them. What one gateway alone has open is never more than what
 the cluster has: so what is over the quota here is over it everywhere, and nobody else need be asked.
 
-A gateway has places for so many calls. However many one tenant makes, others find some.
+A gateway has places for so many calls. However many one tenant makes, others find some. The same holds for
+bytes of memory: those of bodies and prompts, charged as they come and before they are parsed, and those of
+answers that are kept until they are whole.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from baton.errors import Overloaded, Refused
 from baton.gateway.api_errors import invalid
 from baton.gateway.call import Call
 from baton.gateway.tenants_counts import Tallies, Tally
-from baton.tenancy import Refusal, has_place
+from baton.tenancy import Quotas, Refusal, has_place
 
 FULL_RETRY_S: Final = 1.0  # nobody can tell when one of the calls ends
 
@@ -65,9 +68,94 @@ class Visit:
             yield "tpot", tpot_ms <= sla.tpot_ms
 
 
+class Charge:
+    """Bytes that one call holds of a Budget; `release` is due once, however the call ends."""
+
+    __slots__ = ("_budget", "_quota", "_tenant", "num_bytes")
+
+    def __init__(self, budget: "Budget", tenant: str, quota: int | None) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._quota = quota
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Raises Refused for the tenant's quota, Overloaded for want of room; nothing is added then."""
+        self._budget.take(self._tenant, num_bytes, self._quota)
+        self.num_bytes += num_bytes
+
+    def set(self, num_bytes: int) -> None:
+        """Hold so many from now on. Raises what `add` raises."""
+        if num_bytes > self.num_bytes:
+            self.add(num_bytes - self.num_bytes)
+        else:
+            self._budget.give_back(self._tenant, self.num_bytes - num_bytes)
+            self.num_bytes = num_bytes
+
+    def release(self) -> None:
+        self.set(0)
+
+
+class Budget:
+    """Bytes of a gateway's memory, shared by tenants as places are."""
+
+    def __init__(self, tallies: Tallies, num_bytes: int, refusal: Refusal) -> None:
+        """refusal: the quota of that name bounds a tenant's part."""
+        self._tallies = tallies
+        self._num_bytes = num_bytes
+        self._refusal = refusal
+        self._num_taken = 0
+        self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
+
+    @contextmanager
+    def charge(self, tenant: str, quotas: Quotas) -> Iterator[Charge]:
+        """A charge of nothing yet, which ends with the `with`."""
+        quota: int | None = getattr(quotas, self._refusal.value)
+        charge = Charge(self, tenant, quota)
+        try:
+            yield charge
+        finally:
+            charge.release()
+
+    def take(self, tenant: str, num_bytes: int, quota: int | None) -> None:
+        """See Charge.add."""
+        num_own, num_free = self._taken[tenant], self._num_bytes - self._num_taken
+        if quota is not None and num_own + num_bytes > quota:
+            self._tallies.of(tenant).calls[self._refusal.value] += 1
+            raise Refused(
+                f"{quota} bytes at once, {num_own} are taken and {num_bytes} more are needed",
+                refusal=self._refusal,
+                retry_after_s=FULL_RETRY_S if num_bytes <= quota else 0.0,
+            )
+        if not has_place(tenant, num_bytes, num_own, num_free):
+            self._tallies.of(tenant).calls[Refusal.NO_ROOM.value] += 1
+            raise Overloaded(
+                f"{self._refusal.value}: its tenant has {num_own} of this gateway's {self._num_bytes} bytes, "
+                f"{num_free} are free, {num_bytes} are needed",
+                retry_after_s=FULL_RETRY_S,
+            )
+        self._num_taken += num_bytes
+        self._taken[tenant] += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        self._num_taken -= num_bytes
+        self._taken[tenant] -= num_bytes
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+
 class Door:
-    def __init__(self, tallies: Tallies, num_places: int) -> None:
-        """num_places: for choices that are answered at one time."""
+    def __init__(
+        self,
+        tallies: Tallies,
+        num_places: int,
+        *,
+        max_input_bytes: int = 2**50,
+        max_answer_bytes: int = 2**50,
+    ) -> None:
+        """num_places: for choices that are answered at one time. The others: see GatewaySettings."""
+        self.inputs = Budget(tallies, max_input_bytes, Refusal.MAX_INPUT_BYTES)
+        self.answers = Budget(tallies, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
         self._tallies = tallies
         self._num_places = num_places
         self._num_taken = 0

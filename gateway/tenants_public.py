@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from baton.errors import InvalidRequest, Overloaded
+from baton.gateway.prompt_reader import Chat
 from baton.gateway.tenants import Tenant
-from baton.gateway.text_work import Chat, TextWork
+from baton.gateway.text_work import TextWork
 
 MAX_TOKENS: Final = 2**17  # of one text
 MAX_KEPT: Final = 1024  # texts, of former files as well

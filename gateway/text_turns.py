@@ -28,10 +28,16 @@ class _Waiting:
 
 class TextTurns:
     def __init__(self, num_places: int) -> None:
+        self._num_places = num_places
         self._num_free = num_places
         self._num_waiting = 0
         self._share = FairShare()
         self._lanes: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
+
+    @property
+    def num_taken(self) -> int:
+        """Places that are taken, and those who wait for one."""
+        return self._num_places - self._num_free + self._num_waiting
 
     async def take(self, tenant: str, num_chars: int) -> None:
         """Wait for a place; `leave` is due then. Raises Overloaded."""

@@ -8,10 +8,14 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from starlette.types import Send
+
 from baton.clock import Clock
 from baton.gateway.api_errors import ClientGone
+from baton.gateway.asgi import BLOCK_BYTES, JSON, respond
 from baton.gateway.outlet import Outlet
 
+JSON_HEADERS: Final = [(b"content-type", JSON)]
 TURN_S: Final = 0.002  # so long a large answer may be written before others have a turn
 
 
@@ -34,17 +38,27 @@ class Turn:
             write()
 
 
-async def in_turns(parts: Iterable[bytes], clock: Clock, outlet: Outlet) -> list[bytes]:
-    """All of them; what they take longer than TURN_S is done in the turns that follow.
+async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, outlet: Outlet) -> None:
+    """Answer 200 with JSON that is written while `parts` are made; others have a turn every TURN_S.
 
-    Raises ClientGone when nobody waits for them any more.
+    What is longer than a block goes out in chunks as the client reads it, so no more than a block is kept.
+    Raises ClientGone when nobody waits any more.
     """
-    found, since_s = list[bytes](), clock.now_s()
+    gathered, since_s, has_begun = bytearray(), clock.now_s(), False
     for part in parts:
-        found.append(part)
+        gathered += part
+        if len(gathered) > BLOCK_BYTES:
+            if not has_begun:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": JSON_HEADERS})
+            await send({"type": "http.response.body", "body": bytes(gathered), "more_body": True})
+            gathered.clear()
         if clock.now_s() - since_s > TURN_S:
             await asyncio.sleep(0)
             if outlet.is_gone:
                 raise ClientGone
             since_s = clock.now_s()
-    return found
+    if has_begun:
+        await send({"type": "http.response.body", "body": bytes(gathered), "more_body": False})
+    else:
+        await respond(send, 200, bytes(gathered))

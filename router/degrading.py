@@ -4,7 +4,7 @@ import msgspec
 
 from baton.request import Request, SamplingParams
 
-MAX_ALTERNATIVES = 1  # for each token, where sampling may be narrowed
+MAX_ALTERNATIVES = 1  # for each token, where log probabilities may be reduced
 
 
 def degraded(request: Request) -> Request:
@@ -20,7 +20,7 @@ def degraded(request: Request) -> Request:
     if most is not None and (sampling.max_tokens is None or sampling.max_tokens > most):
         changes["max_tokens"] = most
         changes["min_tokens"] = min(sampling.min_tokens, most)
-    if rights.may_narrow_sampling:
+    if rights.may_reduce_logprobs:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(sampling, name)
             if asked is not None and asked > MAX_ALTERNATIVES:

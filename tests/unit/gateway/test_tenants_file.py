@@ -35,7 +35,7 @@ tenants:
       max_kv_pages: 4096
       max_queued: 100
     max_queue_delay_ms: 20
-    degradation: {{clip_max_tokens_to: 256, may_narrow_sampling: true, may_shed: false}}
+    degradation: {{clip_max_tokens_to: 256, may_reduce_logprobs: true, may_shed: false}}
     models: [tiny]
     public_prefixes: [house]
     admin: true
@@ -64,7 +64,7 @@ def test_every_field_is_read() -> None:
         max_kv_pages=4096,
         max_queued=100,
     )
-    assert acme.degradation == Degradation(clip_max_tokens_to=256, may_narrow_sampling=True, may_shed=False)
+    assert acme.degradation == Degradation(clip_max_tokens_to=256, may_reduce_logprobs=True, may_shed=False)
     assert (acme.weight, acme.max_queue_delay_ms, acme.models) == (2.0, 20.0, ("tiny",))
     assert acme.public_prefixes == ("house",) and acme.admin and acme.digests == [b"\xaa" * 32]
     assert (file.rank(acme), file.rank(zeta)) == (0, 1)

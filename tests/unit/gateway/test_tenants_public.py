@@ -6,9 +6,10 @@ import pytest
 from baton.cluster.model_directory import resolve_model
 from baton.errors import Overloaded
 from baton.gateway.chat_template import ChatTemplate
+from baton.gateway.prompt_reader import Chat
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_public import PublicPrefixes
-from baton.gateway.text_work import Chat, TextWork
+from baton.gateway.text_work import TextWork
 from tests.unit.gateway.calls import TOKENIZER, ids
 
 HOUSE = "You sort numbers. Answer with the numbers alone."

@@ -122,7 +122,7 @@ RIGHTS = [
         SamplingParams(max_tokens=10, min_tokens=10),
     ),
     (
-        Degradation(may_narrow_sampling=True),
+        Degradation(may_reduce_logprobs=True),
         SamplingParams(max_tokens=100, logprobs=20, prompt_logprobs=0),
         SamplingParams(max_tokens=100, logprobs=1, prompt_logprobs=0),
     ),
