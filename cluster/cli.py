@@ -36,6 +36,8 @@ COMMANDS: Final = {
     "status": "workers, their pages and queues",
     "explain": "why a request went where it went, and what it took",
     "drain": "let a worker finish what it has, and take nothing new",
+    "undrain": "call a drained worker back",
+    "restart": "drain a worker and start it again",
     "bench": "measure this machine, or a server: kv, serve",
     "sim": "run a whole cluster with faults in virtual time, from a seed",
     "doctor": "what this machine lacks, and how to mend it",

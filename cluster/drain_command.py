@@ -1,7 +1,7 @@
 """Let a worker finish what it has and take nothing new; then it ends, and stays away.
 
-It comes back when its cluster is started again, or whoever runs `baton worker` does. The last of a role goes
-with --force only.
+`baton undrain` calls it back; one that was started with `baton worker` is started again by hand. The last
+worker of a role goes with --force only.
 """
 
 import argparse

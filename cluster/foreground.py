@@ -1,5 +1,7 @@
 """One process of a cluster that nobody supervises: `baton router`, `baton gateway` and `baton worker`.
 
+Without --router and a key, a worker or gateway joins the cluster that `baton serve` runs on this machine.
+
 What starts them, such as Kubernetes or compose, is what starts them again.
 """
 
@@ -14,15 +16,18 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from baton.cluster.cluster_record import find_record
 from baton.cluster.options import AnyOption, add_to, part_of
 from baton.cluster.process import STOPPED_TWICE, run
 from baton.cluster.process_spec import Assignment, ProcessKind
-from baton.cluster.router_options import add_key_option, addresses, key_of
+from baton.cluster.router_options import add_key_option, addresses, has_no_key, key_of
 from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
 from baton.config_tree import leaves
 from baton.errors import ConfigError
+from baton.gateway_config import GatewayConfig
 from baton.worker import Address, Routers
+from baton.worker_config import WorkerConfig
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -44,7 +49,10 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
     if needs_router:
         parser.add_argument(
-            "--router", type=addresses, metavar="HOST:PORT", help="where it listens; several with commas"
+            "--router",
+            type=addresses,
+            metavar="HOST:PORT",
+            help="where it listens; several with commas (the cluster that runs on this machine)",
         )
     add_key_option(parser)
 
@@ -56,6 +64,8 @@ def settings(struct_type: type[StructT], arguments: argparse.Namespace) -> Struc
     if routers is not None:
         flags["routers"] = Given(routers, "--router")
     given = Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
+    if "routers" in leaves(struct_type).keys() - given.given.keys() and has_no_key(arguments):
+        given.given["routers"] = Given(find_record().routers, "the cluster on this machine")
     for key in MISSING.keys() & leaves(struct_type).keys() - given.given.keys():
         raise ConfigError(MISSING[key])
     return given.build()
@@ -78,4 +88,13 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
         print(f"baton: {name} serves at {where.host}:{where.port}", file=sys.stderr, flush=True)
 
     raw = msgspec.Raw(msgspec.json.encode(config))
-    run(Assignment(kind=kind, name=name, key=key_of(arguments), config=raw), ready, stop)
+    run(Assignment(kind=kind, name=name, key=_key(config, arguments), config=raw), ready, stop)
+
+
+def _key(config: msgspec.Struct, arguments: argparse.Namespace) -> bytes:
+    """Return the key that was named, or that of the cluster on this machine where its routers are meant."""
+    if has_no_key(arguments) and isinstance(config, WorkerConfig | GatewayConfig):
+        record = find_record()
+        if record.routers == config.routers:
+            return record.key
+    return key_of(arguments)

@@ -88,11 +88,30 @@ class Operator:
         _check_drain(worker, (await self.status()).workers, may_be_last)
         await self._ask(Drain(worker=worker))
 
-    async def _ask(self, question: AnyMessage) -> list[AnyMessage]:
-        """The answers of those that answer in time."""
+    async def undrain(self, worker: str) -> None:
+        """Call a drained worker back. ConfigError when no `baton serve` is there to start it."""
+        await self._order(Undrain(worker=worker))
+
+    async def restart(self, worker: str) -> None:
+        """Drain a worker and start it again. ConfigError when no `baton serve` is there to start it."""
+        await self._order(RestartWorker(worker=worker))
+
+    async def _order(self, order: Undrain | RestartWorker) -> None:
+        """Give an order through one router: each would pass it on, and a process told twice to stop dies."""
+        await self._until_connected()
+        for router in list(self._routers):
+            answers = await self._ask(order, router)
+            if any(isinstance(each, Status) and each.num_watchers for each in answers):
+                return
+        raise ConfigError("no `baton serve` supervises these workers: whoever started the worker restarts it")
+
+    async def _ask(self, question: AnyMessage, only: Peer | None = None) -> list[AnyMessage]:
+        """Return the answers of the routers that answer in time. only: ask this router alone."""
         await self._until_connected()
         asked: list[Answer] = []
         for router, answers in self._routers.items():
+            if only not in (None, router):
+                continue
             asked.append(asyncio.get_running_loop().create_future())
             answers.append(asked[-1])
             router.send(question)

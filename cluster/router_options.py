@@ -34,6 +34,11 @@ def routers_of(arguments: argparse.Namespace) -> tuple[Routers, bytes]:
     return arguments.router, key_of(arguments)
 
 
+def has_no_key(arguments: argparse.Namespace) -> bool:
+    """Return whether neither the command line nor the environment names a cluster's key."""
+    return arguments.cluster_key_file is None and cluster_key_file() is None
+
+
 def key_of(arguments: argparse.Namespace) -> bytes:
     name = arguments.cluster_key_file or cluster_key_file()
     if name is None:

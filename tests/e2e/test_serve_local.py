@@ -125,12 +125,40 @@ def test_a_stream_that_runs_ends_before_the_cluster_and_everything_with_it() -> 
     assert are_gone(pids)
 
 
-def test_a_worker_that_the_operator_drains_stays_away() -> None:
-    with served(*OPTIONS) as cluster:
+def test_a_worker_that_the_operator_drains_stays_away_until_it_is_called_back() -> None:
+    with served(*OPTIONS, "--routers", "2") as cluster:
         assert "drains" in cluster.baton("drain", "prefill-0", "--force", "--port", str(cluster.port))
         until(lambda: any("prefill-0 has drained and stays away" in line for line in cluster.said))
         until(lambda: "prefill-0" not in cluster.status())
         assert cluster.complete(COPY[0]) == COPY[1]
+        port = ("--port", str(cluster.port))
+        assert "prefill-0 serves again" in cluster.baton("undrain", "prefill-0", *port)
+        assert "prefill-0" in cluster.status()
+
+
+def test_worker_that_is_restarted_ends_its_requests_first() -> None:
+    with served(*OPTIONS, "--routers", "2", "--decode", "2") as cluster:
+        stream = cluster.stream("copy(sun moon star)=", max_tokens=300, ignore_eos=True)
+        first = next(stream)
+        before = {name: entry.worker.pid for name, entry in cluster.status().items()}
+        for name in ("decode-0", "decode-1"):
+            assert f"{name} serves again" in cluster.baton("restart", name, "--port", str(cluster.port))
+        after = {name: entry.worker.pid for name, entry in cluster.status().items()}
+        assert after.keys() == before.keys()
+        assert {name for name in before if before[name] == after[name]} == {"prefill-0"}
+        assert [first, *stream][-1]["choices"][0]["finish_reason"] == "length"
+        assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
+
+
+def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine() -> None:
+    with served(*OPTIONS) as cluster:
+        command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
+        with subprocess.Popen([sys.executable, "-m", "baton.cluster.cli", *command]) as worker:
+            try:
+                until(lambda: "extra" in cluster.status())
+            finally:
+                worker.terminate()
+            assert worker.wait(60) == 0
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -41,8 +41,14 @@ def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest
         (["router", "--port", "-1"], "router.port: expected 0 to 65535, got -1"),
         (["router", "--router-policy", "best"], "--router-policy: expected one of"),
         (["router", "--redis", "localhost:6379"], "router.redis: expected auto, none or a URL (redis://"),
-        (["gateway", "tiny"], "--router HOST:PORT: expected where the router listens, got none"),
-        (["worker", "decode", "tiny"], "--router HOST:PORT: expected where the router listens, got none"),
+        (
+            ["gateway", "tiny", "--cluster-key-file", "k"],
+            "--router HOST:PORT: expected where the router listens",
+        ),
+        (
+            ["worker", "decode", "tiny"],
+            "no cluster of yours runs on this machine: start one with `baton serve`",
+        ),
         (["worker", "decode", "--router", "h:1"], 'MODEL: expected a directory, or "tiny", got none'),
         (["worker", "decode", "tiny", "--router", "h"], "expected HOST:PORT such as 10.0.0.1:7000, got 'h'"),
         (["status", "--router", "h:99999"], "expected HOST:PORT"),
@@ -53,9 +59,14 @@ def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest
     ],
 )
 def test_what_is_missing_is_told_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("BATON_CLUSTER_KEY_FILE", raising=False)
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # no cluster has left its record there
     try:
         status = main(arguments)
     except SystemExit as exit_:
