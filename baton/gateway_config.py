@@ -62,6 +62,8 @@ class GatewayConfig(GatewaySettings, frozen=True):
     host: str = "127.0.0.1"  # address to listen on for clients
     port: int = 8000  # to listen on for clients; 0: any that is free
     shares_port: bool = False  # several gateway processes listen on one port (SO_REUSEPORT)
+    # Whether prefill workers are configured: /health proves then that one works. None: once one was seen.
+    expects_prefill: bool | None = None
     tenants_file: str | None = None  # tenants and their keys; None: no keys, and loopback only
     drain_timeout_s: float = 60.0  # running requests may take after SIGTERM
     # Seconds without a sign of life after which a connection to a router or a worker is dropped.

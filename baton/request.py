@@ -169,6 +169,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     attempt: int = 0
     generated_token_ids: tuple[int, ...] = ()
     choice: int = 0
+    # Of a gateway's health check, never of a client: a prefill worker computes the prompt and its pages are
+    # transferred, or the request fails; it is never computed where it is decoded.
+    is_probe: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("priority", self.priority)

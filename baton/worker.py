@@ -1,7 +1,7 @@
 """What the cluster knows of a worker: who it is, and what it has."""
 
 from enum import StrEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -43,6 +43,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_batched_tokens: Count = 0  # that a step computes; 0: it does not say
     node: Name = ""  # the machine, by the name that operators know
     pid: Count = 0  # of the process, on that machine
+
+
+REMOTE_PREFILLS: Final = "remote_prefills"  # of a decode worker's counters: prompts whose pages all came
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -118,6 +118,7 @@ def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
             host=config.host,
             port=site.port,
             shares_port=True,
+            expects_prefill=config.prefill.num_workers > 0,
             tenants_file=config.tenants,
             drain_timeout_s=config.drain_timeout_s,
             link_timeout_s=config.link_timeout_s,

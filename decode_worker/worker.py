@@ -40,7 +40,7 @@ from baton.kvtransfer.pulled_prefixes import PulledPrefixes
 from baton.node import Peer
 from baton.pressure import Rung
 from baton.token_event import TokenEvent
-from baton.worker import Load
+from baton.worker import REMOTE_PREFILLS, Load
 from baton.worker_node import WorkerNode
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,9 @@ class DecodeWorker(WorkerNode):
     def _begin(self, attempt: Attempt) -> bool:
         """Have its prompt computed, here or elsewhere; False while there is no room for what would come."""
         if not attempt.prefill:
+            if attempt.request.is_probe:
+                self._fail(attempt, Failure.ERROR, "a probe needs a prefill worker")
+                return True
             if not self._prompts.pull(attempt):
                 self._answer(attempt)
             return True
@@ -212,7 +215,7 @@ class DecodeWorker(WorkerNode):
         )
         num_missing = len(attempt.token_ids) - claim.num_tokens
         num_pages = self._engine.pages.pages_for(num_missing)
-        is_short = num_missing <= self._local_prefill_tokens
+        is_short = num_missing <= self._local_prefill_tokens and not attempt.request.is_probe
         if is_short or not self._admission.promise(attempt, num_pages):
             self._engine.release(claim)
             if is_short:
@@ -243,7 +246,13 @@ class DecodeWorker(WorkerNode):
             self._recompute(attempt, failed.reason)
 
     def _recompute(self, attempt: Attempt, reason: str) -> None:
-        """The pages do not come, and their worker lives: compute here what they would have held."""
+        """The pages do not come, and their worker lives: compute here what they would have held.
+
+        A probe fails instead: it asks whether pages come.
+        """
+        if attempt.request.is_probe:
+            self._fail(attempt, Failure.ERROR, reason, worker=attempt.prefill)
+            return
         logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
         self.counters["recomputed_prefills"] += 1
         self._colleagues.tell(attempt.prefill, attempt.cancel)
@@ -252,6 +261,7 @@ class DecodeWorker(WorkerNode):
 
     def _answer(self, attempt: Attempt) -> None:
         """Go on here, with whatever KV it has."""
+        self.counters[REMOTE_PREFILLS] += attempt.is_complete
         try:
             self._answers.begin(attempt)
         except InvalidRequest as error:

@@ -86,7 +86,7 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """A request has just gone through a prefill and a decode worker."""
+        """A request has just gone through a decode worker, and a prefill worker where there should be any."""
         try:
             await parts.canary.sing()
         except BatonError as error:

@@ -55,6 +55,7 @@ class Frontend:
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
         self.report: Callable[[], GatewayStatus] | None = None  # what routers are told each second
+        self._answered_s: float | None = None  # a decode worker, a request that a prefill worker had as well
 
     # What the HTTP side calls.
 
@@ -71,6 +72,11 @@ class Frontend:
     @property
     def workers(self) -> Sequence[Worker]:
         return list(self._colleagues.members.values())
+
+    @property
+    def prefill_seen_s(self) -> float | None:
+        transferred_s, answered_s = self._watch.transferred_s, self._answered_s
+        return None if transferred_s is None or answered_s is None else min(transferred_s, answered_s)
 
     @property
     def counters(self) -> Counter[str]:
@@ -198,6 +204,8 @@ class Frontend:
             if due is None:
                 streams.fault(stream, peer.hello.id, f"it ended with {event.finish_reason}")
             elif due:
+                if stream.prefill and peer.hello.id == stream.decode:
+                    self._answered_s = now_s
                 self._deliver(stream, due)
             elif event.index < stream.next_index:
                 self._repeated(stream, event)

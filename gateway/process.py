@@ -211,7 +211,7 @@ def _parts(
         inference=inference,
         text_routes=TextRoutes(reader, door),
         stream_socket=StreamSocket(inference, config.idle_timeout_s),
-        canary=Canary(model.service, clock),
+        canary=Canary(model.service, clock, expects_prefill=config.expects_prefill),
         metrics=metrics,
         exporter=exporter,
         dashboard=Dashboard(model.name, clock),

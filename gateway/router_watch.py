@@ -12,6 +12,7 @@ from baton.clock import Clock
 from baton.colleagues import Colleagues
 from baton.node import Peer
 from baton.operating import GatewayReport, GatewayStatus, Status, StatusQuery
+from baton.worker import REMOTE_PREFILLS
 
 SILENT_S: Final = 3.0
 
@@ -22,6 +23,8 @@ class RouterWatch:
         self._clock = clock
         self._heard_s: dict[str, float] = {}  # by router, as the statuses
         self._statuses: dict[str, Status] = {}
+        self._num_transferred: dict[str, int] = {}  # prompts, by decode worker
+        self.transferred_s: float | None = None  # when some were seen to have been
 
     @property
     def status(self) -> Status | None:
@@ -48,7 +51,16 @@ class RouterWatch:
             router.send(StatusQuery())
 
     def answered(self, router: Peer, status: Status) -> None:
+        """Counts that have risen since the worker's last one show that prompts were transferred."""
         self._statuses[router.hello.id] = status
+        before, counts = self._num_transferred, dict[str, int]()
+        for each in status.workers:
+            count = each.load.counters.get(REMOTE_PREFILLS, 0)
+            known = before.get(each.worker.id, count)
+            if count > known:
+                self.transferred_s = self._clock.now_s()
+            counts[each.worker.id] = max(count, known)  # another router may have heard more
+        self._num_transferred = counts
 
     def heard(self, router: Peer) -> None:
         self._heard_s[router.hello.id] = self._clock.now_s()

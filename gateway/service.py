@@ -41,6 +41,12 @@ class Service(Protocol):
     def workers(self) -> Sequence[Worker]: ...
 
     @property
+    def prefill_seen_s(self) -> float | None:
+        """When both were last seen: a prompt whose pages a prefill worker transferred, and an answer to this
+        gateway of a decode worker that such a prompt was sent to. By the service's clock; None: never.
+        """
+
+    @property
     def status(self) -> Status | None:
         """What the router last told of its workers."""
 

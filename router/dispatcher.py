@@ -183,7 +183,7 @@ class Dispatcher:
         gateway = self._gateways[waiting.gateway]
         wanted = [each.worker for each in self._stuck.values()]
         pair = self._pair(gateway, waiting, self._reception.turn(waiting, wanted))
-        if pair is Unpaired.UNREACHED:
+        if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
             refused = _no_room(pair.value)
             self._reception.refuse(waiting.key, refused)
             self._reject(waiting.gateway, waiting.key, refused)

@@ -44,6 +44,7 @@ class Unpaired(Enum):
     """Why an attempt goes nowhere now."""
 
     UNREACHED = "no decode worker can be reached"
+    NO_PREFILL = "no prefill worker can be reached"
     FULL = "no decode worker has room"
 
 
@@ -98,6 +99,8 @@ class Pairing:
             decoders = [member for member in decoders if member.id not in full]
             if not decoders:
                 return Unpaired.FULL
+        if submit.request.is_probe:
+            return self._pair_apart(submit, decoders, reached)
         num_tokens = submit.request.num_tokens
         if num_tokens <= self._pressed_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
@@ -105,15 +108,14 @@ class Pairing:
             return self._choose_both(submit, decoders, reached, turn)
         if num_tokens <= self._config.local_prefill_tokens:
             return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
-        paired = [member for member in decoders if member.id in self._paired_for(reached)]
-        if not paired:
-            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
         if self._chooser is not None:
-            return self._choose_both(submit, paired, reached, turn)
-        decode = self._choose(paired, WorkerRole.DECODE, submit.request)
-        partners = _without(self._partners_of(decode, reached), submit.avoid)
-        prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
-        return Pair(decode, prefill, self._config.policy)
+            paired = [member for member in decoders if member.id in self._paired_for(reached)]
+            if paired:
+                return self._choose_both(submit, paired, reached, turn)
+        pair = self._pair_apart(submit, decoders, reached)
+        if isinstance(pair, Pair):
+            return pair
+        return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
 
     def press(self, local_prefill_tokens: int) -> None:
         """Prompts up to so many tokens are computed where they are decoded, whatever the policy says."""
@@ -125,6 +127,16 @@ class Pairing:
         self._paired.clear()
         self._partners.clear()
         self._fields.clear()
+
+    def _pair_apart(self, submit: Submit, decoders: list[Member], reached: frozenset[str]) -> Pair | Unpaired:
+        """A decode worker that has a partner, and one of its partners; by their load alone."""
+        paired = [member for member in decoders if member.id in self._paired_for(reached)]
+        if not paired:
+            return Unpaired.NO_PREFILL
+        decode = self._choose(paired, WorkerRole.DECODE, submit.request)
+        partners = _without(self._partners_of(decode, reached), submit.avoid)
+        prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
+        return Pair(decode, prefill, "a probe" if submit.request.is_probe else self._config.policy)
 
     def _choose_both(
         self, submit: Submit, decoders: list[Member], reached: frozenset[str], turn: Turn

@@ -37,6 +37,7 @@ class ScriptedService:
         self.counters: Mapping[str, int] = {}
         self.status: Status | None = None
         self.is_ready = True
+        self.prefill_seen_s: float | None = None
         self.has_room = True  # a worker takes what is opened
         self.workers: Sequence[Worker] = (worker(),)
         self.requests: list[Request] = []

@@ -37,6 +37,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8000,
     "shares_port": False,
+    "expects_prefill": None,
     "tenants_file": None,
     "strict": False,
     "chat_template": None,
@@ -78,7 +79,7 @@ WORKER_KNOBS: dict[str, Any] = {
 # Of the gateway's, those that are where it runs rather than how.
 GATEWAYS_PLACE = {
     *("model", "routers", "served_model_name", "host", "port", "shares_port"),
-    *("tenants_file", "drain_timeout_s", "link_timeout_s"),
+    *("expects_prefill", "tenants_file", "drain_timeout_s", "link_timeout_s"),
 }
 OF_EACH_ROLE: dict[str, Any] = {
     "num_workers": 1,

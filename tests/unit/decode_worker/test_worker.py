@@ -298,3 +298,41 @@ def test_load_counts_what_is_here(make_pair: MakePair) -> None:
     assert pair.decode_worker.load().num_tokens == 7  # the first one was the prefill worker's
     assert pair.prefill.node.load().num_tokens == 1
     assert pair.prefill.node.load().kv_bytes >= 41 * 512
+
+
+class TestProbes:
+    """Of a gateway that asks whether pages come."""
+
+    def test_its_prompt_is_never_computed_here(self, make_pair: MakePair, alone: Engine) -> None:
+        pair = make_pair(local_prefill_tokens=1000)
+        request = a_request(is_probe=True)
+        pair.dispatch(request)
+        pair.turns_until(lambda: pair.is_answered(request))
+        assert said(pair.heard(request)) == answer_alone(alone, request)
+        assert pair.prefill.engine.stats().total_queried_tokens
+        assert pair.decode_worker.load().counters["remote_prefills"] == 1
+
+    def test_it_fails_where_pages_do_not_come(self, make_pair: MakePair) -> None:
+        pair = make_pair()
+        pair.decode.endpoint.num_flips = 1000
+        request = a_request(is_probe=True)
+        pair.dispatch(request)
+        pair.turns_until(lambda: bool(pair.failures()))
+        (failed,) = pair.failures()
+        assert (failed.failure, failed.worker) == (Failure.ERROR, PREFILL)
+        assert not pair.decode_worker.load().counters.get("remote_prefills")
+        pair.turns_until(lambda: pair.decode_worker.is_idle)
+
+    def test_it_fails_where_no_prefill_worker_was_chosen(self, make_pair: MakePair) -> None:
+        pair = make_pair()
+        pair.dispatch(a_request(is_probe=True), is_local=True)
+        pair.turns_until(lambda: bool(pair.failures()))
+        assert pair.failures()[0].failure is Failure.ERROR and pair.decode_worker.is_idle
+
+    def test_prompts_computed_here_are_not_counted_as_transferred(self, make_pair: MakePair) -> None:
+        pair = make_pair(local_prefill_tokens=9)
+        for number, fields in enumerate(({"is_local": True}, {"is_local": False})):
+            request = a_request(number, PROMPT[:9])
+            pair.dispatch(request, **fields)
+            pair.turns_until(lambda: pair.is_answered(request))  # noqa: B023
+        assert not pair.decode_worker.load().counters.get("remote_prefills")

@@ -1,10 +1,12 @@
 import asyncio
 
+import msgspec
 import pytest
 
 from baton.clock import ManualClock
 from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
-from baton.gateway.canary import FRESH_S, Canary
+from baton.gateway.canary import FRESH_S, PROVED_S, Canary
+from baton.worker import WorkerRole
 from tests.scripted_service import ScriptedService, answer_at_once, worker
 
 
@@ -81,3 +83,64 @@ def test_without_workers_nothing_is_asked() -> None:
     with pytest.raises(Overloaded):
         sing(Canary(service, ManualClock()))
     assert not service.requests
+
+
+PREFILL = msgspec.structs.replace(worker(), id="b" * 32, name="prefill-0", role=WorkerRole.PREFILL)
+
+
+def apart() -> ScriptedService:
+    """A prefill and a decode worker, that answer."""
+    service = ScriptedService(answer_at_once([1, 2]))
+    service.workers = (worker(), PREFILL)
+    return service
+
+
+def test_once_a_prefill_worker_was_seen_one_has_to_compute() -> None:
+    service, clock = apart(), ManualClock()
+    canary = Canary(service, clock)
+    sing(canary)
+    assert service.requests[0].is_probe
+    service.workers = (worker(),)
+    clock.advance(FRESH_S)
+    with pytest.raises(Overloaded, match="no prefill worker"):
+        sing(canary)
+    assert len(service.requests) == 1
+
+
+def test_a_configured_prefill_worker_is_missed_from_the_beginning() -> None:
+    service = apart()
+    service.workers = (worker(),)
+    with pytest.raises(Overloaded, match="no prefill worker"):
+        sing(Canary(service, ManualClock(), expects_prefill=True))
+
+
+def test_where_none_is_configured_decode_workers_are_enough() -> None:
+    service = apart()
+    sing(Canary(service, ManualClock(), expects_prefill=False))
+    service.workers = (worker(),)
+    sing(Canary(service, ManualClock()))
+    assert [request.is_probe for request in service.requests] == [False, False]
+
+
+def test_what_clients_requests_have_shown_lately_is_proof_enough() -> None:
+    service, clock = apart(), ManualClock(100.0)
+    canary = Canary(service, clock)
+    service.prefill_seen_s = clock.now_s()
+    clock.advance(PROVED_S - 0.1)
+    sing(canary)
+    assert not service.requests
+    clock.advance(0.2)
+    sing(canary)
+    assert len(service.requests) == 1
+    # Where there are no prefill workers they show nothing.
+    canary = Canary(service, clock, expects_prefill=False)
+    service.prefill_seen_s = clock.now_s()
+    sing(canary)
+    assert len(service.requests) == 2
+
+
+def test_a_prefill_worker_that_computes_nothing_is_named() -> None:
+    service = apart()
+    service.play = None
+    with pytest.raises(WorkerLost, match="computed by a prefill worker and transferred within 0.01 s"):
+        sing(Canary(service, ManualClock(), timeout_s=0.01))

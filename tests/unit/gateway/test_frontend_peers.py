@@ -9,9 +9,9 @@ from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.operating import Status, StatusQuery
 from baton.request import FinishReason
-from baton.worker import Load
+from baton.worker import REMOTE_PREFILLS, Load, WorkerStatus
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
-from tests.unit.gateway.frontend_peers import ROUTER, gateway
+from tests.unit.gateway.frontend_peers import ROUTER, Gateway, event, gateway
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 KEY = (id_of("r"), 0)
@@ -81,3 +81,55 @@ def test_what_a_peer_may_not_say_is_an_offence(who: str, message: AnyMessage) ->
 def test_only_routers_and_workers_may_join(make: Any) -> None:
     with pytest.raises(ProtocolError, match="has no business"):
         make(gateway("d0").frontend)
+
+
+def told(num_transferred: int, worker: str = "d0") -> Status:
+    """What a router says of a decode worker to which so many prompts were transferred."""
+    load = Load(counters={REMOTE_PREFILLS: num_transferred})
+    entry = WorkerStatus(worker=a_worker(worker), load=load, num_attempts=0, beat_age_s=0.0)
+    return Status(workers=(entry,))
+
+
+def seen(g: Gateway) -> float | None:
+    return g.frontend.prefill_seen_s
+
+
+def test_prefill_is_seen_once_prompts_were_transferred_and_answered() -> None:
+    g = gateway("p0", "d0")
+    g["router"].say(told(7))  # before this gateway was there
+    g.open()
+    g.route("d0", "p0")
+    g.say("p0", event(0))
+    assert seen(g) is None
+    answered_s = g.clock.now_s()
+    g.say("d0", event(1))
+    assert seen(g) is None  # it may have computed the prompt itself
+    g.clock.advance(1.0)
+    g["router"].say(told(8))
+    assert seen(g) == answered_s
+    g.clock.advance(1.0)
+    g.say("d0", event(2))
+    assert seen(g) == answered_s + 1.0
+
+
+def test_a_router_that_has_heard_less_shows_no_transfer() -> None:
+    g = gateway("p0", "d0")
+    g.open()
+    g.route("d0", "p0")
+    g.say("p0", event(0))
+    g.say("d0", event(1))
+    for count in (7, 5, 7, 6, 7):
+        g["router"].say(told(count))
+    assert seen(g) is None
+    g["router"].say(told(1, "d1"))  # another worker, whose former prompts are unknown
+    assert seen(g) is None
+
+
+def test_answers_without_a_prefill_worker_show_nothing_of_any() -> None:
+    g = gateway("p0", "d0")
+    g.open()
+    g.route("d0")
+    g.say("d0", event(0), event(1))
+    g["router"].say(told(7))
+    g["router"].say(told(8))
+    assert seen(g) is None

@@ -226,3 +226,26 @@ def test_attempts_of_an_earlier_router_weigh_by_the_workers_count() -> None:
     c["d0"].say(Beat(load=Load(), attempts=()))
     routed = c.submit(a_request("after"))
     assert isinstance(routed, Routed) and routed.decode == id_of("d0")
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "prefix", "cost"])
+def test_probe_is_computed_by_a_prefill_worker_whatever_the_policy(policy: str) -> None:
+    c = cluster("p0", "d0", "d1", policy=policy, local_prefill_tokens=64)
+    for number in range(4):
+        routed = c.submit(a_request(f"probe {number}", num_tokens=2, is_probe=True))
+        assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
+
+
+def test_probe_without_a_prefill_worker_is_rejected() -> None:
+    c = cluster("d0", policy="cost")
+    rejected = c.submit(a_request(is_probe=True))
+    assert isinstance(rejected, Rejected) and rejected.reason == "no prefill worker can be reached"
+    assert len(c.router.books) == 0
+
+
+def test_probe_under_pressure_is_still_computed_by_a_prefill_worker() -> None:
+    c = cluster("p0", "d0", policy="cost")
+    c.router._dispatcher._pairing.press(10_000)
+    local, probe = c.submit(a_request("local")), c.submit(a_request("probe", is_probe=True))
+    assert isinstance(local, Routed) and isinstance(probe, Routed)
+    assert (local.prefill, probe.prefill) == ("", id_of("p0"))
