@@ -135,8 +135,15 @@ class HostedWorker:
         if config.role is WorkerRole.PREFILL:
             num_groups = num_layer_groups(engine.runner.layout)
             return PrefillWorker(engine, endpoint, colleagues, beats, links, num_layer_groups=num_groups)
-        num_local = config.local_prefill_tokens
-        return DecodeWorker(engine, endpoint, colleagues, beats, links, local_prefill_tokens=num_local)
+        return DecodeWorker(
+            engine,
+            endpoint,
+            colleagues,
+            beats,
+            links,
+            local_prefill_tokens=config.local_prefill_tokens,
+            prefill_patience_s=config.link_timeout_s / 2,
+        )
 
     def _hello(self) -> Hello:
         config, engine = self._config, self.engine

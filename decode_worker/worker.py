@@ -8,6 +8,8 @@ The life of an attempt is in attempt.py. What comes in between:
   its prefill worker lives, it is computed here: the tokens are the same.
 - Pages that do not come before the first token may be a dead worker's, who died of the very prompt: that
   worker's own word is waited for, or its end.
+- A prefill worker that routers list, and of which nothing comes here, lives behind a link that is broken:
+  after `prefill_patience_s` its prompts are computed here.
 - A prefill worker that is gone before everything came ends the attempt: the gateway tries again elsewhere.
 - A gateway that is gone wants nothing any more.
 
@@ -37,6 +39,7 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.kv_links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.pulled_prefixes import PulledPrefixes
+from baton.link_life import LINK_TIMEOUT_S
 from baton.node import Peer
 from baton.pressure import Rung
 from baton.token_event import TokenEvent
@@ -56,10 +59,13 @@ class DecodeWorker(WorkerNode):
         links: KvLinks,
         *,
         local_prefill_tokens: int,
+        prefill_patience_s: float = LINK_TIMEOUT_S / 2,
     ) -> None:
         """The endpoint must ask `admit` for every reservation.
 
         local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
+        prefill_patience_s: silence of the link to a prefill worker after which its prompts are computed here;
+        longer than routers wait for a worker's sign of life, so that a dead one is not taken for such a link.
         """
         self.counters: Counter[str] = Counter()
         self._clock = beats.clock
@@ -68,6 +74,7 @@ class DecodeWorker(WorkerNode):
         self._engine = engine
         self._endpoint = endpoint
         self._local_prefill_tokens = local_prefill_tokens
+        self._prefill_patience_s = prefill_patience_s
         self._admission = Admission(engine)
         self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
         self._prompts = RemotePrompts(
@@ -119,6 +126,7 @@ class DecodeWorker(WorkerNode):
 
     def tick(self) -> None:
         self._lose_gateways(self._lost_gateways.tick(each.gateway for each in self._attempts.values()))
+        self._give_up_silent_links()
         super().tick()
 
     def _pressed(self, rung: Rung) -> None:
@@ -160,6 +168,17 @@ class DecodeWorker(WorkerNode):
         for attempt in list(self._attempts.values()):
             if attempt.stage is Stage.PREFILLING and attempt.prefill in ids and not attempt.is_complete:
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
+
+    def _give_up_silent_links(self) -> None:
+        """Compute prompts here whose prefill worker lives, as routers see it, and is not heard of."""
+        waiting = [each for each in self._attempts.values() if each.stage is Stage.PREFILLING]
+        for attempt in waiting:
+            peer = self._colleagues.peer(attempt.prefill)
+            silence_s = peer.silence_s if peer is not None else 0.0
+            is_listed = attempt.prefill in self._colleagues.members
+            if silence_s > self._prefill_patience_s and is_listed and not attempt.is_complete:
+                self.counters["silent_prefill_links"] += 1
+                self._recompute(attempt, f"the link to its prefill worker was silent for {silence_s:.1f} s")
 
     # An attempt begins.
 

@@ -22,6 +22,7 @@ from baton.node_thread import NodeThread
 from baton.request import Request
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
+from baton.steps import STEP_TIMEOUT_S
 from baton.token_event import TokenEvent
 from baton.worker import WorkerRole
 from baton.worker_config import TransportChoice, WorkerConfig
@@ -95,8 +96,9 @@ class Threads:
 
 
 class WorkerThread:
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, kind: type[HostedWorker] = HostedWorker) -> None:
         self.config = config
+        self._kind = kind
         self.hosted: HostedWorker
         self._stop = threading.Event()
         self._ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -115,7 +117,7 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
-            self.hosted = HostedWorker(self.config, KEY)
+            self.hosted = self._kind(self.config, KEY)
         except BaseException as error:
             self._ready.put(error)
             return
@@ -143,7 +145,10 @@ class Cluster:
         transport: TransportChoice = "auto",
         local_prefill_tokens: int = 0,
         policy: PolicyName = "round-robin",
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        kind: type[HostedWorker] = HostedWorker,
     ) -> None:
+        """kind: what the workers are made of."""
         self._ends = contextlib.ExitStack()
         with contextlib.ExitStack() as ends:
             router = Threads("router")
@@ -166,7 +171,9 @@ class Cluster:
                         transport=transport,
                         local_prefill_tokens=local_prefill_tokens,
                         drain_timeout_s=10.0,
-                    )
+                        step_timeout_s=step_timeout_s,
+                    ),
+                    kind,
                 )
                 for role, engines in ((WorkerRole.PREFILL, prefill), (WorkerRole.DECODE, decode))
                 for index, engine in enumerate(engines)

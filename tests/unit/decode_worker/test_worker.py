@@ -18,6 +18,7 @@ from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.messages import Commit
+from baton.link_life import LINK_TIMEOUT_S
 from baton.operating import Drain, StatusQuery
 from baton.request import Request
 from baton.token_event import TokenEvent
@@ -103,6 +104,45 @@ class TestPagesThatDoNotCome:
         (answer,) = pair.answer(request)
         assert said(answer) == answer_alone(alone, request)
         assert not pair.decode_worker.counters["recomputed_prefills"]
+
+    def test_prefill_worker_behind_a_silent_link_is_not_waited_for(
+        self, make_pair: MakePair, alone: Engine
+    ) -> None:
+        pair, request = make_pair(), a_request()
+        pair.hold(Prefill)
+        pair.dispatch(request)
+        pair.turns_until(lambda: pair.holds(Prefill))
+        link = pair.decode.peers[PREFILL]
+        link.silence_s = LINK_TIMEOUT_S / 2
+        pair.decode_worker.tick()
+        was_patient = not pair.decode_worker.counters["silent_prefill_links"]
+        link.silence_s += 0.5
+        pair.decode_worker.tick()
+        self._is_recomputed(pair, request, alone)
+        assert (was_patient, pair.decode_worker.counters["silent_prefill_links"]) == (True, 1)
+
+    def test_silent_link_in_the_middle_of_a_transfer_leaves_no_page_to_two_owners(
+        self, make_pair: MakePair, alone: Engine
+    ) -> None:
+        pair, request = make_pair(**SMALL_STEPS), a_request()
+        bring_to(pair, request, "computing")
+        pair.decode.peers[PREFILL].silence_s = LINK_TIMEOUT_S
+        pair.decode_worker.tick()
+        self._is_recomputed(pair, request, alone)
+
+    def test_silent_prefill_worker_that_no_router_lists_may_have_died_of_the_prompt(
+        self, make_pair: MakePair
+    ) -> None:
+        pair, request = make_pair(), a_request()
+        pair.hold(Prefill)
+        pair.dispatch(request)
+        pair.turns_until(lambda: pair.holds(Prefill))
+        pair.decode.peers[PREFILL].silence_s = LINK_TIMEOUT_S
+        pair.list_members(pair.decode)
+        pair.decode_worker.tick()
+        pair.turns_until(lambda: bool(pair.failures()))
+        assert (pair.failures()[0].failure, pair.failures()[0].worker) == (Failure.LOST, PREFILL)
+        assert not pair.heard(request)
 
     def test_a_lost_link_for_pages_after_the_first_token(self, make_pair: MakePair, alone: Engine) -> None:
         """Its process is not known to be dead: control connections end by themselves."""

@@ -1,0 +1,217 @@
+"""Nothing hangs where nothing is said: slow steps, steps that never end, links that swallow what they carry.
+
+The cluster is whole and in this process, over real sockets; only what a step takes, and what a link carries,
+is in the test's hands.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+from baton.cluster.worker_process import HostedWorker
+from baton.config import CacheConfig, EngineConfig
+from baton.decode_worker.worker import DecodeWorker
+from baton.kvtransfer import tcp
+from baton.kvtransfer.link import Link
+from baton.node_thread import NodeThread
+from baton.operating import WatchWorkers, WorkerRemoved
+from baton.prefill_worker.worker import PrefillWorker
+from baton.request import Request, SamplingParams
+from baton.worker import Address, WorkerRole
+from tests.cluster_threads import Answer, Cluster, wait_for
+from tests.link_proxy import LinkProxy
+from tests.node_peers import TestPeer, a_request
+
+FIRST_TOKEN_S: Final = 10.0
+SLACK_S: Final = 3.0  # of a machine that does much else
+
+
+class SlowWorker(HostedWorker):
+    """A worker whose steps take `step_s` more, with the interpreter's lock free, as in a model's kernels."""
+
+    step_s: float = 0.0
+    hang: threading.Event | None = None  # a step that begins waits for it
+
+    def serve(self, stop: threading.Event) -> None:
+        on_batch = self.engine.on_batch
+
+        def begin(num_tokens: int) -> None:
+            on_batch(num_tokens)
+            if self.hang is not None:
+                self.hang.wait()
+            time.sleep(self.step_s)
+
+        self.engine.on_batch = begin
+        super().serve(stop)
+
+
+class Links:
+    """Proxies of all links between workers, made as they are dialled, and gone through from then on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._proxies: dict[tuple[str, int], LinkProxy] = {}
+
+    def through(self, address: tuple[str, int]) -> tuple[str, int]:
+        """Where to connect to instead."""
+        with self._lock:
+            if address not in self._proxies:
+                self._proxies[address] = LinkProxy(address)
+            return self._proxies[address].address
+
+    def swallow(self) -> None:
+        for proxy in list(self._proxies.values()):
+            proxy.swallow()
+
+    @property
+    def num_connections(self) -> int:
+        return sum(proxy.num_connections for proxy in self._proxies.values())
+
+    def close(self) -> None:
+        for proxy in self._proxies.values():
+            proxy.close()
+
+
+LINKS: Links = Links()
+
+
+class ProxiedWorker(SlowWorker):
+    """A worker that reaches other workers through `LINKS`, for words and for pages."""
+
+    def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
+        routers = set(self._config.routers)
+        dial, link = thread.dial, self.endpoint.link
+
+        def dial_through(address: Address) -> None:
+            dial(address if address in routers else Address(*LINKS.through((address.host, address.port))))
+
+        def link_through(address: tuple[str, int]) -> Link:
+            return link(LINKS.through(address))
+
+        thread.dial = dial_through  # type: ignore[method-assign]
+        self.endpoint.link = link_through  # type: ignore[method-assign]
+        return super()._make_node(thread)
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
+    """A fresh LINKS, which page bytes over TCP go through too."""
+    made = Links()
+    monkeypatch.setattr(f"{__name__}.LINKS", made)
+    make = tcp.TcpTransport.__init__
+
+    def through(
+        self: tcp.TcpTransport, address: tuple[str, int], *arguments: object, **named: object
+    ) -> None:
+        make(self, made.through(address), *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tcp.TcpTransport, "__init__", through)
+    yield made
+    made.close()
+
+
+def engine() -> EngineConfig:
+    return EngineConfig(model="tiny", cache=CacheConfig(kv_cache_memory_bytes=16 << 20))
+
+
+def tokens_of(answer: Answer) -> list[int | None]:
+    return answer.token_ids
+
+
+def expected(cluster: Cluster, request: Request) -> list[int | None]:
+    """The tokens of the same request when all is well."""
+    (answer,) = cluster.ask([request])
+    return tokens_of(answer)
+
+
+def named(name: str, *, max_tokens: int = 8, **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return a_request(name, 200, sampling=sampling, **fields)
+
+
+def watching(cluster: Cluster) -> TestPeer:
+    """An operator that the router tells of the workers that it removes."""
+    peer = TestPeer.operator(cluster.router)
+    peer.say(WatchWorkers())
+    return peer
+
+
+def hosted(cluster: Cluster, role: WorkerRole) -> list[SlowWorker]:
+    found = [worker.hosted for worker in cluster.workers_of(role)]
+    assert all(isinstance(each, SlowWorker) for each in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.timeout(180)
+def test_swallowed_links_between_prefill_and_decode_cost_a_local_prefill(links: Links) -> None:
+    with Cluster([engine()], [engine()], transport="tcp", kind=ProxiedWorker) as cluster:
+        tokens = expected(cluster, named("before"))
+        assert links.num_connections >= 3  # control, KV control, pages
+        operator = watching(cluster)
+        links.swallow()
+        begun_s = time.monotonic()
+        answer = cluster.begin(named("after", cache_salt=b"other"))
+        wait_for(lambda: bool(answer.events), FIRST_TOKEN_S + SLACK_S)
+        assert time.monotonic() - begun_s < FIRST_TOKEN_S
+        wait_for(lambda: answer.has_ended)
+        assert tokens_of(answer) == tokens
+        # Once the broken links are dropped the router pairs nobody over them.
+        wait_for(lambda: not links_reached(cluster))
+        begun_s = time.monotonic()
+        (later,) = cluster.ask([named("later", cache_salt=b"third")])
+        assert tokens_of(later) == tokens
+        assert operator.take(WorkerRemoved) == []
+        cluster.check_nothing_is_held()
+
+
+def links_reached(cluster: Cluster) -> bool:
+    """Whether any worker says that it reaches another."""
+    return any(member.reached for member in cluster.router.members.all())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("step_s", "num_tokens"), [(4.0, 3), pytest.param(6.0, 10, marks=pytest.mark.slow)])
+def test_slow_steps_that_move_cost_no_membership_and_no_request(step_s: float, num_tokens: int) -> None:
+    with Cluster([engine()], [engine()], kind=SlowWorker) as cluster:
+        tokens = expected(cluster, named("before", max_tokens=num_tokens))
+        operator = watching(cluster)
+        for role in WorkerRole:
+            for worker in hosted(cluster, role):
+                worker.step_s = step_s
+        answers = [
+            cluster.begin(named(f"slow {number}", max_tokens=num_tokens, cache_salt=b"%d" % number))
+            for number in range(3)
+        ]
+        wait_for(lambda: all(answer.has_ended for answer in answers), 240.0)
+        assert [tokens_of(answer) for answer in answers] == [tokens] * 3
+        assert operator.take(WorkerRemoved) == []
+        assert not any(name.startswith("replays") for name in cluster.frontend.counters)
+
+
+@pytest.mark.timeout(180)
+def test_worker_hung_in_a_step_is_removed_within_its_bound_and_its_streams_go_on() -> None:
+    bound_s, released = 4.0, threading.Event()
+    with (
+        contextlib.ExitStack() as ends,
+        Cluster([engine()], [engine()] * 2, kind=SlowWorker, step_timeout_s=bound_s) as cluster,
+    ):
+        ends.callback(released.set)
+        tokens = expected(cluster, named("before"))
+        cluster.ask([named(f"warm {number}", cache_salt=b"w%d" % number) for number in range(4)])
+        operator = watching(cluster)
+        answers = [cluster.begin(named(f"hung {number}", cache_salt=b"%d" % number)) for number in range(4)]
+        hung = hosted(cluster, WorkerRole.DECODE)[0]
+        hung.hang = released
+        begun_s = time.monotonic()
+        wait_for(lambda: any(isinstance(each, WorkerRemoved) for each in operator.received), bound_s + 30.0)
+        removed = operator.only(WorkerRemoved)
+        assert (removed.name, "its bound is 4 s" in removed.reason) == ("decode-0", True)
+        assert bound_s - 1.0 < time.monotonic() - begun_s < bound_s + 2.0 + SLACK_S
+        wait_for(lambda: all(answer.has_ended for answer in answers))
+        assert [tokens_of(answer) for answer in answers] == [tokens] * 4
+        hung.hang = None
+        released.set()
