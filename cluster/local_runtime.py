@@ -100,6 +100,7 @@ class LocalRuntime:
         """command: what runs a process that reads an assignment, as process.py does."""
         self.host = self.worker_host = LOOPBACK
         self.num_gpus = 0
+        self.head_away_s = 0.0
         self._gpus: Sequence[str] = ()
         self._key = key
         self._command = command

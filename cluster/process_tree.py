@@ -1,6 +1,7 @@
 """Processes of this machine with all that they have started, as /proc tells: Linux alone."""
 
 import os
+import select
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -29,3 +30,24 @@ def kill_tree(pid: int) -> None:
     for each in (*reversed(descendants(pid)), pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def started_at(pid: int) -> int:
+    """Clock ticks at the process's start, which tell it from others of its id; 0: it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
+def wait_for_end(pid: int, started: int) -> None:
+    """Returns when the process has ended that `started_at` gave `started` for; at once if there is none."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if started_at(pid) == started:
+            select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)

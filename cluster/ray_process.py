@@ -5,14 +5,17 @@ tokens and pages go over Baton's own connections.
 """
 
 import logging
+import os
 import socket
 import threading
+import time
 
 import msgspec
 import ray
 
-from baton.cluster.process import LOG_FORMAT, run
+from baton.cluster.process import LOG_FORMAT, ORPHANED, run
 from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
+from baton.cluster.process_tree import started_at, wait_for_end
 from baton.config import log_level, set_node_name
 from baton.errors import BatonError
 
@@ -23,8 +26,12 @@ NUM_THREADS = 4
 class RayProcess:
     """`serve` is called once, first."""
 
-    def __init__(self, assignment: bytes, *, is_alone: bool) -> None:
-        """is_alone: the whole cluster is on this machine, so nothing listens on other than loopback."""
+    def __init__(self, assignment: bytes, *, is_alone: bool, parent: tuple[int, int] | None) -> None:
+        """is_alone: the whole cluster is on this machine, so nothing listens on other than loopback.
+
+        parent: process of this machine that this one ends with, and its start (`started_at`). Without Ray's
+        head nobody else would end what a killed `serve` has left, which would keep its port.
+        """
         given = msgspec.json.decode(assignment, type=Assignment)
         self._given = given if is_alone else _on_this_node(given)
         self._stop = threading.Event()
@@ -32,12 +39,21 @@ class RayProcess:
         self._report: Report | None = None
         self._loading: Loading | None = None
         set_node_name(f"{socket.gethostname()}/{_node_id()}")
+        self._alive_s: float | None = None
+        if parent is not None and started_at(parent[0]) == parent[1]:  # else it is not to be seen from here
+            threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
         logging.basicConfig(level=log_level(), format=f"{given.name} | {LOG_FORMAT}", force=True)
 
     def serve(self) -> None:
         """Returns when it was asked to stop, and has. Raises nothing but for our bugs."""
         try:
-            run(self._given, lambda address: self._tell(Started(address)), self._stop, self._keep_loading)
+            run(
+                self._given,
+                ready=lambda address: self._tell(Started(address)),
+                stop=self._stop,
+                progress=self._keep_loading,
+                alive=self._keep_alive,
+            )
         except BatonError as error:
             if self._report is not None:
                 raise
@@ -55,11 +71,22 @@ class RayProcess:
         """What has been read so far: Loading | None."""
         return msgspec.json.encode(self._loading)
 
+    def place(self) -> tuple[int, str]:
+        """This process's id, and that of its node."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    def silent_s(self) -> float:
+        """Seconds since the event loop ran; 0 before it serves."""
+        return 0.0 if self._alive_s is None else time.monotonic() - self._alive_s
+
     def stop(self) -> None:
         self._stop.set()
 
     def _keep_loading(self, num_bytes: int, total_bytes: int) -> None:
         self._loading = Loading(num_bytes, total_bytes)
+
+    def _keep_alive(self) -> None:
+        self._alive_s = time.monotonic()
 
     def _tell(self, report: Report) -> None:
         if self._report is None:
@@ -71,6 +98,11 @@ def _node_id() -> str:
     """Return the first characters of Ray's id of this node: several nodes may share a machine."""
     node_id: str = ray.get_runtime_context().get_node_id()
     return node_id[:8]
+
+
+def _end_with(pid: int, started: int) -> None:
+    wait_for_end(pid, started)
+    os._exit(ORPHANED)
 
 
 def _on_this_node(given: Assignment) -> Assignment:

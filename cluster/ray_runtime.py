@@ -2,11 +2,15 @@
 
 1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only who
    has its token.
-2. `place` takes room for all workers in one placement group, a bundle each, spread over the nodes. A worker's
-   ranks are in one bundle, so they share a node.
-3. `spawn` puts a worker into its bundle; a router or a gateway runs on this node, where clients expect it.
-   Ray restarts nothing: what ends is started again by its supervisor, in the same bundle.
-4. `close` ends the actors, gives the room back, and leaves Ray, which ends if it was started here.
+2. `place` takes room for each worker in a placement group of its own, and spreads each role over the nodes.
+   A worker's ranks are in one bundle, so they share a node.
+3. `spawn` puts a worker into its room; a router or a gateway runs on this node, where clients expect it.
+   Ray restarts nothing: what ends is started again by its supervisor, in the same room. A worker that was
+   given up, or whose node does not answer, moves to another node where one has room: a node that stands
+   still is dead to Ray only after a minute.
+4. While Ray's head is away nothing can be started, and calls that ask it hang. What runs goes on: `spawn`
+   waits for the head, and no call that asks it runs on the event loop.
+5. `close` ends the actors, gives the room back, and leaves Ray, which ends if it was started here.
 """
 
 import asyncio
@@ -15,13 +19,18 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from typing import Any, Final
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from baton.cluster.installing import install
 from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
+from baton.cluster.process_tree import kill_tree, started_at
 from baton.config import prepare_ray
 from baton.errors import ConfigError, WorkerLost
 from baton.worker import Address
@@ -29,9 +38,37 @@ from baton.worker import Address
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
 CONNECT_TIMEOUT_S: Final = 5.0
+TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
+MOVE_S: Final = 5.0  # for Ray to find room on any node but those that are suspected
+PROBE_TIMEOUT_S: Final = 1.0
+SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided; Ray's own verdict comes before that
+HEAD_LOOK_S: Final = 1.0
+HEAD_AWAY_S: Final = 3.0  # without an answer of the head
+CLOSE_TIMEOUT_S: Final = 15.0  # while Ray's head is away it cannot be told anything
+NODE_ID_LABEL: Final = "ray.io/node-id"
 AUTO: Final = "auto"
 _REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
 MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
+
+class Node(NamedTuple):
+    """A living machine of the Ray cluster."""
+
+    id: str
+    address: str
+    port: int  # of its raylet
+    resources: Mapping[str, float]  # in all
+
+
+class Room(NamedTuple):
+    """A placement group of one bundle, and the node that it is on."""
+
+    group: Any
+    node_id: str
 
 
 class RayRuntime:
@@ -48,9 +85,14 @@ class RayRuntime:
         self._place_timeout_s = place_timeout_s
         self._ray: Any = None  # imported when it is needed: half a second
         self._actor_class: Any = None
-        self._group: Any = None
-        self._bundles: dict[str, int] = {}
+        self._rooms: dict[str, Room] = {}  # by the name of a worker
         self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
+        self._roles: dict[str, str] = {}  # by the name of a worker
+        self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up
+        self._given_up: set[str] = set()  # names of workers whose successors move
+        self._node_id = ""  # of this machine
+        self._head_s = 0.0  # when Ray's head last answered
+        self._is_closed = False
         self._alive: set[RayActor] = set()
         self.num_gpus = 0
         self.host = LOOPBACK
@@ -63,40 +105,167 @@ class RayRuntime:
     def _is_alone(self) -> bool:
         return self._address is None
 
+    @property
+    def head_away_s(self) -> float:
+        silent_s = time.monotonic() - self._head_s
+        return silent_s if self._head_s and silent_s > HEAD_AWAY_S else 0.0
+
     async def open(self) -> None:
-        await asyncio.to_thread(self._open)
+        await asyncio.to_thread(self._open)  # on a thread that stays: Ray ends with it
         _take_signals_back()
+        self._head_s = time.monotonic()
+        threading.Thread(target=self._watch_head, name="ray-head", daemon=True).start()
 
     async def place(self, specs: list[ProcessSpec]) -> None:
         workers = [spec for spec in specs if spec.num_ranks]
-        num_cores = cores_for(sum(spec.num_ranks for spec in workers), self._cores_of_nodes())
+        nodes = await _in_thread(self._nodes)
+        num_cores = cores_for(
+            sum(spec.num_ranks for spec in workers), [int(node.resources.get("CPU", 0)) for node in nodes]
+        )
         for (name, cores), spec in zip(share_out(workers, num_cores).items(), workers, strict=True):
             self._needs[name] = _needs(spec, cores)
-        self._bundles = {spec.name: index for index, spec in enumerate(workers)}
-        bundles = [self._needs[spec.name] for spec in workers]
-        self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
+            self._roles[name] = spec.role
         try:
             async with asyncio.timeout(self._place_timeout_s):
-                await self._group.ready()
+                for spec in workers:
+                    await self._take_room(spec.name, self._preferred(spec.name, nodes), TRY_S)
+                # Where there is no room yet all is asked for at once: a cluster may grow.
+                late = [spec.name for spec in workers if spec.name not in self._rooms]
+                await asyncio.gather(*(self._take_room(name, None, self._place_timeout_s) for name in late))
         except TimeoutError:
+            bundles = [self._needs[spec.name] for spec in workers]
             raise ConfigError(
-                f"Ray has no room for the workers: they need {self._shortage(bundles)}: set cores_per_rank "
-                "of prefill and decode lower, start fewer workers, or add nodes"
+                f"Ray has no room for the workers: they need {await _in_thread(self._shortage, bundles)}: "
+                "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
             ) from None
 
     async def spawn(self, spec: ProcessSpec) -> "RayActor":
-        actor = self._actor_class.options(name=None, **self._where(spec)).remote(
-            assignment(spec, self._key), is_alone=self._is_alone
-        )
-        process = RayActor(spec.name, actor, self._ray)
+        if self.head_away_s:
+            logger.warning("%s is started when Ray's head answers again", spec.name)
+        while self.head_away_s:
+            await asyncio.sleep(HEAD_LOOK_S)
+        if spec.num_ranks:
+            await self._move_if_needed(spec.name)
+        actor = await _in_thread(self._start_actor, spec)
+        process = RayActor(spec, actor, self)
         self._alive.add(process)
         return process
 
+    @property
+    def errors(self) -> Any:
+        """The module of Ray's exceptions."""
+        return self._ray.exceptions
+
     async def close(self) -> None:
-        for process in self._alive:
-            process.kill()
-        if self._ray is not None:
-            await asyncio.to_thread(self._close)
+        """Head or no head: what of Ray does not answer in time is left to its own end."""
+        self._is_closed = True
+        if self._ray is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await _in_thread(self._close)
+
+    # What a RayActor calls.
+
+    def ended(self, process: "RayActor") -> None:
+        """Its life is over."""
+        self._alive.discard(process)
+
+    def kill(self, actor: Any) -> None:
+        """Have Ray end an actor; returns at once, also while the head is away."""
+        if self._ray.is_initialized():
+            _in_background(self._ray.kill, actor)
+
+    def give_up(self, name: str, actor: Any, pid: int, node_id: str) -> None:
+        """Have an actor ended that may not answer, by Ray and by a signal to its process and its ranks."""
+        self._given_up.add(name)
+        if node_id:
+            self._suspects[node_id] = time.monotonic()
+        self.kill(actor)
+        if pid and node_id == self._node_id:
+            kill_tree(pid)
+        elif pid:
+            _in_background(self._kill_there, node_id, pid)
+
+    # Room for workers.
+
+    async def _move_if_needed(self, name: str) -> None:
+        """Take room on another node if the worker's own does not answer, or may stand still."""
+        room = self._rooms[name]
+        nodes = await _in_thread(self._nodes)
+        here = next((node for node in nodes if node.id == room.node_id), None)
+        if name not in self._given_up and here is not None and await _listens(here):
+            return
+        now_s = time.monotonic()
+        avoided = {node_id for node_id, since_s in self._suspects.items() if now_s - since_s < SUSPECT_S}
+        others = [node for node in nodes if node.id not in avoided | {room.node_id}]
+        for node_ids in (self._preferred(name, others), [node.id for node in others]):
+            if await self._take_room(name, node_ids, MOVE_S):
+                self._given_up.discard(name)
+                logger.warning("%s moves to another node of Ray", name)
+                _in_background(self._ray.util.remove_placement_group, room.group)
+                return
+        self._given_up.discard(name)  # no other node has room: Ray starts it where it was, as soon as it can
+
+    def _preferred(self, name: str, nodes: Sequence[Node]) -> list[str]:
+        role = self._roles[name]
+        used = Counter(
+            room.node_id
+            for other, room in self._rooms.items()
+            if other != name and self._roles[other] == role
+        )
+        return least_used(self._needs[name], nodes, used)
+
+    async def _take_room(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
+        """Whether there is room now on one of these nodes, None: on any; nothing is kept of it otherwise."""
+        if node_ids is not None and not node_ids:
+            return False
+        labels = None if node_ids is None else [{NODE_ID_LABEL: f"in({','.join(node_ids)})"}]
+        room = await _in_thread(self._room, self._needs[name], labels, timeout_s)
+        if room is not None:
+            self._rooms[name] = room
+        return room is not None
+
+    def _room(
+        self, needs: dict[str, float], labels: list[dict[str, str]] | None, timeout_s: float
+    ) -> Room | None:
+        group = self._ray.util.placement_group([needs], bundle_label_selector=labels)
+        if not group.wait(timeout_s):
+            self._ray.util.remove_placement_group(group)
+            return None
+        return Room(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
+
+    # On threads: Ray's own calls, which may wait for its head.
+
+    def _watch_head(self) -> None:
+        """Ask the head for its nodes again and again; a call that is not answered hangs until it is back."""
+        while not self._is_closed and self._ray.is_initialized():
+            with suppress(Exception):  # Ray gives up after a minute, and says so in many ways
+                self._ray.nodes()
+                self._head_s = time.monotonic()
+            time.sleep(HEAD_LOOK_S)
+
+    def _nodes(self) -> list[Node]:
+        return [
+            Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _start_actor(self, spec: ProcessSpec) -> Any:
+        return self._actor_class.options(name=None, **self._where(spec)).remote(
+            assignment(spec, self._key),
+            is_alone=self._is_alone,
+            parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
+        )
+
+    def _kill_there(self, node_id: str, pid: int) -> None:
+        """Run `kill_tree` on another node; it never ends where that node stands still."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        killer = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(kill_tree)
+        killer.remote(pid)
 
     def _open(self) -> None:
         self._ray = ray = _import_ray()
@@ -114,6 +283,7 @@ class RayRuntime:
                 _check_reachable(self._address)
                 ray.init(address=self._address, configure_logging=False)
                 self.host = ray.util.get_node_ip_address()
+            self._node_id = ray.get_runtime_context().get_node_id()
         except (OSError, RuntimeError, ValueError) as error:
             where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
@@ -131,13 +301,12 @@ class RayRuntime:
             for name, needed in _sum(bundles).items()
         )
 
-    def _cores_of_nodes(self) -> list[int]:
-        return [int(node["Resources"].get("CPU", 0)) for node in self._ray.nodes() if node["Alive"]]
-
     def _close(self) -> None:
         if self._ray.is_initialized():
-            if self._group is not None:
-                self._ray.util.remove_placement_group(self._group)
+            for process in self._alive:
+                self._ray.kill(process.actor, no_restart=True)
+            for room in self._rooms.values():
+                self._ray.util.remove_placement_group(room.group)
             self._ray.shutdown()
 
     def _where(self, spec: ProcessSpec) -> dict[str, Any]:
@@ -150,27 +319,32 @@ class RayRuntime:
                 "num_gpus": needs.pop("GPU", 0),
                 "resources": needs,
                 "scheduling_strategy": scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=self._bundles[spec.name]
+                    self._rooms[spec.name].group, placement_group_bundle_index=0
                 ),
             }
-        here = self._ray.get_runtime_context().get_node_id()
-        strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+        strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(self._node_id, soft=False)
         return {"num_cpus": 0, "scheduling_strategy": strategy}
 
 
 class RayActor:
-    """A Process whose calls go to an actor."""
+    """A Process whose calls go to an actor, over connections of their own: no call waits for Ray's head."""
 
-    def __init__(self, name: str, actor: Any, ray: Any) -> None:
-        self.name = name
-        self._actor = actor
-        self._ray = ray
+    def __init__(self, spec: ProcessSpec, actor: Any, runtime: RayRuntime) -> None:
+        self.name = spec.name
+        self.actor = actor
+        self._runtime = runtime
+        self._errors = runtime.errors
+        self._has_loop = not spec.num_ranks  # which says that it runs: of a router, or a gateway
+        self._pid, self._node_id = 0, ""
         self._end = actor.serve.remote()
+        self._asked: asyncio.Future[float] | None = None  # for its silence
+        self._asked_s = 0.0
 
     async def ready(self) -> Address:
         try:
-            report = _REPORTS.decode(await self._actor.report.remote())
-        except self._ray.exceptions.RayActorError as error:
+            self._pid, self._node_id = await self.actor.place.remote()
+            report = _REPORTS.decode(await self.actor.report.remote())
+        except self._errors.RayActorError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
         match report:
             case Started(address):
@@ -180,31 +354,90 @@ class RayActor:
 
     async def loading(self) -> Loading | None:
         try:
-            return msgspec.json.decode(await self._actor.loading.remote(), type=Loading | None)
-        except self._ray.exceptions.RayError:
+            return msgspec.json.decode(await self.actor.loading.remote(), type=Loading | None)
+        except self._errors.RayError:
             return None
 
     async def watch(self) -> str:
         try:
             await self._end
-        except self._ray.exceptions.RayError as error:
-            self.kill()
+            return ""
+        except self._errors.RayError as error:
             return f"ended: {first_line(error)}"
-        self.kill()  # an actor stays when its method has returned
-        return ""
+        finally:
+            self.kill()  # an actor stays when its method has returned
 
     def stop(self) -> None:
-        self._actor.stop.remote()
+        self.actor.stop.remote()
 
     def kill(self) -> None:
-        if self._ray.is_initialized():
-            self._ray.kill(self._actor, no_restart=True)
+        self._runtime.ended(self)
+        self._runtime.kill(self.actor)
 
     def give_up(self) -> None:
-        self.kill()
+        self._runtime.ended(self)
+        self._runtime.give_up(self.name, self.actor, self._pid, self._node_id)
 
     async def silent_s(self) -> float:
-        return 0.0
+        if not self._has_loop:
+            return 0.0
+        now_s = time.monotonic()
+        if self._asked is None:
+            self._asked, self._asked_s = asyncio.ensure_future(self.actor.silent_s.remote()), now_s
+        await asyncio.wait((self._asked,), timeout=PROBE_TIMEOUT_S)
+        if not self._asked.done():
+            return now_s - self._asked_s
+        answered, self._asked = self._asked, None
+        return 0.0 if answered.exception() else answered.result()  # `watch` tells of its end
+
+
+async def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """The result of a call of Ray that may hang, on a thread that keeps nobody from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def tell(result: ResultT | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # nobody waits for it any more
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = call(*arguments)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=work, name="ray-call", daemon=True).start()
+    return await future
+
+
+def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
+    """Make a call of Ray that may hang and whose result nobody needs."""
+
+    def work() -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            logger.info("a call of Ray failed: %s", first_line(error))
+
+    threading.Thread(target=work, name="ray-call", daemon=True).start()
+
+
+async def _listens(node: Node) -> bool:
+    """Whether the machine's raylet takes connections; one that stands still does so, too."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(node.address, node.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def _check_reachable(address: str) -> None:
@@ -245,6 +478,17 @@ def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
         return num_ranks
     ranks_per_node = math.ceil(num_ranks / len(usable))
     return num_ranks * max(1, min(usable) // ranks_per_node)
+
+
+def least_used(needs: Mapping[str, float], nodes: Sequence[Node], used: Mapping[str, int]) -> list[str]:
+    """Ids of the nodes that are large enough and have the fewest workers of the role; `used`: how many."""
+    fitting = [
+        node.id
+        for node in nodes
+        if all(node.resources.get(name, 0.0) >= most for name, most in needs.items())
+    ]
+    fewest = min((used.get(node_id, 0) for node_id in fitting), default=0)
+    return [node_id for node_id in fitting if used.get(node_id, 0) == fewest]
 
 
 def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:

@@ -47,6 +47,13 @@ class Runtime(Protocol):
     def worker_host(self) -> str:
         """What workers listen on; "": the address of the machine that each is started on."""
 
+    @property
+    def head_away_s(self) -> float:
+        """Seconds since Ray's head last answered; 0 while it does, and where there is no Ray.
+
+        Meanwhile what runs goes on, and nothing can be started.
+        """
+
     async def open(self) -> None:
         """ConfigError when there is nothing to run processes on."""
 
