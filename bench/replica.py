@@ -16,7 +16,7 @@ from baton.engine.hf_config import ModelConfig, read_model_config
 from baton.engine.model_runner import ModelRunner
 from baton.engine.parallel import TensorParallel
 from baton.engine.step_arrays import StepArrays
-from baton.kernels.layer_groups import LayerGroups
+from baton.kernels.layer_groups import OnLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +74,13 @@ class RecordingRunner(ModelRunner):
         self.num_rows = 0
         self.num_padded_rows = 0  # computed for nothing: their keys and values are stored nowhere
 
-    def execute(self, arrays: StepArrays, groups: LayerGroups | None = None) -> Tensor:
+    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
         if len(arrays.token_ids):
             self.last_step = arrays
             self.num_steps += 1
             self.num_rows += len(arrays.token_ids)
             self.num_padded_rows += int(np.count_nonzero(arrays.slots < 0))
-        return super().execute(arrays, groups)
+        return super().execute(arrays, on_layers)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,15 @@ class HostedWorker:
             link_timeout_s=self._config.link_timeout_s,
         )
         writable = None if pool.is_cuda else shared
-        endpoint = KvEndpoint(settings, pool, self.engine.pages, admission, shared=writable, agents=agents)
+        endpoint = KvEndpoint(
+            settings,
+            pool,
+            self.engine.pages,
+            admission,
+            shared=writable,
+            agents=agents,
+            steps=self.engine.runner.steps,
+        )
         endpoint.lend = self.engine.lend
         return endpoint
 

@@ -47,7 +47,6 @@ from baton.engine.stats import EngineStats, StepFigures, take_stats
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.engine.step_outputs import last_output_of, output_of
 from baton.errors import WorkerLost
-from baton.kernels.layer_groups import LayerGroups
 from baton.page_keys import PageKeys
 from baton.request import Request, StepOutput
 
@@ -77,13 +76,14 @@ class Engine:
         self._busy_since_s: float | None = None  # the end of the last step, if there was more to do
         self._seeds = random.Random(runner.config.seed)
         self._meter = PreemptionMeter(runner.pool)
+        self._num_steps = 0  # that ran, of whatever kind
         config, layout = runner.config, runner.layout
         keys = None
         if config.cache.enable_prefix_caching:
             keys = PageKeys(
                 model_fingerprint=model_fingerprint, dtype=layout.dtype, page_size=layout.page_size
             )
-        pool = PagePool(len(runner.pool.device), layout.page_size)
+        pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
         self.scheduler = Scheduler(config.scheduler, cache, clock, attention_parity(runner.model))
         self._start_steps()
@@ -289,9 +289,10 @@ class Engine:
 
     def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.chunks else 0
-        arrays = self._builder.build(batch)
+        self._num_steps += 1
+        arrays = self._builder.build(batch)._replace(step=self._num_steps, num_layer_groups=num_groups)
         if self.runner.tp.size > 1:
             self.runner.tp.send_command(encode(arrays))
-        if watch is None or not num_groups:
+        if watch is None:
             return self.runner.execute(arrays)
-        return self.runner.execute(arrays, LayerGroups(num_groups, watch.layers_written))
+        return self.runner.execute(arrays, watch.layers_written)

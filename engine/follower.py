@@ -116,7 +116,7 @@ def follow(assignment: Assignment, rank_0: RankZero) -> None:
         return
     with closing(make_companion(assignment.companion)) as companion:
         runner.allocate(companion.zeros_on_cpu)
-        companion.start(assignment.rank, runner.pool.device)
+        companion.start(assignment.rank, runner.pool.device, runner.steps)
         tp.smallest(0)  # rank 0 waits here for all companions
         _run_steps(runner)
 

@@ -2,10 +2,12 @@
 
 1. `load` maps the checkpoint and places this rank's part of the weights.
 2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest.
-3. `execute` runs one step: page copies, then the forward pass; returns logits.
+3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` says how far it has
+   come on the device, to whoever shares the pages.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.cuda_graphs import DecodeGraphs
 from baton.engine.decoder import Decoder
+from baton.engine.device_steps import DeviceSteps
 from baton.engine.dtypes import TORCH_DTYPES
 from baton.engine.dummy_weights import DummyCheckpoint
 from baton.engine.hf_config import ModelConfig
@@ -25,10 +28,11 @@ from baton.engine.model_limits import choose_max_model_len
 from baton.engine.parallel import TensorParallel
 from baton.engine.parameters import check_parameters, parameter_bytes, parameter_shapes
 from baton.engine.step_arrays import StepArrays, padding_step
+from baton.engine.step_marks import mark_of
 from baton.engine.weights import Checkpoint, Progress, ReportingCheckpoint, open_checkpoint
 from baton.errors import ConfigError, ModelError
 from baton.kernels.huge_pages import huge_zeros
-from baton.kernels.layer_groups import LayerGroups
+from baton.kernels.layer_groups import LayerGroups, OnLayers
 from baton.layout import PageLayout
 
 logger = logging.getLogger(__name__)
@@ -54,6 +58,7 @@ class ModelRunner:
         )
         self.decoder: Decoder
         self.pool: KvPool
+        self.steps = DeviceSteps(self.device)
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -110,12 +115,21 @@ class ModelRunner:
         return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
 
     @torch.inference_mode()
-    def execute(self, arrays: StepArrays, groups: LayerGroups | None = None) -> Tensor:
+    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
         """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
 
-        groups: told of layers as they are written here; on CPUs they are on every rank then, since all ranks
-        have met in each of them.
+        on_layers: told of layers as this rank has written them, where the step has them told of. Other ranks
+        may not have come as far: their marks say so.
         """
+        groups = None
+        if arrays.num_layer_groups:
+            groups = LayerGroups(arrays.num_layer_groups, partial(self._wrote_layers, arrays.step, on_layers))
+        try:
+            return self._execute(arrays, groups)
+        finally:  # whatever a step that failed has launched ends, too
+            self.steps.make(mark_of(arrays.step))
+
+    def _execute(self, arrays: StepArrays, groups: LayerGroups | None) -> Tensor:
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
             empty_RV = torch.empty((0, self.model.vocab_size), device=self.device)
@@ -127,6 +141,11 @@ class ModelRunner:
             return logits_RV
         step = ModelInput.from_arrays(arrays, self.device)
         return self.decoder.logits(self.decoder.forward(step, self.pool.device, groups))
+
+    def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
+        self.steps.make(mark_of(step, stop))
+        if on_layers is not None:
+            on_layers(first, stop)
 
     def _open_checkpoint(self) -> Checkpoint:
         if self.config.load_format == "dummy":

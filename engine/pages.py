@@ -12,6 +12,10 @@ The life of a page:
    `lease` keeps pages that exist while somebody reads them.
 6. `quarantine` names a writer outside this process (a transfer). When the last other holder has let go or
    expired, the page is QUARANTINED until every writer has let go too, and never reused before.
+7. A sequence may let go of a page that a launched step has yet to write: the steps' latest mark is noted then
+   (step_marks.py). Sequences may have the page at once, for their steps come after on the model's stream.
+   Whoever else is to write it waits until the mark has passed on every rank: `free_after` tells which.
+   Nothing is held back for that in here, and on a CPU, where a launched step has ended, nothing waits.
 
 A page is in exactly one state, so free + active + cached + leased + quarantined == total. Its
 generation grows each time it leaves FREE: (page, generation) names contents that can't come back.
@@ -23,6 +27,7 @@ from baton.engine.fair_lru import FairLru, Group
 from baton.engine.leases import LeaseTable, Owner
 from baton.engine.page_accounts import PageAccounts
 from baton.engine.page_state import PageState as PageState
+from baton.engine.step_marks import NOTHING, Steps
 from baton.errors import IntegrityError
 
 _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
@@ -31,7 +36,10 @@ _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageSt
 class PagePool:
     """Which of `num_pages` pages is whose. Holds no tensor; one thread uses it."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, steps: Steps | None = None) -> None:
+        """steps: that write the pages; None: all that is to be written is, whenever somebody lets go."""
+        self._steps = steps
+        self._let_go = [NOTHING] * num_pages  # the latest mark when a sequence let go of the page
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -45,6 +53,15 @@ class PagePool:
         self._generation = [0] * num_pages
         self._leases = LeaseTable()
         self._writers: dict[int, set[Owner]] = {}  # page -> writers, never an empty set
+
+    @property
+    def launched(self) -> int:
+        """The mark of all that steps have been told to write so far."""
+        return NOTHING if self._steps is None else self._steps.launched
+
+    def free_after(self, pages: Iterable[int]) -> int:
+        """The mark after which no step writes these pages, which no sequence uses now."""
+        return max((self._let_go[page] for page in pages), default=NOTHING)
 
     @property
     def num_free(self) -> int:
@@ -135,10 +152,12 @@ class PagePool:
         Last first, because pages come in the order of their tokens and eviction takes the oldest release:
         so a page is always evicted before the page that precedes it in its chain.
         """
+        launched = self.launched
         for page in reversed(pages):
             owners = self._owners[page]
             if owner in owners:
                 owners = self._owners[page] = owners - {owner}
+                self._let_go[page] = launched
                 self.accounts.let_go(owner, owners)
             else:
                 self._end_outside_hold(page, owner)
@@ -223,6 +242,7 @@ class PagePool:
         self.cached.clear()
         self._free.clear()
         self._counts = [0] * len(PageState)
+        self._let_go = [self.launched] * self.num_pages
         for page in reversed(range(self.num_pages)):
             self._owners[page] -= gone
             state = self._state[page] = self._state_by_holders(page)

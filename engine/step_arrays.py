@@ -30,6 +30,8 @@ class StepArrays(NamedTuple):
     max_seqlen_q: int
     copies_to_host: tuple[PageCopy, ...]
     copies_to_device: tuple[PageCopy, ...]
+    step: int = 0  # its number, see step_marks.py
+    num_layer_groups: int = 0  # in how many the layers are told of as they are written; 0: not at all
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -38,6 +40,8 @@ class _Message(msgspec.Struct, array_like=True):
     max_seqlen_q: int
     copies_to_host: tuple[PageCopy, ...]
     copies_to_device: tuple[PageCopy, ...]
+    step: int
+    num_layer_groups: int
 
 
 class StepBuilder:
@@ -102,7 +106,13 @@ def encode(arrays: StepArrays) -> bytes:
         name: value.tobytes() for name, value in arrays._asdict().items() if isinstance(value, np.ndarray)
     }
     message = _Message(
-        fields, arrays.num_decodes, arrays.max_seqlen_q, arrays.copies_to_host, arrays.copies_to_device
+        fields,
+        arrays.num_decodes,
+        arrays.max_seqlen_q,
+        arrays.copies_to_host,
+        arrays.copies_to_device,
+        arrays.step,
+        arrays.num_layer_groups,
     )
     return msgspec.msgpack.encode(message)
 
@@ -130,6 +140,8 @@ def decode(message: bytes) -> StepArrays:
         max_seqlen_q=received.max_seqlen_q,
         copies_to_host=received.copies_to_host,
         copies_to_device=received.copies_to_device,
+        step=received.step,
+        num_layer_groups=received.num_layer_groups,
     )
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+OnLayers: TypeAlias = Callable[[int, int], None]  # of layers [first, stop)
 
 
 class LayerGroups(NamedTuple):
@@ -12,7 +14,7 @@ class LayerGroups(NamedTuple):
     """
 
     num_groups: int  # as equal as can be; one a layer at most
-    on_layers: Callable[[int, int], None]  # of [first, stop)
+    on_layers: OnLayers
 
     def ranges(self, num_layers: int) -> list[tuple[int, int]]:
         num_groups = min(self.num_groups, num_layers)

@@ -229,7 +229,8 @@ class DestinationHandoff:
         for state in self._parts:
             self._ledger.quarantine(self.pages, state.writer)
             state.is_stopped = False
-        return [OpenLanding(part) for part in range(len(self._parts))]
+        after = self._ledger.free_after(self.pages)
+        return [OpenLanding(part, after) for part in range(len(self._parts))]
 
     def _end_at_once(self) -> Finished:
         self.state, self.outcome = DestinationState.CLOSED, Outcome.RECOMPUTE

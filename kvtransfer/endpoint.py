@@ -12,7 +12,10 @@ each rank's pool. The other ranks' pages are moved by an agent in each of their 
     agents = RankAgents(config.tensor_parallel_size)
     shared = SharedPool()
     engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=agents.companion)
-    endpoint = KvEndpoint(settings, engine.runner.pool.device, ledger, admit, shared=shared, agents=agents)
+    endpoint = KvEndpoint(
+        settings, engine.runner.pool.device, ledger, admit,
+        shared=shared, agents=agents, steps=engine.runner.steps,
+    )
     ...
     endpoint.close()
     engine.close()
@@ -43,6 +46,7 @@ from baton.kvtransfer.rank_plane import RankPlane
 from baton.kvtransfer.ranks import Ranks
 from baton.kvtransfer.remote_rank import RemoteRank
 from baton.kvtransfer.reservation import ID_BYTES
+from baton.kvtransfer.step_gate import Steps
 from baton.wire import DroppedPeers
 
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
@@ -61,10 +65,12 @@ class KvEndpoint(PageEndpoint):
         shared: SharedPool | None = None,
         agents: RankAgents | None = None,
         clock: Clock | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
 
-        agents: of the other ranks. WorkerLost when one of them does not come.
+        agents: of the other ranks. steps: of rank 0, which write its pool; None: only transfers do.
+        WorkerLost when one of the ranks does not come.
         """
         own, incarnation = settings.for_rank(0), secrets.token_bytes(ID_BYTES)
         self.dropped = dropped = DroppedPeers()
@@ -73,7 +79,7 @@ class KvEndpoint(PageEndpoint):
         self._next_tick_s = 0.0
         inbox = self._inbox.put
         self._here = here = RankPlane(
-            own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped
+            own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped, steps=steps
         )
         self._doors = here.pool_doors
         self._replica = ranks = Ranks(settings, here, agents, clock)

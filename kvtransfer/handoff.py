@@ -31,11 +31,15 @@ class Granted(NamedTuple):
 
 
 class Push(NamedTuple):
-    """Write units [first, stop) of a part; answer with `pushed` or `push_failed`."""
+    """Write units [first, stop) of a part; answer with `pushed` or `push_failed`.
+
+    after: the mark that the steps of the part's rank must have passed before anything is read.
+    """
 
     part: int
     first: int
     stop: int
+    after: int = 0
 
 
 class StopPushes(NamedTuple):
@@ -43,9 +47,14 @@ class StopPushes(NamedTuple):
 
 
 class OpenLanding(NamedTuple):
-    """From now on bytes of this part may be written into the destination's pages."""
+    """From now on bytes of this part may be written into the destination's pages.
+
+    after: the mark that the steps of the part's rank must have passed before: until then they may write
+    there. What is said to the source after this action waits for it.
+    """
 
     part: int
+    after: int = 0
 
 
 class CloseLanding(NamedTuple):

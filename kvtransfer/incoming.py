@@ -1,7 +1,8 @@
 """A transfer that arrives at this replica: has its parts done what its DestinationHandoff asks for.
 
 What the source needs to hear before it writes waits until every rank has opened its part: a rank in another
-process has to be told first. Once the transfer has ended nothing waits.
+process has to be told first, and on a GPU steps that may still write the pages have to end. Once the transfer
+has ended nothing waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,8 +56,8 @@ class Incoming:
             match action:
                 case Send(message):
                     self._say(message)
-                case OpenLanding(part):
-                    self._open(part)
+                case OpenLanding(part, after):
+                    self._open(part, after)
                 case CloseLanding(part, is_confirmed):
                     close = ClosePart(transfer=self.handoff.transfer, part=part, is_confirmed=is_confirmed)
                     self._routes[part].plane.perform(close)
@@ -111,7 +112,7 @@ class Incoming:
         else:
             self.link.send(message)
 
-    def _open(self, part: int) -> None:
+    def _open(self, part: int, after: int) -> None:
         _, plane, peer, layers = self._routes[part]
         self._opening.add(part)
         order = OpenPart(
@@ -123,6 +124,7 @@ class Incoming:
             generations=self.handoff.generations(),
             source=peer,
             layers=layers,
+            after=after,
         )
         plane.perform(order)
 

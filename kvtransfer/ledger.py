@@ -15,7 +15,14 @@ class PageLedger(Protocol):
     @property
     def num_free(self) -> int: ...
 
+    @property
+    def launched(self) -> int:
+        """The mark of all that the replica's steps have been told to write so far."""
+
     def generation(self, page: int) -> int: ...
+
+    def free_after(self, pages: Sequence[int]) -> int:
+        """The mark after which no step writes these pages, which no sequence uses now."""
 
     def is_known(self, page: int) -> bool:
         """Whether the page's contents are settled, and found by others: they may be sent to who asks."""

@@ -173,6 +173,7 @@ class Outgoing:
             first=push.first,
             stop=push.stop,
             more_pages=more_pages,
+            after=push.after,
         )
         self._routes[push.part].plane.perform(order)
 

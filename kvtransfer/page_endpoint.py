@@ -97,7 +97,7 @@ class PageEndpoint(ABC):
         self, transfer: bytes, pages: Sequence[int], num_units: int, *, group: int | None = None
     ) -> None:
         """These pages follow those offered before; `num_units` units are computed by now, on a GPU by the
-        stream that is current here and in `poll`: only where other ranks have a part does the caller wait.
+        stream that is current here and in `poll`. Other ranks send their part once they have computed it.
         group: of this group of layers only; the other groups' offers of the same pages follow, without them.
         """
         outgoing = self._outgoing.get(transfer)

@@ -43,6 +43,7 @@ MAX_COUNTS: Final = 256  # of a rank, each with a name
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
+Mark: TypeAlias = Count  # a place in a step, see engine/step_marks.py; 0: before all steps
 
 
 class RankMessage(
@@ -90,6 +91,7 @@ class OpenPart(OfPart, frozen=True):
     generations: Generations
     source: PeerRank
     layers: Layers
+    after: Mark = 0  # nobody is let in before the rank's steps have passed it: they may write these pages
 
 
 class ClosePart(OfPart, frozen=True):
@@ -122,6 +124,7 @@ class PushPart(OfPart, frozen=True):
     first: Unit
     stop: NumUnits
     more_pages: tuple[Page, ...]  # of the source, which follow those of the pushes before
+    after: Mark = 0  # nothing is read before the rank's steps have passed it: they write these pages
 
 
 class StopPart(OfPart, frozen=True):

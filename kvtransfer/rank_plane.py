@@ -1,7 +1,8 @@
 """One rank's share of all transfers: its pool and doors, and the parts that leave and arrive here.
 
-It decides nothing. What it is told (rank_messages.py) it does at once, in the order in which it was told;
-what takes time is done by threads of doors, transports and digests, whose news come back by way of `post`. In
+It decides nothing. What it is told (rank_messages.py) it does in the order in which it was told: at once, but
+that steps of this rank are waited for which write a page that leaves, or may write one that is granted. What
+takes time is done by threads of doors, transports and digests, whose news come back by way of `post`. In
 rank 0 the thread is the endpoint's, in a follower the agent's.
 """
 
@@ -29,6 +30,7 @@ from baton.kvtransfer.rank_messages import (
     HashUnits,
     OfPart,
     OpenPart,
+    PartCommand,
     PartEvent,
     PartOpened,
     PeerRank,
@@ -40,6 +42,7 @@ from baton.kvtransfer.rank_messages import (
     WriterDied,
 )
 from baton.kvtransfer.rank_transports import RankTransports
+from baton.kvtransfer.step_gate import NoSteps, StepGate, Steps
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.wire import DroppedPeers
 
@@ -90,8 +93,12 @@ class RankPlane:
         *,
         clock: Clock,
         dropped: DroppedPeers,
+        steps: Steps | None = None,
     ) -> None:
-        """shared: what `pool` was made by, if any. incarnation: of this process. emit: our thread's call."""
+        """shared: what `pool` was made by, if any. incarnation: of this process. emit: our thread's call.
+
+        steps: that write the pool; None: nothing does but transfers.
+        """
         self.is_lost = False  # and never will be: we would not know
         self._settings = settings
         self._hashing = Hashing(settings.num_hashing_threads, may_inline=not pool.is_cuda)
@@ -113,6 +120,9 @@ class RankPlane:
         self._tools = RankTools(self.pool_doors, self._hashing, post, emit)
         self._arriving: dict[bytes, dict[int, ArrivingPart]] = {}  # transfer -> part -> what is known of it
         self._departing: dict[tuple[bytes, int], DepartingPart] = {}
+        # On a GPU rank 0 pushes from the thread of its steps, and the stream that reads follows theirs.
+        is_ordered = pool.is_cuda and settings.rank == 0
+        self._gate = StepGate(steps or NoSteps(), self._carry_out, post, pushes_wait=not is_ordered)
 
     @property
     def counters(self) -> TransportCounters:
@@ -124,6 +134,12 @@ class RankPlane:
         return {**self.counters.by_name(), **landed, **dropped}
 
     def perform(self, command: Command) -> None:
+        if isinstance(command, DropLink):
+            self._transports.drop(command.link)
+        else:
+            self._gate.perform(command)
+
+    def _carry_out(self, command: PartCommand) -> None:
         match command:
             case OpenPart() | ClosePart() | HashUnits() | VerifyPart():
                 self._arrive(command)
@@ -131,8 +147,6 @@ class RankPlane:
                 self._depart(command)
             case ForgetPart():
                 self._forget(command)
-            case DropLink():
-                self._transports.drop(command.link)
 
     def stop(self) -> None:
         self._transports.stop()
@@ -142,6 +156,7 @@ class RankPlane:
 
     def close(self) -> None:
         self.stop()
+        self._gate.close()
         self.pool_doors.close()
         self._hashing.close()
 

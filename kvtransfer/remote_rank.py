@@ -5,17 +5,14 @@
 3. The connection ends: it is lost, nothing more begins with it, and what was under way fails. Its agent stops
    writing then, but only its death is proof of that: until then its parts' pages stay where they are.
 4. Its process has died, which a pidfd tells: whatever is asked of it has been done.
-5. Pages are pushed that rank 0 has written. The ranks meet in a sum after whatever a step writes, even if
-   there is nothing to add, so the others have written theirs by then: on a CPU the sum has waited for them,
-   on a GPU our stream waits.
+5. Pages are pushed that rank 0 has written. A push names the step that it needs, and the other rank waits
+   until its own part of that step is written (step_gate.py): a digest of the page would not tell.
 """
 
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias
-
-import torch
 
 from baton.errors import BatonError, WorkerLost
 from baton.kvtransfer.message_stream import MessageStream, Post
@@ -28,7 +25,6 @@ from baton.kvtransfer.rank_messages import (
     Counted,
     PartEvent,
     PartStopped,
-    PushPart,
     RankSettings,
     Ready,
     SetUp,
@@ -86,8 +82,6 @@ class RemoteRank:
         return self._is_dead
 
     def perform(self, command: Command) -> None:
-        if isinstance(command, PushPart) and self.doors.device == "cuda":
-            torch.cuda.current_stream().synchronize()  # see 5
         if not self._is_dead:
             self._stream.send(encode(command))
         elif isinstance(command, ClosePart):

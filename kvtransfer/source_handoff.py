@@ -242,7 +242,7 @@ class SourceHandoff:
     def _push(self, part: int, first: int, stop: int) -> Push:
         self._parts[part].in_flight.add((first, stop))
         self._readers.enter(self._pages_of(first, stop))
-        return Push(part, first, stop)
+        return Push(part, first, stop, self._ledger.launched)
 
     def _end_push(self, part: int, first: int, stop: int) -> None:
         if self.state is SourceState.CLOSED:

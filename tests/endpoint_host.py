@@ -28,7 +28,7 @@ from baton.kvtransfer.rank_agents import RankAgents
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.host_process import HostProcess
 from tests.numbered_pages import NumberedPages, wanted_pages
-from tests.rank_process import RankProcess, fill, shape_of
+from tests.rank_process import LateSteps, RankProcess, fill, shape_of
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
@@ -67,7 +67,8 @@ class Host:
         self._shared = SharedPool() if is_shared and device == "cpu" else None
         zeros = partial(torch.zeros, device=device) if self._shared is None else self._shared.zeros
         self.pool = zeros(shape_of(cut, num_pages), dtype=torch.bfloat16)
-        self.ledger = PagePool(num_pages, page_size)
+        self.steps = LateSteps()
+        self.ledger = PagePool(num_pages, page_size, self.steps)
         settings = EndpointSettings(
             key=bytes.fromhex(key),
             fingerprint=fingerprint,
@@ -76,7 +77,13 @@ class Host:
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
         self.endpoint = FaultyEndpoint(
-            settings, self.pool, self.ledger, self._admit, shared=self._shared, agents=agents
+            settings,
+            self.pool,
+            self.ledger,
+            self._admit,
+            shared=self._shared,
+            agents=agents,
+            steps=self.steps,
         )
         self.endpoint.lend = NumberedPages(self.ledger)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()

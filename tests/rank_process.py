@@ -35,16 +35,32 @@ def fill(pool: Tensor, layout: PageLayout, rank: int, seed: int) -> None:
     pool.copy_(whole[:, :, :, first : first + layout.heads_per_rank])
 
 
+class LateSteps:
+    """Of a device that writes when a test says so."""
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.passed = 0
+
+    def has_passed(self, mark: int) -> bool:
+        return mark <= self.passed
+
+
 class Rank:
     def __init__(self, companion: dict[str, str], layout: dict[str, Any], rank: int, num_pages: int) -> None:
         self._layout = msgspec.convert(layout, PageLayout)
         self._rank = rank
         self._agent = make_companion(msgspec.convert(companion, Companion))
         self._pool = self._agent.zeros_on_cpu(shape_of(self._layout, num_pages), torch.bfloat16)
-        self._agent.start(rank, self._pool)
+        self._steps = LateSteps()
+        self._agent.start(rank, self._pool, self._steps)
 
     def fill(self, seed: int) -> None:
         fill(self._pool, self._layout, self._rank, seed)
+
+    def pass_mark(self, mark: int) -> None:
+        """All that was launched before the mark is written now."""
+        self._steps.passed = mark
 
     def pages(self, pages: list[int]) -> str:
         chosen = self._pool[pages].contiguous().view(torch.uint8)
@@ -69,6 +85,9 @@ class RankProcess:
 
     def fill(self, seed: int) -> None:
         self._call("fill", seed)
+
+    def pass_mark(self, mark: int) -> None:
+        self._call("pass_mark", mark)
 
     def pages(self, pages: Sequence[int]) -> Tensor:
         content = bytearray(base64.b64decode(self._call("pages", list(pages))))

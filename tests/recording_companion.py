@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine.step_marks import Steps
 from baton.errors import ModelError
 
 
@@ -24,8 +25,9 @@ class RecordingCompanion:
         self._memory = mmap.mmap(-1, num_bytes)
         return torch.frombuffer(self._memory, dtype=dtype).view(tuple(shape))
 
-    def start(self, rank: int, pool: Tensor) -> None:
+    def start(self, rank: int, pool: Tensor, steps: Steps) -> None:
         self._pool = pool
+        self._steps = steps
         self._note(f"start {rank} {list(pool.shape)}")
         if self._folder.name == "fails":
             raise ModelError("this companion does not start")
@@ -33,6 +35,8 @@ class RecordingCompanion:
     def close(self) -> None:
         is_used = bool(torch.frombuffer(self._memory, dtype=self._pool.dtype).any())
         self._note(f"close, steps have written: {is_used}")
+        assert self._steps.has_passed(self._steps.launched)
+        self._note(f"steps have come to mark {self._steps.launched}")
 
     def _note(self, what: str) -> None:
         with (self._folder / self._name).open("a") as notes:

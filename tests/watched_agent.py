@@ -11,13 +11,14 @@ from torch import Tensor
 
 from baton.companion import Companion
 from baton.kvtransfer.rank_agent import RankAgent
+from baton.kvtransfer.step_gate import Steps
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 
 
 class WatchedAgent(RankAgent):
-    def start(self, rank: int, pool: Tensor) -> None:
-        super().start(rank, pool)
+    def start(self, rank: int, pool: Tensor, steps: Steps | None = None) -> None:
+        super().start(rank, pool, steps)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(self._arguments.address, rank))
         listener.listen()

@@ -9,6 +9,7 @@ import pytest
 from baton.companion import Companion
 from baton.engine.companions import make_companion
 from baton.engine.loading import load_engine
+from baton.engine.step_marks import mark_of
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config
 
@@ -31,7 +32,11 @@ def test_a_companion_gives_the_pools_memory_and_lives_as_long_as_the_steps(
     assert notes == ["made", f"zeros {shape}", f"start 1 {shape}"]
     assert len(generate(engine, [1, 2, 3])) == 8
     engine.close()
-    assert (tmp_path / "rank").read_text().splitlines()[3:] == ["close, steps have written: True"]
+    assert (tmp_path / "rank").read_text().splitlines()[3:] == [
+        "close, steps have written: True",
+        f"steps have come to mark {engine.runner.steps.launched}",
+    ]
+    assert engine.runner.steps.launched == mark_of(8)  # a step for each token
 
 
 def test_a_companion_that_does_not_start_is_told_to_the_caller(tiny_model: Path, tmp_path: Path) -> None:
