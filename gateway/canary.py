@@ -71,7 +71,7 @@ class Canary:
     async def _ask(self) -> None:
         workers = self._service.workers
         if not workers or not self._service.is_ready:
-            raise Overloaded("no worker is ready", retry_after_s=FRESH_S)
+            raise Overloaded(self._service.why_not_ready or "no worker is ready", retry_after_s=FRESH_S)
         is_probe = self._needs_prefill()
         if is_probe and not self._has_prefill():
             message = "no prefill worker is there; decode workers compute prompts themselves meanwhile"

@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
 from baton.gateway.open_streams import OpenStreams
 from baton.gateway.replay import RETRY_AFTER_S, Limits
-from baton.gateway.router_watch import RouterWatch
+from baton.gateway.router_watch import REFUSING_S, SILENT_S, RouterWatch
 from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
@@ -62,8 +62,17 @@ class Frontend:
     @property
     def is_ready(self) -> bool:
         """Whether a request that came now could be sent somewhere."""
+        return not self.why_not_ready
+
+    @property
+    def why_not_ready(self) -> str:
+        silence_s = self._watch.silence_s
+        if silence_s > SILENT_S:
+            return f"no router has answered for {silence_s:.0f} s"
+        if self._colleagues.router is None:
+            return "no router is connected"
         decoders = self._colleagues.of_role(WorkerRole.DECODE)
-        return self._colleagues.router is not None and any(map(self._streams.is_connected, decoders))
+        return "" if any(map(self._streams.is_connected, decoders)) else "no decode worker is connected"
 
     @property
     def status(self) -> Status | None:
@@ -94,6 +103,10 @@ class Frontend:
         """
         if len(self._streams) >= self._limits.max_streams:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
+            raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
+        silence_s = self._watch.silence_s
+        if silence_s > REFUSING_S:
+            message = f"no router has answered for {silence_s:.0f} s"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
         if not fits_request(request):
             raise InvalidRequest(
@@ -132,6 +145,7 @@ class Frontend:
         self._colleagues.joined(peer)
         self._report()
         if peer.hello.process is Kind.ROUTER:
+            self._watch.heard(peer)
             self._streams.submit_waiting()
         else:
             self._streams.find_worker(peer.hello.id)

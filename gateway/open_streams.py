@@ -240,7 +240,8 @@ class OpenStreams:
 
     def _end(self, stream: Stream, now_s: float) -> None:
         """If there is a reason to."""
-        error = why_not_again(stream, self.is_connected, self._limits, now_s)
+        has_router = self._colleagues.router is not None
+        error = why_not_again(stream, self.is_connected, self._limits, now_s, has_router=has_router)
         if error is not None:
             self.fail(stream, error)
 
@@ -254,7 +255,8 @@ class OpenStreams:
     def _hand_on(self, stream: Stream) -> None:
         """Now, if there is a router; the stream stays WAITING otherwise. Raises InvalidRequest."""
         now_s = self._clock.now_s()
-        error = why_not_again(stream, self.is_connected, self._limits, now_s)
+        has_router = self._colleagues.router is not None
+        error = why_not_again(stream, self.is_connected, self._limits, now_s, has_router=has_router)
         if error is not None:
             self.fail(stream, error)
             return

@@ -33,9 +33,14 @@ class Limits(NamedTuple):
 
 
 def why_not_again(
-    stream: Stream, is_connected: Callable[[str], bool], limits: Limits, now_s: float
+    stream: Stream,
+    is_connected: Callable[[str], bool],
+    limits: Limits,
+    now_s: float,
+    *,
+    has_router: bool = True,
 ) -> BatonError | None:
-    """The error that ends the request; None: it may have another attempt."""
+    """The error that ends the request; None: it may have another attempt. has_router: one is connected."""
     if is_too_late(stream, now_s):
         deadline_ms = stream.request.sla.deadline_ms
         return Refused(
@@ -55,8 +60,9 @@ def why_not_again(
             f"more than the {limits.max_log_tokens} that are kept for a replay"
         )
     if now_s - stream.homeless_s > limits.max_wait_s:
+        missing = "no worker had room for it" if has_router else "no router answered"
         return Overloaded(
-            f"request {stream.request_id}: no worker had room for it within {limits.max_wait_s:g} s",
+            f"request {stream.request_id}: {missing} within {limits.max_wait_s:g} s",
             retry_after_s=RETRY_AFTER_S,
         )
     return None

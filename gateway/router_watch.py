@@ -1,7 +1,8 @@
 """What a gateway's routers say of themselves, and which of them have fallen silent.
 
 Each is asked for its status once a second. One that has answered nothing for SILENT_S, while another does,
-stands still: it is given up, and connected to again when it answers.
+stands still: it is given up, and connected to again when it answers. While none answers none is given up
+here, which a link's own timeout does (baton/link_life.py); but the gateway is not ready then, and says so.
 """
 
 from typing import Final
@@ -15,6 +16,7 @@ from baton.operating import GatewayReport, GatewayStatus, Status, StatusQuery
 from baton.worker import REMOTE_PREFILLS
 
 SILENT_S: Final = 3.0
+REFUSING_S: Final = 10.0  # of silence of all routers: longer than the restart of one takes
 
 
 class RouterWatch:
@@ -23,8 +25,14 @@ class RouterWatch:
         self._clock = clock
         self._heard_s: dict[str, float] = {}  # by router, as the statuses
         self._statuses: dict[str, Status] = {}
+        self._any_heard_s = clock.now_s()
         self._num_transferred: dict[str, int] = {}  # prompts, by decode worker
         self.transferred_s: float | None = None  # when some were seen to have been
+
+    @property
+    def silence_s(self) -> float:
+        """For how long no router has said anything, whether one is connected or not."""
+        return self._clock.now_s() - self._any_heard_s
 
     @property
     def status(self) -> Status | None:
@@ -63,7 +71,7 @@ class RouterWatch:
         self._num_transferred = counts
 
     def heard(self, router: Peer) -> None:
-        self._heard_s[router.hello.id] = self._clock.now_s()
+        self._heard_s[router.hello.id] = self._any_heard_s = self._clock.now_s()
 
     def left(self, router: Peer) -> None:
         self._heard_s.pop(router.hello.id, None)
@@ -71,6 +79,7 @@ class RouterWatch:
 
     def held_up(self, seconds: float) -> None:
         """This process stood still so long: what they said meanwhile is unread."""
+        self._any_heard_s += seconds
         for router in self._heard_s:
             self._heard_s[router] += seconds
 

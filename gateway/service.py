@@ -38,6 +38,10 @@ class Service(Protocol):
         """Whether a request that came now could be sent somewhere."""
 
     @property
+    def why_not_ready(self) -> str:
+        """What is missing, for operators and clients to read; "" when it is ready."""
+
+    @property
     def workers(self) -> Sequence[Worker]: ...
 
     @property

@@ -42,6 +42,7 @@ class EngineFrontend:
         self.opened: list[tuple[Request, str]] = []  # with the worker that it was asked to run beside
         self.cancelled: list[str] = []
         self.is_ready = True
+        self.why_not_ready = ""
         self.prefill_seen_s: float | None = None
         self._engine = engine
         self._loop = asyncio.get_running_loop()

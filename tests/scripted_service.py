@@ -37,6 +37,7 @@ class ScriptedService:
         self.counters: Mapping[str, int] = {}
         self.status: Status | None = None
         self.is_ready = True
+        self.why_not_ready = ""
         self.prefill_seen_s: float | None = None
         self.has_room = True  # a worker takes what is opened
         self.workers: Sequence[Worker] = (worker(),)

@@ -5,6 +5,7 @@ is in the test's hands.
 """
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -12,17 +13,22 @@ from typing import Final
 
 import pytest
 
+from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
 from baton.config import CacheConfig, EngineConfig
 from baton.decode_worker.worker import DecodeWorker
+from baton.errors import Overloaded
+from baton.gateway.frontend import Frontend
+from baton.gateway.router_watch import REFUSING_S, SILENT_S
 from baton.kvtransfer import tcp
 from baton.kvtransfer.link import Link
+from baton.link_life import LINK_TIMEOUT_S
 from baton.node_thread import NodeThread
 from baton.operating import WatchWorkers, WorkerRemoved
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.worker import Address, WorkerRole
-from tests.cluster_threads import Answer, Cluster, wait_for
+from tests.cluster_threads import Answer, Cluster, Threads, wait_for
 from tests.link_proxy import LinkProxy
 from tests.node_peers import TestPeer, a_request
 
@@ -66,6 +72,10 @@ class Links:
     def swallow(self) -> None:
         for proxy in list(self._proxies.values()):
             proxy.swallow()
+
+    def restore(self) -> None:
+        for proxy in list(self._proxies.values()):
+            proxy.restore()
 
     @property
     def num_connections(self) -> int:
@@ -215,3 +225,63 @@ def test_worker_hung_in_a_step_is_removed_within_its_bound_and_its_streams_go_on
         assert [tokens_of(answer) for answer in answers] == [tokens] * 4
         hung.hang = None
         released.set()
+
+
+class OtherGateway:
+    """A second gateway of a cluster, which reaches routers and workers through `links`."""
+
+    def __init__(self, cluster: Cluster, links: Links) -> None:
+        self._thread = Threads("other gateway")
+        (router,) = cluster.workers[0].config.routers
+
+        def dial(address: Address) -> None:
+            self._thread.net.dial(Address(*links.through((address.host, address.port))))
+
+        self.frontend = Frontend(secrets.token_hex(16), [router], dial, SystemClock())
+        self._thread.net.serve(self.frontend)
+
+    def begin(self, request: Request) -> Answer:
+        answer = Answer()
+        self._thread.call(lambda: self.frontend.open(request, answer))
+        return answer
+
+    def close(self) -> None:
+        self._thread.close()
+
+
+@pytest.mark.timeout(180)
+def test_gateway_whose_packets_vanish_says_so_is_dropped_and_comes_back() -> None:
+    with (
+        contextlib.ExitStack() as ends,
+        Cluster([engine()], [engine()], kind=SlowWorker) as cluster,
+        contextlib.closing(Links()) as links,
+        contextlib.closing(OtherGateway(cluster, links)) as other,
+    ):
+        wait_for(lambda: other.frontend.is_ready)
+        (decode,) = hosted(cluster, WorkerRole.DECODE)
+        decode.step_s = 0.05
+        ends.callback(setattr, decode, "step_s", 0.0)
+        stream = other.begin(named("long", max_tokens=700))
+        wait_for(lambda: bool(stream.events))
+        links.swallow()
+        begun_s = time.monotonic()
+        wait_for(lambda: not other.frontend.is_ready)
+        assert time.monotonic() - begun_s < SILENT_S + SLACK_S
+        assert "no router has answered" in other.frontend.why_not_ready
+        # Its workers drop it within the links' timeout, and compute for it no more.
+        wait_for(lambda: not decode.node.attempts)
+        assert time.monotonic() - begun_s < LINK_TIMEOUT_S + 1.0 + SLACK_S
+        assert len(stream.events) < 700
+        wait_for(lambda: other.frontend._watch.silence_s > REFUSING_S)
+        with pytest.raises(Overloaded, match="no router has answered") as raised:
+            other.begin(named("refused"))
+        assert raised.value.retry_after_s > 0
+        links.restore()
+        wait_for(lambda: other.frontend.is_ready)
+        decode.step_s = 0.0
+        wait_for(lambda: stream.has_ended)
+        assert len(tokens_of(stream)) == 700
+        again = other.begin(named("again"))
+        wait_for(lambda: again.has_ended)
+        assert tokens_of(again) == tokens_of(stream)[:8]
+        cluster.check_nothing_is_held()

@@ -5,6 +5,8 @@ import pytest
 from baton.control import Cancel, Failure, Rejected, Submit
 from baton.errors import Overloaded
 from baton.gateway.open_streams import UNHEARD_S
+from baton.gateway.router_watch import REFUSING_S, SILENT_S
+from baton.operating import Status
 from baton.request import FinishReason
 from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import R, event, failed, gateway, running
@@ -96,3 +98,53 @@ def test_attempt_that_may_not_have_arrived_is_replaced_when_its_first_token_stay
     assert g.submitted().request.attempt == 1
     assert g["d0"].only(Cancel).attempt == 0
     assert sink.error is None
+
+
+def test_gateway_whose_only_router_is_silent_is_not_ready_and_says_why() -> None:
+    g = gateway("d0")
+    told = [g.frontend.is_ready]
+    for _ in range(int(SILENT_S / 0.25) + 1):
+        g.tick()
+    told.append(g.frontend.is_ready)
+    assert g.frontend.why_not_ready == "no router has answered for 3 s"
+    assert g["router"].is_open  # the link's own timeout ends that
+    g["router"].say(Status())
+    told.append(g.frontend.is_ready)
+    assert told == [True, False, True]
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_calls_are_refused_at_once_while_no_router_has_answered_for_long(is_connected: bool) -> None:
+    g = gateway("d0")
+    if not is_connected:
+        g["router"].leave()
+    for _ in range(int(REFUSING_S / 0.25)):
+        g.tick()
+    waiting = g.open()
+    g.tick()
+    with pytest.raises(Overloaded, match="no router has answered for 10 s") as raised:
+        g.open(a_request("late"))
+    assert raised.value.retry_after_s > 0
+    assert waiting.error is None
+    if is_connected:
+        g["router"].say(Status())
+    else:
+        g.join_router("another")
+    assert g.open(a_request("later")).error is None
+
+
+def test_time_that_the_gateway_stood_still_is_no_silence_of_its_only_router() -> None:
+    g = gateway("d0")
+    g.tick(1.0)
+    g.tick(60.0)
+    assert g.frontend.is_ready
+    g.open()
+
+
+def test_stream_that_waits_for_a_router_in_vain_is_told_so() -> None:
+    g = gateway("d0", max_wait_s=5.0)
+    sink = g.open()
+    g["router"].leave()
+    for _ in range(24):
+        g.tick()
+    assert isinstance(sink.error, Overloaded) and "no router answered within 5 s" in str(sink.error)
