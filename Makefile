@@ -3,7 +3,8 @@
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
 # make faults  aborts at every point, a thousand times each; kills and stalls
-# make sim     a thousand whole clusters with faults, in virtual time
+# make sim     two thousand whole clusters with faults, half of them with ones that close nothing, in virtual time
+# make soak    half an hour of mixed load on a whole cluster, a fault every ten seconds
 # make fuzz    a million damaged frames and as many records, a hundred thousand interleavings of hand-offs
 # make check   lint, formatting, types and the architecture
 # make format  rewrite the tree in the one format
@@ -17,9 +18,11 @@ HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 TEST_PROCESSES ?= 2
+SOAK_MINUTES ?= 30
+SOAK_SEED ?= 1
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis serve test bench parity faults sim fuzz check format clean
+.PHONY: all setup redis serve test bench parity faults sim soak fuzz check format clean
 
 all: check test
 
@@ -56,11 +59,14 @@ bench: setup
 parity: setup
 	$(BIN)/python -m pytest tests/parity -m "slow or not slow"
 
-faults: setup
+faults: setup redis
 	$(BIN)/python -m pytest tests/faults tests/unit/gateway/test_frontend_faults.py -m "slow or not slow"
 
 sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"
+
+soak: setup redis
+	$(BIN)/python -m baton.bench.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py -k "damaged or interleavings" -m "slow or not slow"

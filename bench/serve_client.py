@@ -59,9 +59,10 @@ class Address:
     def get(self, path: str) -> bytes:
         return f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
 
-    def post(self, path: str, body: bytes) -> bytes:
+    def post(self, path: str, body: bytes, headers: str = "") -> bytes:
+        """headers: whole lines, beside those of every request."""
         head = (
-            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}"
+            f"POST {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -83,11 +84,15 @@ class Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(cls, address.host, address.port)
         return connection
 
-    def send(self, request: bytes, done: Done) -> None:
-        """`done` is called with the whole answer, or with what ended the connection."""
+    def send(self, request: bytes, done: Done) -> Answer:
+        """The answer, which fills while it comes.
+
+        `done` is called with it, or with what ended the connection.
+        """
         assert self._answer is None and self._transport is not None, "one request at a time"
         self._done, self._answer = done, Answer(time.perf_counter())
         self._transport.write(request)
+        return self._answer
 
     def close(self) -> None:
         if self._transport is not None:
@@ -122,6 +127,10 @@ class Connection(asyncio.Protocol):
             self._answer.retry_after = value.decode("latin-1")
         elif name.lower() == b"x-should-retry":
             self._answer.should_retry = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._answer is not None:
+            self._answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:
