@@ -47,7 +47,7 @@ def secrets_in(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     key.chmod(0o600)
     tenants.write_text(f"tenants: {{me: {{keys: ['sha256:{hashlib.sha256(KEY.encode()).hexdigest()}']}}}}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BATON_CLUSTER_KEY_FILE": str(key)}
-    return environment, {"/run/secrets/tenants": str(tenants)}
+    return environment, {"/run/tenants/tenants.yaml": str(tenants)}
 
 
 def here(command: list[str], places: dict[str, str]) -> list[str]:

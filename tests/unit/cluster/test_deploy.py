@@ -1,10 +1,17 @@
 """What deploy/ holds, as far as it can be checked without Docker, Kubernetes or other machines."""
 
+import contextlib
 import copy
 import importlib
 import json
+import os
 import re
 import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +32,12 @@ from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
 from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus
 from baton.worker_config import WorkerConfig
+from tests.kubernetes_schemas import check_document
+from tests.served import until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 DEPLOY: Final = ROOT / "deploy"
+OBJECT_STORE: Final = "--object-store-memory=100000000"
 DOCKERFILES: Final = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 
 
@@ -102,6 +112,18 @@ def test_compose_starts_processes_that_find_each_other() -> None:
             roles.append(config.role)
             assert (config.name, config.host) == (name, name)  # each listens where others look for it
     assert sorted(roles) == [WorkerRole.DECODE] * 2 + [WorkerRole.PREFILL] * 2
+
+
+def test_compose_lets_keys_change_and_kernels_be_compiled() -> None:
+    """A changed tenants file is a new file, so its folder is mounted; kernels are built where they run."""
+    services = read("compose.yaml")["services"]
+    command = services["gateway"]["command"]
+    tenants = Path(command[command.index("--tenants") + 1])
+    folders = [volume.split(":")[1] for volume in services["gateway"]["volumes"]]
+    assert folders == [str(tenants.parent)]
+    cache = services["decode-0"]["environment"]["BATON_CACHE_DIR"]
+    (mount,) = [each for each in services["decode-0"]["tmpfs"] if each.startswith(cache + ":")]
+    assert "exec" in mount.partition(":")[2].split(",") and "mode=700" in mount
 
 
 def test_compose_has_every_secret_that_it_hands_out() -> None:
@@ -185,6 +207,63 @@ def test_the_kubernetes_service_and_probes_find_the_gateway(kuberay: dict[str, A
     assert {port["targetPort"], *(probe["port"] for probe in probes)} == {container["ports"][0]["name"]}
     assert [probe["path"] for probe in probes] == ["/health", "/ping", "/ping"]
     assert set(PUBLIC_PATHS) >= {probe["path"] for probe in probes}  # the kubelet has no key
+
+
+@pytest.mark.parametrize("file", ["raycluster", "rayservice"])
+def test_kubernetes_documents_pass_strict_schemas(file: str) -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / f"kuberay/{file}.yaml").read_text()))
+    assert len(documents) >= 3
+    for document in documents:
+        check_document(document)
+
+
+def test_probes_ask_where_ray_is_told_to_listen(kuberay: dict[str, Any]) -> None:
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    spec = kuberay["RayCluster"]["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        parameters, container = group["rayStartParams"], group["template"]["spec"]["containers"][0]
+        raylet = int(parameters["node-manager-port"])
+        assert container["readinessProbe"]["tcpSocket"]["port"] == raylet
+        gcs = int(parameters.get("port", 6379))  # KubeRay's default, of `ray start`
+        liveness = container["livenessProbe"]["tcpSocket"]["port"]
+        assert liveness == (gcs if container["name"] == "ray-head" else raylet)
+        arguments = [f"--{name}={value}" for name, value in parameters.items()]
+        scripts.start.make_context(
+            "start", [argument for argument in arguments if "resources" not in argument]
+        )
+
+
+def test_ray_listens_for_the_probes_with_the_parts_that_the_images_have() -> None:
+    """The image has base Ray and no dashboard: what KubeRay's own probes would ask does not listen."""
+    pytest.importorskip("ray")
+    gcs, raylet = free_port(), free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=0"]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="ray") as folder:  # sockets have short names
+        options = [f"--port={gcs}", f"--node-manager-port={raylet}", f"--temp-dir={folder}", OBJECT_STORE]
+        head = subprocess.Popen([*command, *options], env=environment, start_new_session=True)
+        try:
+            until(lambda: (accepts(gcs) and accepts(raylet)) or head.poll() is not None, timeout_s=120)
+            assert head.poll() is None
+        finally:
+            head.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(60)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+            head.wait()
+    until(lambda: not accepts(gcs) and not accepts(raylet))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")

@@ -1,72 +1,131 @@
-"""The Helm chart, rendered as Helm renders the few forms that it uses: Helm itself is not needed."""
+"""The Helm chart, rendered by Helm's own engine, and its documents against Kubernetes' schemas."""
 
+import copy
 import json
-import re
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
+from baton.config_tree import build
+from baton.serve_config import ServeConfig
+from tests.kubernetes_schemas import check_document
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT
 
+helm = pytest.importorskip("helm_python", reason="Helm's engine comes as a wheel for Linux on x86-64 alone")
+
 CHART: Final = DEPLOY / "helm/baton"
-FORM: Final = re.compile(r"\{\{ (?:(toJson) )?\.(Release\.Name|Values(?:\.\w+)+) \}\}")
-
-
-def values() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-    return found
+TOLERATION: Final = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+AFFINITY: Final = {
+    "podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": 1, "podAffinityTerm": {"topologyKey": "kubernetes.io/hostname"}}
+        ]
+    }
+}
+EVERYTHING: Final[dict[str, Any]] = {
+    "model": "/models/big",
+    "workerImage": "registry/baton:cuda",
+    "imagePullPolicy": "Always",
+    "imagePullSecrets": [{"name": "registry"}],
+    "gateways": 2,
+    "routers": 2,
+    "settings": {"router": {"policy": "prefix"}, "engine": {"max_model_len": 4096}},
+    "env": [{"name": "BATON_LOG_LEVEL", "value": "INFO"}],
+    "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+    "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+    "serviceAccountName": "baton",
+    "prefill": {
+        "replicas": 3,
+        "resources": {"limits": {"nvidia.com/gpu": "1"}},
+        "nodeSelector": {"pool": "prefill"},
+        "tolerations": [TOLERATION],
+        "podAnnotations": {"team": "inference"},
+    },
+    "decode": {"affinity": AFFINITY},
+    "service": {"type": "LoadBalancer", "annotations": {"internal": "true"}},
+    "podDisruptionBudget": {"enabled": True},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+}
 
 
 def render(given: dict[str, Any], release: str = "baton") -> list[dict[str, Any]]:
-    """The documents that would be applied. AssertionError for a form that is not known here."""
-
-    def written(form: re.Match[str]) -> str:
-        value: Any = {"Release": {"Name": release}, "Values": given}
-        for name in form[2].split("."):
-            value = value[name]
-        assert form[1] or not isinstance(value, dict | list)
-        return json.dumps(value) if form[1] else str(value)
-
-    text = FORM.sub(written, (CHART / "templates/cluster.yaml").read_text())
-    assert "{{" not in text
-    return list(yaml.safe_load_all(text))
+    """Return the documents that `helm install` would apply."""
+    chart = helm.Chart.load(str(CHART))
+    texts: dict[str, str] = chart.render(given, name=release, namespace="default")
+    return [document for text in texts.values() for document in yaml.safe_load_all(text) if document]
 
 
-def test_as_it_is_it_is_the_cluster_of_kuberay() -> None:
-    plain = (DEPLOY / "kuberay/raycluster.yaml").read_text()
-    assert render(values()) == list(yaml.safe_load_all(plain))
+def test_chart_with_its_defaults_is_the_cluster_of_kuberay() -> None:
+    cluster, config, service, policy = render({})
+    plain = list(yaml.safe_load_all((DEPLOY / "kuberay/raycluster.yaml").read_text()))
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        group["template"]["metadata"]["labels"].pop("serves", None)
+        for container in group["template"]["spec"]["containers"]:
+            assert container.pop("imagePullPolicy") == "IfNotPresent"
+    assert service["metadata"].pop("labels") == {"app": "baton"}
+    assert service["spec"].pop("type") == "ClusterIP"
+    assert settings_of(config) == settings_of(plain[1])
+    assert [cluster, service, policy] == [plain[0], *plain[2:]]
 
 
-def test_each_value_is_used_and_each_that_is_used_has_a_default() -> None:
-    template = (CHART / "templates/cluster.yaml").read_text()
-    used = {form[2].split(".")[1] for form in FORM.finditer(template) if form[2].startswith("Values")}
-    assert used == set(values())
+def settings_of(config: dict[str, Any]) -> ServeConfig:
+    return build(ServeConfig, yaml.safe_load(config["data"]["baton.yaml"]))
 
 
-def test_what_is_given_arrives() -> None:
-    given = values() | {
-        "model": "/models/big",
-        "workerImage": "baton:cuda",
-        "prefill": {"replicas": 3},
-        "workerResources": {"limits": {"nvidia.com/gpu": "1"}},
-    }
-    cluster, config, service, policy = render(given, "mine")
+@pytest.mark.parametrize("given", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_rendered_documents_pass_strict_schemas(given: dict[str, Any]) -> None:
+    for document in render(copy.deepcopy(given)):
+        check_document(document)
+
+
+def test_values_arrive() -> None:
+    documents = render(copy.deepcopy(EVERYTHING), "mine")
+    kinds = [document["kind"] for document in documents]
+    assert kinds.count("PodDisruptionBudget") == 2 and kinds.count("ServiceMonitor") == 1
+    cluster, config, service, policy, *_ = documents
     prefill, decode = cluster["spec"]["workerGroupSpecs"]
     assert [prefill["replicas"], prefill["maxReplicas"], decode["replicas"]] == [3, 3, 2]
-    (container,) = prefill["template"]["spec"]["containers"]
-    assert container["image"] == "baton:cuda"
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
-    settings = yaml.safe_load(config["data"]["baton.yaml"])
-    assert (settings["model"], settings["prefill"]["num_workers"]) == ("/models/big", 3)
-    head = cluster["spec"]["headGroupSpec"]["template"]
-    assert service["spec"]["selector"].items() <= head["metadata"]["labels"].items()
+    spec = prefill["template"]["spec"]
+    assert (spec["nodeSelector"], spec["tolerations"]) == ({"pool": "prefill"}, [TOLERATION])
+    assert "affinity" not in spec and decode["template"]["spec"]["affinity"] == AFFINITY
+    assert prefill["template"]["metadata"]["annotations"] == {"team": "inference"}
+    (container,) = spec["containers"]
+    assert container["image"] == "registry/baton:cuda"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    settings = settings_of(config)
+    assert (settings.model, settings.prefill.num_workers, settings.gateways) == ("/models/big", 3, 2)
+    assert (settings.router.policy, settings.engine.max_model_len) == ("prefix", 4096)
+    pods = [cluster["spec"]["headGroupSpec"]["template"], prefill["template"], decode["template"]]
+    for pod in pods:
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["spec"]["serviceAccountName"] == "baton"
+        for each in pod["spec"]["containers"]:
+            assert {"name": "models", "mountPath": "/models", "readOnly": True} in each["volumeMounts"]
+            assert {"name": "BATON_LOG_LEVEL", "value": "INFO"} in each["env"]
+    assert service["spec"]["selector"].items() <= pods[0]["metadata"]["labels"].items()
     assert policy["spec"]["podSelector"]["matchLabels"] == {"app": "mine"}
-    mounted = [volume["configMap"]["name"] for volume in head["spec"]["volumes"] if "configMap" in volume]
-    assert mounted == [config["metadata"]["name"]] == ["mine"]
+    budget = next(each for each in documents if each["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["selector"]["matchLabels"].items() <= pods[1]["metadata"]["labels"].items()
+    monitor = documents[-1]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+
+
+def test_network_policy_can_be_left_out() -> None:
+    assert len(render({"networkPolicy": {"enabled": False}})) == 3
+
+
+def test_resources_in_ray_are_those_that_the_settings_ask_for() -> None:
+    cluster, config, *_ = render({})
+    settings = settings_of(config)
+    for group, pool in zip(
+        cluster["spec"]["workerGroupSpecs"], (settings.prefill, settings.decode), strict=True
+    ):
+        assert json.loads(json.loads(group["rayStartParams"]["resources"].strip("'"))) == pool.ray_resources
 
 
 @pytest.mark.parametrize("key", ["version", "appVersion"])
 def test_it_is_of_this_release(key: str) -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert f'version = "{chart[key]}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{chart[key]}"\n' in Path(ROOT / "pyproject.toml").read_text()
