@@ -15,7 +15,7 @@ from baton.colleagues import Colleagues
 from baton.control import Cancel, Rejected, Routed, Submit, age_s
 from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
 from baton.gateway.attempt_reports import AttemptReports
-from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, why_not_again
+from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, max_wait_s, why_not_again
 from baton.gateway.stream_log import State, Stream
 from baton.node import Peer
 from baton.request import Request
@@ -179,8 +179,7 @@ class OpenStreams:
 
     def rejected(self, stream: Stream, rejected: Rejected) -> None:
         """What its client has a part of already was accepted: it waits, whatever stands against it."""
-        is_begun = bool(stream.log) or stream.request.choice > 0
-        if rejected.refusal is Refusal.NO_ROOM or is_begun:
+        if rejected.refusal is Refusal.NO_ROOM or stream.has_answer:
             self.again(stream, "rejected", at_once=False)
             return
         self.fail(
@@ -210,8 +209,11 @@ class OpenStreams:
                     self.again(stream, "unheard")
                 elif silence_s > self._limits.max_silence_s and not self._is_ahead(stream, now_s):
                     self.fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
-            elif now_s - stream.homeless_s > self._limits.max_wait_s and not self._is_queued(stream, now_s):
+            elif self._waits_too_long(stream, now_s) and not self._is_queued(stream, now_s):
                 self._end(stream, now_s)
+
+    def _waits_too_long(self, stream: Stream, now_s: float) -> bool:
+        return now_s - stream.homeless_s > max_wait_s(stream, self._limits)
 
     def _is_queued(self, stream: Stream, now_s: float) -> bool:
         """Whether a router that is well has it: it may be there for long, which is no want of workers."""

@@ -142,7 +142,11 @@ async def serve_gateway(
     Raises ConfigError and ModelError, which say what to change.
     """
     clock, hub = SystemClock(), Hub(key, link_timeout_s=config.link_timeout_s)
-    limits = replay.Limits(max_streams=config.max_open_requests, max_wait_s=config.max_wait_s)
+    limits = replay.Limits(
+        max_streams=config.max_open_requests,
+        max_wait_s=config.max_wait_s,
+        max_begun_wait_s=config.max_begun_wait_s,
+    )
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
     gateway = Gateway(config, key, frontend, clock, name=identity[:8])

@@ -1,7 +1,8 @@
 """When a request that lost its worker may have another one: the rules, apart from what carries them out.
 
 1. A worker that is gone, that broke the protocol, made an error of it or fell silent: at once, elsewhere.
-2. No room anywhere: again and again, later each time, until `max_wait_s` has passed.
+2. No room anywhere: again and again, later each time, until `max_wait_s` has passed; once its answer has
+   begun, `max_begun_wait_s`: a lost worker's successor may take minutes to load its model.
 3. Not after its deadline, where nothing of it has been answered by then.
 4. Never a third worker for a request of which two processes died, or that two could not compute: it may be
    the cause. Nor where the tokens so far are too many to be kept.
@@ -28,6 +29,7 @@ class Limits(NamedTuple):
 
     max_streams: int = 4096  # open at once
     max_wait_s: float = 30.0  # without any worker to answer it
+    max_begun_wait_s: float = 300.0  # the same, of an answer that has begun
     max_silence_s: float = 120.0  # of the workers that have it
     max_log_tokens: int = 131_072  # of the answer, kept to replay it
 
@@ -59,13 +61,19 @@ def why_not_again(
             f"request {stream.request_id}: its worker is gone, and its {len(stream.log)} tokens are "
             f"more than the {limits.max_log_tokens} that are kept for a replay"
         )
-    if now_s - stream.homeless_s > limits.max_wait_s:
+    wait_s = max_wait_s(stream, limits)
+    if now_s - stream.homeless_s > wait_s:
         missing = "no worker had room for it" if has_router else "no router answered"
         return Overloaded(
-            f"request {stream.request_id}: {missing} within {limits.max_wait_s:g} s",
+            f"request {stream.request_id}: {missing} within {wait_s:g} s",
             retry_after_s=RETRY_AFTER_S,
         )
     return None
+
+
+def max_wait_s(stream: Stream, limits: Limits) -> float:
+    """Seconds that the stream may be without any worker; more once its client has a part of the answer."""
+    return limits.max_begun_wait_s if stream.has_answer else limits.max_wait_s
 
 
 def is_too_late(stream: Stream, now_s: float) -> bool:

@@ -91,6 +91,11 @@ class Stream:
         return self.request.request_id
 
     @property
+    def has_answer(self) -> bool:
+        """Whether its client has a part of the answer, of this choice or of the first one."""
+        return bool(self.log) or self.request.choice > 0
+
+    @property
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.attempt
 

@@ -55,6 +55,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_input_bytes": 256 * 2**20,
     "max_answer_bytes": 64 * 2**20,
     "max_wait_s": 30.0,
+    "max_begun_wait_s": 300.0,
     "ping_interval_s": 15.0,
     "resume_window_s": 600.0,
     "drain_timeout_s": 60.0,

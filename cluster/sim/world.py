@@ -23,7 +23,7 @@ from baton.cluster.sim.trace import Recorder
 from baton.gateway.replay import Limits
 from baton.router.books import SILENCE_S
 
-LIMITS: Final = Limits(max_wait_s=20.0, max_silence_s=80.0)
+LIMITS: Final = Limits(max_wait_s=20.0, max_begun_wait_s=20.0, max_silence_s=80.0)
 QUIET_REST_S: Final = 1.0  # where nothing went wrong, that is time enough
 REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
 FORGET_S: Final = SILENCE_S + BEAT_S + 1.0  # what a router was told of another's, and nobody ended

@@ -54,6 +54,22 @@ def test_time_without_a_router_counts_towards_the_deadline() -> None:
     assert isinstance(sink.error, Overloaded)
 
 
+def test_answer_that_has_begun_waits_longer_for_a_worker() -> None:
+    g = gateway("d0", max_wait_s=2.0, max_begun_wait_s=60.0)
+    begun = g.open()
+    g.route("d0")
+    g.say("d0", event(0))
+    start_s = g.clock.now_s()
+    g["d0"].leave()
+    while begun.error is None:
+        for submit in g["router"].take(Submit):
+            attempt = submit.request.attempt
+            g["router"].say(Rejected(request_id=R, attempt=attempt, reason="no worker", retry_after_s=1))
+        g.tick()
+    assert isinstance(begun.error, Overloaded)
+    assert 60 <= g.clock.now_s() - start_s <= 61.5
+
+
 def test_request_waits_for_a_router_and_is_submitted_when_it_comes() -> None:
     g = gateway("d0")
     g["router"].leave()
