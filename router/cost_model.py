@@ -3,6 +3,10 @@
 Times are linear in a few known quantities, with coefficients of at least nothing: a `Fit`. Each worker has
 its own, which begins as what is known of all workers, and that as a plain guess (the PRIORs). Coefficients
 are in seconds: a byte's, a token's.
+
+Steps are fitted over all workers that are alike, and each worker has a pace (`Steps`). The steps of one
+worker alone are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance,
+and the worker whose sequences seemed to be free was given every request until it had measured better.
 """
 
 from collections import OrderedDict
@@ -31,6 +35,9 @@ _DOUBT: Final = 1e4  # of a prior: its standard deviation as a multiple of it; i
 PREFILL_PRIOR: Final = (5e-3, 1e-4, 2e-9)
 # seconds; a sequence; a token that is attended to; a new token of a prompt
 STEP_PRIOR: Final = (8e-3, 5e-5, 5e-8, 1e-4)
+LEAST_SEQUENCE: Final = 0.002  # what a sequence adds to a step, as a share of its fixed part
+_PACE_GAIN: Final = 1 / 64  # of a step, in its worker's pace
+_MOST_PACE: Final = 64.0  # times as slow as other workers, or as fast
 # seconds; a byte
 PULL_PRIOR: Final = (5e-3, 1e-9)
 HANDOFF_PRIOR: Final = (2e-3, 2e-11)
@@ -128,12 +135,53 @@ class Transfer(msgspec.Struct, frozen=True):
     handoff: Fit
 
 
+class Steps:
+    """How long one worker's steps take: those of workers like it, times its pace."""
+
+    __slots__ = ("_alike", "num_measured", "pace")
+
+    def __init__(self, alike: Fit) -> None:
+        self.num_measured = 0
+        self.pace = 1.0
+        self._alike = alike
+
+    @property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """Seconds: fixed, of a sequence, of a token attended to, of a prompt's new token.
+
+        A sequence is never free: the more a worker has, the less it is the one to be given another.
+        """
+        fixed_s, sequence_s, context_s, token_s = self._alike.coefficients
+        pace, least_s = self.pace, fixed_s * LEAST_SEQUENCE
+        if sequence_s < least_s:
+            sequence_s = least_s
+        return pace * fixed_s, pace * sequence_s, pace * context_s, pace * token_s
+
+    def predict(self, *quantities: float) -> float:
+        return sum(each * of for each, of in zip(self.coefficients, quantities, strict=True))
+
+    def learn(self, taken_s: float, *quantities: float) -> None:
+        self.num_measured += 1
+        self._alike.learn(taken_s / self.pace, *quantities)
+        predicted_s = max(_LEAST_NOISE_S, self._alike.predict(*quantities))
+        pace = max(_LEAST_NOISE_S, taken_s) / predicted_s
+        self.pace *= (pace / self.pace) ** _PACE_GAIN
+        self.pace = min(_MOST_PACE, max(1 / _MOST_PACE, self.pace))
+
+    def settle(self) -> None:
+        self._alike.settle()
+
+    def heir(self) -> Fit:
+        """For workers of another kind: it expects what these have found."""
+        return self._alike.heir()
+
+
 class Speeds:
     """One worker's."""
 
     __slots__ = ("mean_compute_s", "prefill", "step")
 
-    def __init__(self, prefill: Fit, step: Fit) -> None:
+    def __init__(self, prefill: Fit, step: Steps) -> None:
         self.prefill = prefill
         self.step = step
         self.mean_compute_s = 0.0  # of a prompt
@@ -160,21 +208,34 @@ class CostModel:
     def __init__(self) -> None:
         self.bytes_a_token = float(BYTES_A_TOKEN_PRIOR)
         self._has_size = False  # been told one
-        self._all = Speeds(Fit(PREFILL_PRIOR), Fit(STEP_PRIOR))
+        self._all = Speeds(Fit(PREFILL_PRIOR), Steps(Fit(STEP_PRIOR)))
+        self._steps: dict[str, Fit] = {}  # by what workers that are alike have in common
+        self._alike: dict[str, str] = {}  # worker -> the same; "" for who has not joined
         self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
         self._workers: dict[str, Speeds] = {}  # that have measured something, until they are forgotten
-        self._newcomer: Speeds | None = None  # made of _all when somebody asks
+        self._newcomers: dict[str, Speeds] = {}  # by what is alike; made when somebody asks
         self._pairs: OrderedDict[tuple[str, str], Transfer] = OrderedDict()  # least lately measured first
 
     def of(self, worker_id: str) -> Speeds:
         """To read, not to teach. Who has said nothing yet is as newcomers begin; nothing is kept of it."""
-        speeds = self._workers.get(worker_id) or self._newcomer
+        speeds = self._workers.get(worker_id)
         if speeds is None:
-            speeds = self._newcomer = self._heir()
+            alike = self._alike.get(worker_id, "")
+            speeds = self._newcomers.get(alike)
+            if speeds is None:
+                speeds = self._newcomers[alike] = self._heir(alike)
         return speeds
+
+    def join(self, worker_id: str, alike: str) -> None:
+        """Workers with the same `alike` have steps that differ by their pace alone."""
+        self._alike[worker_id] = alike
 
     def forget(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+        alike = self._alike.pop(worker_id, "")
+        if alike and alike not in self._alike.values():
+            self._steps.pop(alike, None)
+            self._newcomers.pop(alike, None)
 
     def pull_s(self, source: str, worker: str, num_tokens: int) -> float:
         return self.pulls_from(source)(worker, num_tokens)
@@ -196,7 +257,8 @@ class CostModel:
         return fixed_s + byte_s * num_tokens * self.bytes_a_token
 
     def learn(self, worker_id: str, measured: Measured) -> None:
-        speeds, self._newcomer = self._own(worker_id), None
+        speeds = self._own(worker_id)
+        self._newcomers.clear()
         for prefill in measured.prefills:
             if prefill.num_new_tokens:
                 speeds.learn_prefill(prefill)
@@ -204,8 +266,8 @@ class CostModel:
         for step in measured.steps:
             speeds.learn_step(step)
             self._all.learn_step(step)
-        for fit in (speeds.prefill, speeds.step):
-            fit.settle()
+        speeds.prefill.settle()
+        speeds.step.settle()
 
     def learn_pull(self, source: str, worker: str, times: PrefillTimes) -> None:
         own = self._pair(source, worker)
@@ -228,11 +290,13 @@ class CostModel:
 
     def _own(self, worker_id: str) -> Speeds:
         if worker_id not in self._workers:
-            self._workers[worker_id] = self._heir()
+            self._workers[worker_id] = self._heir(self._alike.get(worker_id, ""))
         return self._workers[worker_id]
 
-    def _heir(self) -> Speeds:
-        speeds = Speeds(self._all.prefill.heir(), self._all.step.heir())
+    def _heir(self, alike: str) -> Speeds:
+        if alike not in self._steps:
+            self._steps[alike] = self._all.step.heir()
+        speeds = Speeds(self._all.prefill.heir(), Steps(self._steps[alike]))
         speeds.mean_compute_s = self._all.mean_compute_s
         return speeds
 

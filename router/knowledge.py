@@ -68,6 +68,7 @@ class Knowledge:
             self.sharing.heard(message)
 
     def joined(self, worker: Worker, peer: Peer) -> None:
+        self.model.join(worker.id, _alike(worker))
         if self.chooser is not None:
             self.index.join(worker)
             if self.sharing is not None:
@@ -174,3 +175,8 @@ class Knowledge:
         self.counters["blind_decisions"] += choice.is_blind
         self.counters["pulls"] += choice.source is not None
         self.counters["computed_locally"] += not choice.candidate.prefill
+
+
+def _alike(worker: Worker) -> str:
+    """Workers of which this is the same have steps that are alike."""
+    return f"{worker.role} {worker.fingerprint} {worker.kv_dtype} {worker.tensor_parallel_size}"

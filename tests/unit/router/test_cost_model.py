@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from baton.control import Measured
-from baton.router.cost_model import PREFILL_PRIOR, PULL_PRIOR, CostModel, Fit
+from baton.router.cost_model import LEAST_SEQUENCE, PREFILL_PRIOR, PULL_PRIOR, CostModel, Fit
 from baton.times import PrefillTimes, StepTimes
 from tests.node_peers import id_of
 
@@ -161,3 +161,58 @@ def test_nothing_that_was_added_up_is_left_out_once_it_is_settled() -> None:
     unsettled_s = fit.predict(1.0, 10**9)
     fit.settle()
     assert fit.predict(1.0, 10**9) == pytest.approx(10.5, rel=0.02) != unsettled_s
+
+
+def steps_of(random: Random, num_sequences: int, pace: float = 1.0, noise: float = 0.2) -> Measured:
+    """Of a batch that hardly changes, on a machine that others use as well."""
+    found = []
+    for _ in range(16):
+        num = max(1, num_sequences + random.randint(-1, 1))
+        context = num * random.randint(40, 120)
+        taken_s = pace * (2e-3 + 1e-4 * num + 1e-7 * context) * random.uniform(1.0, 1.0 + noise)
+        found.append(StepTimes(num, 0, context, taken_s))
+    return Measured(steps=tuple(found))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_of_workers_that_are_alike_differ_by_their_pace_alone(seed: int) -> None:
+    model, random = CostModel(), Random(seed)
+    for worker in ("d0", "d1", "slow"):
+        model.join(worker, "alike")
+    for _ in range(20):
+        model.learn("d0", steps_of(random, 20))
+        model.learn("d1", steps_of(random, 2))
+        model.learn("slow", steps_of(random, 10, pace=3.0))
+    one, other, slow = (model.of(worker).step.coefficients for worker in ("d0", "d1", "slow"))
+    for each, likewise, slower in zip(one, other, slow, strict=True):
+        assert each == pytest.approx(likewise, rel=0.3)
+        assert slower == pytest.approx(3 * likewise, rel=0.4)
+    assert model.of("slow").step.predict(1.0, 10, 800, 0) == pytest.approx(3 * 3.4e-3, rel=0.2)
+
+
+def test_a_worker_that_has_just_joined_has_the_steps_of_those_like_it() -> None:
+    model, random = CostModel(), Random(1)
+    for worker in ("d0", "new"):
+        model.join(worker, "decode")
+    model.join("p", "prefill")
+    for _ in range(20):
+        model.learn("d0", steps_of(random, 20))
+        model.learn("p", steps_of(random, 20, pace=50.0))
+    assert model.of("new").step.predict(1.0, 20, 1600, 0) == pytest.approx(4.5e-3, rel=0.3)
+    assert model.of("p").step.predict(1.0, 20, 1600, 0) == pytest.approx(50 * 4.5e-3, rel=0.3)
+
+
+def test_no_sequence_is_free_whatever_was_measured() -> None:
+    model = CostModel()
+    model.learn("d", Measured(steps=tuple(StepTimes(num, 0, 0, 0.01) for num in (1, 5, 10, 20) * 16)))
+    fixed_s, sequence_s, _, _ = model.of("d").step.coefficients
+    assert fixed_s == pytest.approx(0.01, rel=0.1) and sequence_s >= LEAST_SEQUENCE * fixed_s
+
+
+def test_nothing_is_kept_of_kinds_of_workers_that_are_gone() -> None:
+    model, random = CostModel(), Random(1)
+    for number in range(10):
+        model.join(f"d{number}", f"kind {number}")
+        model.learn(f"d{number}", steps_of(random, 5))
+        model.forget(f"d{number}")
+    assert not model._steps and not model._alike and not model._workers
