@@ -29,10 +29,11 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
 from baton.worker import Address, WorkerRole
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
-from tests.link_proxy import LinkProxy
+from tests.link_proxy import Direction, LinkProxy
 from tests.node_peers import TestPeer, a_request
 
 FIRST_TOKEN_S: Final = 10.0
+GAP_S: Final = 12.0  # between two tokens of a stream
 SLACK_S: Final = 3.0  # of a machine that does much else
 
 
@@ -61,17 +62,21 @@ class Links:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._proxies: dict[tuple[str, int], LinkProxy] = {}
+        self._carries: dict[LinkProxy, str] = {}
 
-    def through(self, address: tuple[str, int]) -> tuple[str, int]:
-        """Where to connect to instead."""
+    def through(self, address: tuple[str, int], carries: str = "control") -> tuple[str, int]:
+        """Where to connect to instead. carries: "control", "kv" (what is said about pages) or "pages"."""
         with self._lock:
             if address not in self._proxies:
                 self._proxies[address] = LinkProxy(address)
+                self._carries[self._proxies[address]] = carries
             return self._proxies[address].address
 
-    def swallow(self) -> None:
+    def swallow(self, carries: str = "", *directions: Direction) -> None:
+        """All links, or those that carry this; both ways, or in these directions alone."""
         for proxy in list(self._proxies.values()):
-            proxy.swallow()
+            if carries in ("", self._carries[proxy]):
+                proxy.swallow(*directions)
 
     def restore(self) -> None:
         for proxy in list(self._proxies.values()):
@@ -100,7 +105,7 @@ class ProxiedWorker(SlowWorker):
             dial(address if address in routers else Address(*LINKS.through((address.host, address.port))))
 
         def link_through(address: tuple[str, int]) -> Link:
-            return link(LINKS.through(address))
+            return link(LINKS.through(address, "kv"))
 
         thread.dial = dial_through  # type: ignore[method-assign]
         self.endpoint.link = link_through  # type: ignore[method-assign]
@@ -117,7 +122,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Links]:
     def through(
         self: tcp.TcpTransport, address: tuple[str, int], *arguments: object, **named: object
     ) -> None:
-        make(self, made.through(address), *arguments, **named)  # type: ignore[arg-type]
+        make(self, made.through(address, "pages"), *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tcp.TcpTransport, "__init__", through)
     yield made
@@ -176,6 +181,32 @@ def test_swallowed_links_between_prefill_and_decode_cost_a_local_prefill(links: 
         assert tokens_of(later) == tokens
         assert operator.take(WorkerRemoved) == []
         cluster.check_nothing_is_held()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("carries", ["control", "kv", "pages"])
+@pytest.mark.parametrize(
+    "directions",
+    [
+        pytest.param((), id="both"),
+        pytest.param((Direction.FORTH,), id="forth", marks=pytest.mark.slow),
+        pytest.param((Direction.BACK,), id="back", marks=pytest.mark.slow),
+    ],
+)
+def test_one_swallowed_link_between_prefill_and_decode_never_leaves_a_stream_waiting_for_long(
+    links: Links, carries: str, directions: tuple[Direction, ...]
+) -> None:
+    with Cluster([engine()], [engine()], transport="tcp", kind=ProxiedWorker) as cluster:
+        tokens = expected(cluster, named("before"))
+        links.swallow(carries, *directions)
+        begun_s = time.monotonic()
+        answer = cluster.begin(named("after", cache_salt=b"other"))
+        wait_for(lambda: bool(answer.events), FIRST_TOKEN_S + SLACK_S)
+        first_s = time.monotonic() - begun_s
+        wait_for(lambda: answer.has_ended, GAP_S + SLACK_S)
+        whole_s = time.monotonic() - begun_s
+        assert tokens_of(answer) == tokens
+        assert first_s < FIRST_TOKEN_S and whole_s - first_s < GAP_S
 
 
 def links_reached(cluster: Cluster) -> bool:
