@@ -191,6 +191,14 @@ def log_level() -> int:
     return levels[name.upper()]
 
 
+def log_format() -> Literal["text", "json"]:
+    """Return the form of log lines that BATON_LOG_FORMAT names; text when it is unset."""
+    name = os.environ.get("BATON_LOG_FORMAT", "text")
+    if name not in ("text", "json"):
+        raise ConfigError(f"BATON_LOG_FORMAT: expected text or json, got {name!r}")
+    return "json" if name == "json" else "text"
+
+
 def _at_least(key: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value >= low):
         raise ConfigError(f"{key}: expected at least {low}, got {value}")

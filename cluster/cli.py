@@ -10,7 +10,6 @@ import argparse
 import importlib
 import importlib.metadata
 import io
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from baton.cluster.command_line import FAILED, USER_ERROR, OneLineParser, parser
 from baton.cluster.flag_names import hint_for, in_flags
 from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
 from baton.cluster.installing import install
-from baton.config import log_level
+from baton.cluster.logs import set_up_logging
 from baton.errors import BatonError, ConfigError
 
 INTERRUPTED: Final = 130
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
             standard_output.flush()
             raise
-        logging.basicConfig(level=log_level(), stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+        set_up_logging()
         if arguments.command in COMMANDS:
             return _run(arguments.command, arguments.options)
         else:

@@ -1,11 +1,14 @@
 """What a machine lacks, and how to mend it: each check looks, changes nothing, and says what to do."""
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -14,13 +17,16 @@ import msgspec
 
 from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
+from baton.cluster.operator_node import connected
 from baton.cluster.ray_runtime import MIN_RAY
 from baton.cluster.serve_checks import check_model, check_tenants, speech_of
-from baton.config import ray_asks_for_token, visible_gpus
-from baton.errors import BatonError, ConfigError
+from baton.config import prepare_ray, ray_asks_for_token, visible_gpus
+from baton.errors import BatonError, ConfigError, PeerGone
 from baton.gateway_config import is_loopback
+from baton.operating import Status
 from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
+from baton.worker import Address, Routers
 
 Verdict: TypeAlias = Literal["ok", "warning", "error"]
 
@@ -30,6 +36,7 @@ REDIS_PORT: Final = 6379  # of Redis, and of Ray's GCS, by default
 # What Ray serves there runs code for whoever reaches it.
 RAY_PORTS: Final = {8265: "dashboard and job API", 10001: "client server", REDIS_PORT: "GCS"}
 PROBE_TIMEOUT_S: Final = 0.5
+RAY_TIMEOUT_S: Final = 20.0  # most of it to import Ray on a busy machine
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,12 +242,63 @@ def rays_token(config: ServeConfig) -> Iterator[Finding]:
     if config.runtime != "ray":
         return
     if ray_asks_for_token():
-        yield _ok("Ray's own ports listen on all interfaces, and answer only who has ~/.ray/auth_token")
+        yield _ok("Ray's own ports listen on all interfaces, and answer only those with ~/.ray/auth_token")
     else:
         yield _error(
             "Ray's own ports listen on all interfaces; RAY_AUTH_MODE lets whoever reaches them run code here",
             "export RAY_AUTH_MODE=token, or leave it unset",
         )
+
+
+def ray_head(config: ServeConfig) -> Iterator[Finding]:
+    """Ask the GCS at `ray_address` for its health, with this machine's token."""
+    if config.runtime != "ray" or config.ray_address is None or importlib.util.find_spec("ray") is None:
+        return
+    prepare_ray()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
+    if config.ray_address != "auto":
+        command += ["--address", config.ray_address]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=RAY_TIMEOUT_S)
+        is_well, said = asked.returncode == 0, asked.stdout + asked.stderr
+    except subprocess.TimeoutExpired:
+        is_well, said = False, ""
+    if is_well:
+        yield _ok(f"Ray's head at {config.ray_address} answers")
+        return
+    why = "; it wants another token" if "oken" in said and "auth" in said.lower() else ""
+    yield _error(
+        f"Ray's head at {config.ray_address} does not answer{why}",
+        "start it: ray start --head --port 6380; or give its address: --ray-address HOST:PORT; every machine "
+        "needs the head's ~/.ray/auth_token",
+    )
+
+
+def routers(addresses: Routers, key: bytes) -> list[Finding]:
+    """Ask each router for its status."""
+    return [_router_at(address, key) for address in addresses]
+
+
+def _router_at(address: Address, key: bytes) -> Finding:
+    async def ask() -> Status:
+        async with connected((address,), key) as operator:
+            return await operator.status()
+
+    where = f"the router at {address.host}:{address.port}"
+    try:
+        status = asyncio.run(ask())
+    except (PeerGone, TimeoutError, OSError):
+        mend = "start it, open its port to this machine, or give the key it was started with"
+        try:
+            socket.create_connection((address.host, address.port), PROBE_TIMEOUT_S).close()
+        except OSError as error:
+            return _error(f"{where} cannot be reached: {error.strerror or error}", mend)
+        return _error(f"{where} accepts connections and does not answer: another key or version", mend)
+    num_workers = len(status.workers)
+    said = f"{where} answers: {num_workers} workers, {status.num_gateways} gateways"
+    return (
+        _ok(said) if num_workers else _warning(f"{said}: nothing is served", "start workers, see their log")
+    )
 
 
 def shadowed_kernels(config: ServeConfig) -> Iterator[Finding]:
@@ -288,5 +346,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     shared_redis,
     strangers,
     rays_token,
+    ray_head,
     shadowed_kernels,
 )

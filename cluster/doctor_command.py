@@ -1,5 +1,7 @@
 """Look at this machine, and say what `baton serve` with the same options would miss, and how to mend it.
 
+Addresses are really asked: Ray's head (--ray-address), Redis (--redis), and the routers of --router.
+
 Exit status: 0, or 1 when something would keep it from serving.
 """
 
@@ -9,7 +11,8 @@ import msgspec
 
 from baton.cluster import standard_output
 from baton.cluster.command_line import FAILED
-from baton.cluster.doctor import Finding, examine
+from baton.cluster.doctor import Finding, examine, routers
+from baton.cluster.router_options import addresses, key_in
 from baton.cluster.serve_options import add_options as add_serve_options
 from baton.cluster.serve_options import settings
 from baton.cluster.settings import Given
@@ -19,6 +22,9 @@ MARKS = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_serve_options(parser)
+    parser.add_argument(
+        "--router", type=addresses, metavar="HOST:PORT", help="routers to ask; several with commas"
+    )
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
 
 
@@ -26,6 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     given = settings(arguments)
     given.given.setdefault("model", Given("tiny", "default"))
     findings = examine(given.build())
+    if arguments.router is not None:
+        key_file = given.given.get("cluster_key_file")
+        findings += routers(arguments.router, key_in(str(key_file.value) if key_file else None))
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(findings).decode()}\n")
     else:

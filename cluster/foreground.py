@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
+from setproctitle import setproctitle
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.options import AnyOption, add_to, part_of
@@ -83,6 +84,8 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)
+
+    setproctitle(f"baton {name}")
 
     def ready(where: Address) -> None:
         print(f"baton: {name} serves at {where.host}:{where.port}", file=sys.stderr, flush=True)

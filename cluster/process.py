@@ -22,7 +22,9 @@ from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
 
 import msgspec
 import uvloop
+from setproctitle import setproctitle
 
+from baton.cluster.logs import set_up_logging
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import (
     ALIVE_EVERY_S,
@@ -36,7 +38,6 @@ from baton.cluster.process_spec import (
     Report,
     Started,
 )
-from baton.config import log_level
 from baton.errors import BatonError
 from baton.worker import Address
 from baton.worker_config import Ready, WorkerConfig
@@ -48,7 +49,6 @@ Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 LOADING_EVERY_S: Final = 0.5
 ORPHANED: Final = 3  # exit status
 STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
-LOG_FORMAT: Final = "%(levelname)s %(name)s %(message)s"
 
 
 def run(
@@ -136,7 +136,8 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
 def main() -> int:
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     reports = _take_stdout()
-    logging.basicConfig(level=log_level(), stream=sys.stderr, format=f"{given.name} | {LOG_FORMAT}")
+    setproctitle(f"baton {given.name}")
+    set_up_logging(given.name)
     stop = threading.Event()
     _drain_on_sigterm(stop)
     threading.Thread(target=die_with_parent, name="parent", daemon=True).start()

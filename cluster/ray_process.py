@@ -4,7 +4,6 @@ Ray places it, starts it and notices its death. What it serves and to whom it ta
 tokens and pages go over Baton's own connections.
 """
 
-import logging
 import os
 import socket
 import threading
@@ -13,10 +12,11 @@ import time
 import msgspec
 import ray
 
-from baton.cluster.process import LOG_FORMAT, ORPHANED, run
+from baton.cluster.logs import set_up_logging
+from baton.cluster.process import ORPHANED, run
 from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
 from baton.cluster.process_tree import started_at, wait_for_end
-from baton.config import log_level, set_node_name
+from baton.config import set_node_name
 from baton.errors import BatonError
 
 # `serve` waits for the end in one thread, `report` for the start in another; the rest is heard meanwhile.
@@ -42,7 +42,7 @@ class RayProcess:
         self._alive_s: float | None = None
         if parent is not None and started_at(parent[0]) == parent[1]:  # else it is not to be seen from here
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
-        logging.basicConfig(level=log_level(), format=f"{given.name} | {LOG_FORMAT}", force=True)
+        set_up_logging(given.name, force=True)
 
     def serve(self) -> None:
         """Returns when it was asked to stop, and has. Raises nothing but for our bugs."""

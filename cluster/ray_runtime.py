@@ -253,10 +253,14 @@ class RayRuntime:
         ]
 
     def _start_actor(self, spec: ProcessSpec) -> Any:
-        return self._actor_class.options(name=None, **self._where(spec)).remote(
-            assignment(spec, self._key),
-            is_alone=self._is_alone,
-            parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
+        return (
+            self._actor_class(spec.name)
+            .options(name=None, **self._where(spec))
+            .remote(
+                assignment(spec, self._key),
+                is_alone=self._is_alone,
+                parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
+            )
         )
 
     def _kill_there(self, node_id: str, pid: int) -> None:
@@ -289,8 +293,10 @@ class RayRuntime:
             raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
         from baton.cluster.ray_process import NUM_THREADS, RayProcess
 
-        self._actor_class = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)(
-            RayProcess
+        remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)
+        # Ray shows the class in ps and top, and writes over any other title.
+        self._actor_class = lambda name: remote(
+            type(f"baton-{name}", (RayProcess,), {"__module__": RayProcess.__module__})
         )
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
 

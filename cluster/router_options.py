@@ -40,7 +40,12 @@ def has_no_key(arguments: argparse.Namespace) -> bool:
 
 
 def key_of(arguments: argparse.Namespace) -> bytes:
-    name = arguments.cluster_key_file or cluster_key_file()
+    return key_in(arguments.cluster_key_file)
+
+
+def key_in(file: str | None) -> bytes:
+    """Return the key in `file`, or in the one that BATON_CLUSTER_KEY_FILE names."""
+    name = file or cluster_key_file()
     if name is None:
         raise ConfigError("--cluster-key-file: expected the file with the cluster's key, got none")
     return read_key(Path(name))

@@ -7,13 +7,13 @@ Settings come from options, then BATON_* variables, then --config FILE, then def
 import argparse
 import asyncio
 import signal
-import sys
 from pathlib import Path
 
 from baton.cluster.banner import banner
 from baton.cluster.cluster_key import cluster_key
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.local_runtime import LocalRuntime
+from baton.cluster.logs import say
 from baton.cluster.ray_runtime import RayRuntime
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve import Serving, serve
@@ -49,7 +49,7 @@ def _check(config: ServeConfig) -> None:
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
         if speech_of(directory, config.gateway.chat_template) == "token ids":
-            _say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
+            say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
 async def _serve(config: ServeConfig, key: bytes) -> bool:
@@ -62,8 +62,8 @@ async def _serve(config: ServeConfig, key: bytes) -> bool:
             print(banner(config, serving), flush=True)
 
         runtime = make_runtime(config, key)
-        _say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
-        return await serve(config, runtime, key, stop=stop, say=_say, on_ready=on_ready)
+        say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
+        return await serve(config, runtime, key, stop=stop, say=say, on_ready=on_ready)
 
 
 def make_runtime(config: ServeConfig, key: bytes) -> Runtime:
@@ -88,7 +88,3 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-
-
-def _say(text: str) -> None:
-    print(f"baton: {text}", file=sys.stderr, flush=True)

@@ -4,6 +4,8 @@ Whoever of these gateways is scraped shows all of them, each with its own name i
 sums, and no series ever goes back from one scrape to the next.
 """
 
+import importlib.metadata
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -94,6 +96,7 @@ class Exporter:
         return [] if self._siblings is None else await self._siblings.others()
 
     def _families(self, gateways: Sequence[Counts]) -> Iterator[Metric]:
+        yield _build_info()
         yield from gateway_families(gateways)
         if self._vllm_names:
             yield from vllm_gateway_families(gateways, self._model)
@@ -105,6 +108,13 @@ class Exporter:
             yield from router_tenant_families(status.routers)
             if self._vllm_names:
                 yield from vllm_worker_families(status.workers, self._model)
+
+
+def _build_info() -> Metric:
+    labels = {"version": importlib.metadata.version("baton"), "python": platform.python_version()}
+    info = GaugeMetricFamily("baton_build_info", "Always 1; the build is in its labels.", labels=list(labels))
+    info.add_metric(list(labels.values()), 1)
+    return info
 
 
 class _Families(Collector):

@@ -1,5 +1,6 @@
 """What the router last said of workers, as Prometheus reads it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
@@ -26,6 +27,7 @@ WORKER_COUNTERS: Final[tuple[Reading, ...]] = (
 
 
 def worker_families(status: Status) -> Iterator[Metric]:
+    yield _num_workers(status)
     labels = ("worker", "role")
     for name, documentation, read in WORKER_GAUGES:
         gauge = GaugeMetricFamily(f"baton_worker_{name}", documentation, labels=labels)
@@ -38,6 +40,19 @@ def worker_families(status: Status) -> Iterator[Metric]:
             counter.add_metric(_names(worker), read(worker.load))
         yield counter
     yield from _labelled_worker_families(status)
+
+
+def _num_workers(status: Status) -> Metric:
+    gauge = GaugeMetricFamily(
+        "baton_workers", "Workers of the cluster: 'serving' or 'draining'.", labels=("role", "node", "state")
+    )
+    counts = Counter(
+        (each.worker.role, each.worker.node, "draining" if each.is_draining else "serving")
+        for each in status.workers
+    )
+    for labels, count in counts.items():
+        gauge.add_metric(labels, count)
+    return gauge
 
 
 def _labelled_worker_families(status: Status) -> Iterator[Metric]:

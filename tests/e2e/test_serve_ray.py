@@ -1,7 +1,9 @@
 """`baton serve tiny` on a Ray that it starts itself."""
 
 import os
+import re
 import signal
+import socket
 from collections.abc import Iterator
 
 import psutil
@@ -54,6 +56,12 @@ def test_nothing_listens_without_a_token_or_a_key(cluster: Served) -> None:
         assert "--dashboard-host=0.0.0.0" not in command_line(pid)
         environment = psutil.Process(pid).environ()
         assert environment.get("RAY_AUTH_MODE", "token") == "token"
+
+
+def test_status_tells_nodes_and_processes_which_show_their_names(cluster: Served) -> None:
+    for name, entry in cluster.status().items():
+        assert re.fullmatch(re.escape(socket.gethostname()) + r"/[0-9a-f]{8}", entry.worker.node)
+        assert command_line(entry.worker.pid).startswith(f"ray::baton-{name}")
 
 
 def test_a_worker_that_is_drained_ends_and_stays_away(cluster: Served) -> None:

@@ -326,6 +326,7 @@ class Idle:
                     num_pages=4,
                     max_num_seqs=1,
                     max_model_len=64,
+                    node="host-7",
                 ),
                 load=Load(pages={"free": 4}, counters={"opened_shm": 1}),
                 num_attempts=0,
@@ -355,3 +356,9 @@ def test_the_dashboards_panels_do_not_cover_each_other() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}) == len(panels)
     assert {panel["gridPos"]["x"] + panel["gridPos"]["w"] for panel in panels} == {12, 24}
+
+
+def test_metrics_tell_the_build_and_workers_by_role_and_node() -> None:
+    text = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    assert 'baton_workers{node="host-7",role="decode",state="serving"} 1.0' in text
+    assert re.search(r'^baton_build_info\{python="3\.\d+\.\d+",version="[\d.]+"\} 1\.0$', text, re.MULTILINE)

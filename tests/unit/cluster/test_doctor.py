@@ -3,18 +3,23 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
+import msgspec
 import pytest
 
 from baton.cluster import doctor, doctor_command, redis_check
 from baton.cluster.cli import main
+from baton.cluster.cluster_key import write_secret
 from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
+from baton.cluster.process import run
+from baton.cluster.process_spec import Assignment
 from baton.config_tree import build
 from baton.router import redis_server
 from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
+from baton.worker import Address
 from tests.redis_load import HurtRedis
 from tests.unit.cluster.model_directories import with_config_alone
 
@@ -209,3 +214,41 @@ def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_version_of_a_redis_is_read(said: object, version: str, is_too_old: bool) -> None:
     facts = redis_check.facts_of(said)
     assert (facts.version, facts.is_too_old) == (version, is_too_old)
+
+
+def test_dead_ray_head_is_an_error() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    found = the(doctor.ray_head, ray_address=f"127.0.0.1:{port}")
+    assert found.verdict == "error" and f"head at 127.0.0.1:{port} does not answer" in found.what
+    assert findings(doctor.ray_head) == [] == findings(doctor.ray_head, runtime="local")
+
+
+def test_routers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = b"0123456789abcdef"
+    write_secret(tmp_path / "key", key)
+    ready, stop, where = Event(), Event(), []
+
+    def tell(address: Address) -> None:
+        where.append(address)
+        ready.set()
+
+    given = Assignment(kind="router", name="router-0", key=key, config=msgspec.Raw(b'{"redis":"none"}'))
+    thread = Thread(target=run, args=(given, tell, stop))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        (address,) = where
+        (empty,) = doctor.routers((address,), key)
+        assert empty.what.endswith("answers: 0 workers, 0 gateways: nothing is served")
+        (stranger,) = doctor.routers((address,), b"another key of 16")
+        assert (stranger.verdict, "another key or version" in stranger.what) == ("error", True)
+    finally:
+        stop.set()
+        thread.join(60)
+    (silent,) = doctor.routers((address,), key)
+    assert (silent.verdict, "cannot be reached" in silent.what) == ("error", True)
+    options = ("--router", f"127.0.0.1:{address.port}", "--cluster-key-file", str(tmp_path / "key"))
+    assert main(["doctor", "tiny", "--runtime", "local", *options]) == 1
+    assert f"router at 127.0.0.1:{address.port} cannot be reached" in capsys.readouterr().out

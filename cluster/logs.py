@@ -1,0 +1,74 @@
+"""Log lines of Baton's processes, as text or as JSON.
+
+BATON_LOG_LEVEL sets the level (WARNING), BATON_LOG_FORMAT the form: `text`, or `json` with one object a line:
+
+    {"time": "2026-01-31T12:00:00.123Z", "level": "WARNING", "process": "router-0", "pid": 17,
+     "logger": "baton.router.router", "message": "decode-0 is gone: ...", "worker": "0123..."}
+
+Further keys are what the code attaches to a message, such as the ids of workers and requests.
+"""
+
+import datetime
+import json
+import logging
+import os
+import sys
+from typing import Final
+
+from baton.config import log_format, log_level
+
+TEXT: Final = "%(levelname)s %(name)s %(message)s"
+# What every record has; anything else was attached by the code that logged.
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def set_up_logging(process: str = "", *, force: bool = False) -> None:
+    """Send the root logger's lines to stderr. process: the name that each line begins with, such as decode-0.
+
+    force: replace handlers that others, such as Ray, have installed. Raises ConfigError for a bad variable.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter(process))
+    logging.basicConfig(level=log_level(), handlers=[handler], force=force)
+
+
+def say(text: str) -> None:
+    """Tell the operator of `baton serve` something, whatever the level."""
+    if log_format() == "text":
+        line = f"baton: {text}"
+    else:
+        line = JsonLines("serve").format(logging.makeLogRecord(_record(text)))
+    print(line, file=sys.stderr, flush=True)
+
+
+def _record(text: str) -> dict[str, object]:
+    return {"name": "baton.serve", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
+
+
+def _formatter(process: str) -> logging.Formatter:
+    if log_format() == "json":
+        return JsonLines(process)
+    return logging.Formatter(f"{process} | {TEXT}" if process else TEXT)
+
+
+class JsonLines(logging.Formatter):
+    """Formats each record as one JSON object on one line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        fields: dict[str, object] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        attached = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        return json.dumps(attached | fields, default=str)

@@ -1,0 +1,73 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from baton.cluster.logs import JsonLines, say
+from baton.cluster.process_spec import Assignment
+from baton.config import log_format
+from baton.errors import ConfigError
+
+
+def test_json_line_has_the_message_its_place_and_what_was_attached() -> None:
+    record = logging.LogRecord(
+        "baton.router.router", logging.WARNING, "", 0, "%s is gone\nreally", ("d0",), None
+    )
+    record.worker = "ab" * 16
+    line = JsonLines("router-0").format(record)
+    read = json.loads(line)
+    assert "\n" not in line
+    assert (read["level"], read["process"], read["logger"]) == ("WARNING", "router-0", "baton.router.router")
+    assert (read["message"], read["worker"]) == ("d0 is gone\nreally", "ab" * 16)
+    assert read["time"].endswith("Z") and read.keys() == {
+        *("time", "level", "process", "pid", "logger", "message", "worker")
+    }
+
+
+def test_json_line_of_an_exception_holds_its_traceback() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError:
+        record = logging.LogRecord("l", logging.ERROR, "", 0, "m", (), sys.exc_info())
+    assert "ValueError: x" in json.loads(JsonLines("p").format(record))["exception"]
+
+
+def test_what_serve_says_is_json_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say("starting")
+    monkeypatch.setenv("BATON_LOG_FORMAT", "json")
+    say("draining")
+    text, line = capsys.readouterr().err.splitlines()
+    assert text == "baton: starting"
+    assert (json.loads(line)["message"], json.loads(line)["process"]) == ("draining", "serve")
+
+
+def test_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="BATON_LOG_FORMAT: expected text or json, got 'xml'"):
+        log_format()
+
+
+def test_process_logs_in_json_and_shows_its_name() -> None:
+    router = Assignment(
+        kind="router", name="router-7", key=bytes(16), config=msgspec.Raw(b'{"redis":"none"}')
+    )
+    given = msgspec.json.encode(router) + b"\n"
+    environment = os.environ | {"BATON_LOG_FORMAT": "json", "BATON_LOG_LEVEL": "INFO"}
+    command = [sys.executable, "-m", "baton.cluster.process"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(given)
+        process.stdin.flush()
+        assert b"Started" in process.stdout.readline()
+        with open(f"/proc/{process.pid}/cmdline", "rb") as file:
+            assert file.read().strip(b"\0") == b"baton router-7"
+        process.terminate()
+        said = process.communicate(timeout=60)[1]
+    assert any(json.loads(line)["process"] == "router-7" for line in said.splitlines())
