@@ -19,6 +19,7 @@ All calls come from one thread, and nothing here waits. `step` is the loop's bod
 import logging
 from collections import Counter
 from collections.abc import Collection
+from typing import Final
 
 import msgspec
 
@@ -46,6 +47,8 @@ from baton.token_event import TokenEvent
 from baton.worker import REMOTE_PREFILLS, Load
 from baton.worker_node import WorkerNode
 
+MIN_PREFILL_PATIENCE_S: Final = 4.0  # longer than routers wait for a worker's sign of life
+
 logger = logging.getLogger(__name__)
 
 
@@ -65,7 +68,7 @@ class DecodeWorker(WorkerNode):
 
         local_prefill_tokens: a prompt of which no more than this is unknown here is computed here.
         prefill_patience_s: silence of the link to a prefill worker after which its prompts are computed here;
-        longer than routers wait for a worker's sign of life, so that a dead one is not taken for such a link.
+        no less than MIN_PREFILL_PATIENCE_S, so that routers have removed a dead worker before.
         """
         self.counters: Counter[str] = Counter()
         self._clock = beats.clock
@@ -74,7 +77,7 @@ class DecodeWorker(WorkerNode):
         self._engine = engine
         self._endpoint = endpoint
         self._local_prefill_tokens = local_prefill_tokens
-        self._prefill_patience_s = prefill_patience_s
+        self._prefill_patience_s = max(prefill_patience_s, MIN_PREFILL_PATIENCE_S)
         self._admission = Admission(engine)
         self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
         self._prompts = RemotePrompts(

@@ -8,11 +8,11 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from baton.clock import SystemClock
-from baton.cluster.local_runtime import LocalProcess, LocalRuntime
+from baton.cluster.local_runtime import COMMAND, LocalProcess, LocalRuntime
 from baton.cluster.serve import Cluster, Serving
 from baton.gateway.frontend import Frontend
 from baton.operating import Status
@@ -25,8 +25,10 @@ ResultT = TypeVar("ResultT")
 
 
 class ProcessCluster:
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, *, command: Sequence[str] = COMMAND) -> None:
+        """command: what runs each process, see LocalRuntime."""
         self.config = config
+        self._command = command
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cluster", daemon=True)
         self._thread.start()
@@ -88,7 +90,7 @@ class ProcessCluster:
         return all(_is_at_rest(worker.load.pages) for worker in status.workers)
 
     async def _start(self) -> Cluster:
-        cluster = Cluster(self.config, LocalRuntime(KEY), KEY, lambda text: None)
+        cluster = Cluster(self.config, LocalRuntime(KEY, command=self._command), KEY, lambda text: None)
         try:
             self.serving = await cluster.start()
         except BaseException:

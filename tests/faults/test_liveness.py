@@ -6,16 +6,18 @@ is in the test's hands.
 
 import contextlib
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
-from baton.config import CacheConfig, EngineConfig
+from baton.config import CacheConfig, EngineConfig, EngineSettings
 from baton.decode_worker.worker import DecodeWorker
 from baton.errors import Overloaded
 from baton.gateway.frontend import Frontend
@@ -27,10 +29,13 @@ from baton.node_thread import NodeThread
 from baton.operating import WatchWorkers, WorkerRemoved
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
+from baton.router_config import RouterConfig
+from baton.serve_config import ServeConfig, WorkersConfig
 from baton.worker import Address, WorkerRole
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
 from tests.link_proxy import Direction, LinkProxy
 from tests.node_peers import TestPeer, a_request
+from tests.process_cluster import ProcessCluster
 
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream
@@ -256,6 +261,52 @@ def test_worker_hung_in_a_step_is_removed_within_its_bound_and_its_streams_go_on
         assert [tokens_of(answer) for answer in answers] == [tokens] * 4
         hung.hang = None
         released.set()
+
+
+@pytest.mark.timeout(240)
+def test_worker_process_that_hangs_in_a_native_call_is_killed_and_replaced(tmp_path: Path) -> None:
+    bound_s = 4.0
+    config = ServeConfig(
+        model="tiny",
+        runtime="local",
+        port=0,
+        prefill=WorkersConfig(num_workers=1),
+        decode=WorkersConfig(num_workers=2),
+        engine=EngineSettings(cache=CacheConfig(kv_cache_memory_bytes=16 << 20)),
+        router=RouterConfig(policy="round-robin"),
+        step_timeout_s=bound_s,
+    )
+    command = (sys.executable, "-m", "tests.hanging_process", str(tmp_path))
+    with ProcessCluster(config, command=command) as cluster:
+
+        def ask(name: str, number: int) -> Answer:
+            return cluster.begin(named(f"{name} {number}", max_tokens=300, cache_salt=b"%d" % number))
+
+        warm = [ask("warm", number) for number in range(4)]
+        wait_for(lambda: all(answer.has_ended for answer in warm))
+        pid = cluster.pid("decode-0")
+        answers = [ask("hung", number) for number in range(6)]
+        wait_for(lambda: all(answer.events for answer in answers))
+        file = tmp_path / "decode-0"
+        file.touch()
+        wait_for(lambda: not file.exists())
+        begun_s = time.monotonic()
+        wait_for(lambda: not is_alive(pid))
+        killed_s = time.monotonic() - begun_s
+        wait_for(lambda: all(answer.has_ended for answer in answers))
+        assert [tokens_of(answer) for answer in answers] == [tokens_of(warm[0])] * 6
+        assert bound_s - 0.5 < killed_s < bound_s + 2.0 + SLACK_S
+        cluster.wait_until_whole()
+        assert cluster.pid("decode-0") != pid
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that was killed and not waited for yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 class OtherGateway:
