@@ -34,6 +34,7 @@ from baton.operating import (
     Drain,
     Explain,
     GatewayReport,
+    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
@@ -79,6 +80,7 @@ AnyMessage: TypeAlias = (
     | WatchWorkers
     | WorkerRemoved
     | Undrain
+    | HeadAway
     | RestartWorker
 )
 

@@ -9,7 +9,7 @@ from baton.control import Message
 from baton.decision import Decision
 from baton.pressure import QueueStatus, joined
 from baton.router_status import RouterStatus
-from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason
+from baton.wire_types import MAX_ROUTERS, MAX_WORKERS, Count, Id, Name, Reason, Seconds
 from baton.worker import Address, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
@@ -61,6 +61,15 @@ class GatewayReport(Message, frozen=True):
     status: GatewayStatus
 
 
+class HeadAway(Message, frozen=True):
+    """An operator that watches to router, every second: Ray's head has not answered it for so long.
+
+    0: the head answers again. Workers that run go on; those that end are not started again meanwhile.
+    """
+
+    seconds: Seconds
+
+
 class StatusQuery(Message, frozen=True):
     """Operator to router."""
 
@@ -75,6 +84,9 @@ class Status(Message, frozen=True):
     num_attempts: Count = 0
     num_watchers: Count = 0  # operators that start workers again: each a `baton serve`
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
+    head_away_s: Seconds = (
+        0.0  # since Ray's head last answered `baton serve`: nothing can be started; 0: it does
+    )
     # For want of room: how many "workers", and of how many more the "counters".
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
         default_factory=dict

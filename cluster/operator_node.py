@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from baton.control import Hello, Kind, Members
+from baton.control import MAX_AGE_S, Hello, Kind, Members
 from baton.control_wire import AnyMessage
 from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
@@ -24,6 +24,7 @@ from baton.operating import (
     Drain,
     Explain,
     GatewayStatus,
+    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
@@ -87,6 +88,11 @@ class Operator:
         """ConfigError when there is no worker of that name or id, or no other of its role would be left."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
         await self._ask(Drain(worker=worker))
+
+    def tell_head_away(self, seconds: float) -> None:
+        """Tell all connected routers since when Ray's head does not answer; 0: it does."""
+        for router in self._routers:
+            router.send(HeadAway(seconds=min(seconds, MAX_AGE_S)))
 
     async def undrain(self, worker: str) -> None:
         """Call a drained worker back. ConfigError when no `baton serve` is there to start it."""
@@ -208,6 +214,7 @@ def _joined(statuses: Sequence[Status]) -> Status:
     most = max(statuses, key=lambda status: len(status.workers))
     return msgspec.structs.replace(
         most,
+        head_away_s=max(status.head_away_s for status in statuses),
         num_gateways=min(status.num_gateways for status in statuses),
         gateways=_latest([gateway for status in statuses for gateway in status.gateways]),
         num_met=min(status.num_met for status in statuses),

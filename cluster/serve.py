@@ -29,6 +29,7 @@ from baton.worker import Address, Routers
 
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
+HEAD_LOOK_S: Final = 0.5
 # In this order they are let go: nothing new comes in, then what runs ends, then nobody is left to route.
 STOPPING_ORDER: Final = ("gateway", "worker", "router")
 
@@ -83,6 +84,23 @@ class Cluster:
         for kind in STOPPING_ORDER:
             of_kind = [process for process in self._processes if process.spec.kind == kind]
             await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
+
+    async def _watch_head(self, operator: Operator) -> None:
+        """Tell logs and routers when Ray's head is away, and when it is back."""
+        was_away_s = 0.0
+        while True:
+            away_s = self._runtime.head_away_s
+            if away_s and not was_away_s:
+                logger.error(
+                    "Ray's head has not answered for %.0f s: what runs goes on, and nothing is started",
+                    away_s,
+                )
+            elif was_away_s and not away_s:
+                logger.warning("Ray's head answers again, after %.0f s", was_away_s)
+            if away_s or was_away_s:
+                operator.tell_head_away(away_s)
+            was_away_s = away_s
+            await asyncio.sleep(HEAD_LOOK_S)
 
     # What its connections to the routers call.
 
@@ -174,6 +192,7 @@ class Cluster:
                     self._keep(process.keep())
                 connecting = connected(site.routers, self._key, self)
                 operator = await self._resources.enter_async_context(connecting)
+                self._keep(self._watch_head(operator))
                 await self._until_all_have_met(operator)
         except TimeoutError:
             late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"

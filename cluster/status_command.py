@@ -59,6 +59,8 @@ def table(status: Status) -> str:
         last = f"for want of room this leaves out: {counted}\n{last}"
     queue = queue_lines(status.queue, refusals(status.gateways))
     routers, gateways = map(_router_line, status.routers), map(_gateway_line, status.gateways)
+    if status.head_away_s:
+        last += f"\nRAY'S HEAD has not answered for {status.head_away_s:.0f} s: no worker can be started"
     return "\n".join([*lines, *queue, *routers, *gateways, last])
 
 

@@ -91,7 +91,13 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
             await parts.canary.sing()
         except BatonError as error:
             raise ApiError(503, f"not healthy: {error}", code="unhealthy", retry_after_s=1.0) from error
-        return Response(orjson.dumps({"status": "ok", "model": parts.model.name}), media_type=JSON)
+        said: dict[str, object] = {"status": "ok", "model": parts.model.name}
+        status = parts.model.service.status
+        if status is not None and status.head_away_s:
+            said["warnings"] = [
+                f"Ray's head has not answered for {status.head_away_s:.0f} s: no worker can be started"
+            ]
+        return Response(orjson.dumps(said), media_type=JSON)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -27,6 +27,8 @@ def router_families(status: Status) -> Iterator[Metric]:
         if router.redis != "none":
             redis.add_metric([name], float(router.redis == "up"))
     yield from (routing, attempts, redis)
+    away = "Seconds since Ray's head last answered; nothing can be started meanwhile. 0: it does."
+    yield GaugeMetricFamily("baton_ray_head_away_seconds", away, value=status.head_away_s)
     yield from _counters(routers)
 
 

@@ -32,6 +32,7 @@ from baton.operating import (
     Drain,
     Explain,
     GatewayReport,
+    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
@@ -76,7 +77,7 @@ class Router:
         self._clock = clock
         self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
         self._gateways: dict[str, Gateway] = {}
-        self._watchers: dict[Peer, None] = {}  # operators that start workers
+        self._watchers: dict[Peer, float] = {}  # operators that start workers -> Ray's head is away to them
         capacity = Capacity(self.members, self.books, decoders_compute=config.policy == "cost")
         self.reception = Reception(clock, self.members, capacity, self.knowledge.model)
         self._dispatcher = Dispatcher(
@@ -129,8 +130,10 @@ class Router:
         elif isinstance(message, Explain):
             self._explain(peer, message)
         elif isinstance(message, WatchWorkers):
-            self._watchers[peer] = None
+            self._watchers[peer] = 0.0
             peer.send(self._list_members())
+        elif isinstance(message, HeadAway) and peer in self._watchers:
+            self._watchers[peer] = message.seconds
         elif isinstance(message, Undrain | RestartWorker):
             for watcher in self._watchers:
                 watcher.send(message)
@@ -163,6 +166,7 @@ class Router:
             num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
             num_attempts=self.books.num_own,
             num_watchers=len(self._watchers),
+            head_away_s=max(self._watchers.values(), default=0.0),
             routers=(self.standing.status(self.reception.status()),),
         )
         return fitted(status)

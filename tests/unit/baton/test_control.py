@@ -14,6 +14,7 @@ from baton.operating import (
     Decisions,
     Drain,
     Explain,
+    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
@@ -104,6 +105,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         WatchWorkers(),
         WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s"),
         Undrain(worker="decode-0"),
+        HeadAway(seconds=4.0),
         RestartWorker(worker="decode-0"),
     ]
 

@@ -23,6 +23,7 @@ from baton.operating import (
     Drain,
     GatewayReport,
     GatewayStatus,
+    HeadAway,
     RestartWorker,
     Status,
     StatusQuery,
@@ -116,6 +117,25 @@ def test_operators_that_watch_hear_which_worker_to_start_again(order: Undrain | 
     asking.say(order)
     assert asking.only(Status).num_watchers == 1
     assert watching.only(type(order)) == order
+
+
+def test_status_says_since_when_rays_head_is_away_to_who_starts_workers() -> None:
+    c = cluster("d0")
+    asking = TestPeer.operator(c.router)
+    watching = TestPeer(c.router, Hello(process=Kind.OPERATOR, id="b" * 32))
+    watching.say(WatchWorkers())
+
+    def away_s() -> float:
+        asking.say(StatusQuery())
+        return asking.only(Status).head_away_s
+
+    watching.say(HeadAway(seconds=4.5))
+    assert away_s() == 4.5
+    watching.say(HeadAway(seconds=0.0))
+    assert away_s() == 0.0
+    watching.say(HeadAway(seconds=4.5))
+    watching.leave()
+    assert away_s() == 0.0
 
 
 def test_operator_that_left_is_told_nothing() -> None:
