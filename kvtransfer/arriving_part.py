@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from baton.kvtransfer.digests import differing_units
+from baton.kvtransfer.digests import PartDigests, differing_units
 from baton.kvtransfer.hashing import Hashing
 from baton.kvtransfer.landing import Landing
 from baton.kvtransfer.message_stream import Post
@@ -44,6 +44,7 @@ class ArrivingPart:
         self._order = order
         self._plan = plan
         self._tools = tools
+        self._digests = PartDigests(tools.doors.pages.digests, order.digest_key, order.part)
         self._landings = tools.doors.landings
         self._has_landed = False
         self._found = bytearray(order.num_units * DIGEST_BYTES)
@@ -95,7 +96,7 @@ class ArrivingPart:
 
     def _take_digests(self, first: int, stop: int) -> None:
         offset_N = offsets_of(self._plan.destination, first, stop, self._order.pages)
-        digests = self._tools.doors.pages.digests.take(self._plan, offset_N, stop - first)
+        digests = self._digests.take(self._plan, offset_N, first, stop)
         self._found[first * DIGEST_BYTES : stop * DIGEST_BYTES] = digests
 
     def _emit_later(self, event: PartEvent) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final
 
 from baton.kvtransfer.arriving_part import RankTools
+from baton.kvtransfer.digests import PartDigests
 from baton.kvtransfer.part_ranks import landing_id
 from baton.kvtransfer.peer_transports import PeerTransports
 from baton.kvtransfer.rank_messages import (
@@ -39,6 +40,7 @@ class DepartingPart:
         self._plan = plan
         self._transports = transports
         self._tools = tools
+        self._digests = PartDigests(tools.doors.pages.digests, order.digest_key, order.part)
         self._pages: tuple[int, ...] = ()
         self._grant: GrantPart | None = None
 
@@ -116,4 +118,4 @@ class DepartingPart:
 
     def _digest(self, piece: Piece) -> bytes:
         offset_N = offsets_of(self._plan.source, piece.first, piece.stop, piece.transfer.source_pages)
-        return self._tools.doors.pages.digests.take(self._plan, offset_N, piece.stop - piece.first)
+        return self._digests.take(self._plan, offset_N, piece.first, piece.stop)

@@ -23,8 +23,9 @@ from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
-from baton.kvtransfer.pair import SOURCE, GroupName, GroupSettings, Meeting
+from baton.kvtransfer.pair import SOURCE, GroupName, GroupSettings
 from baton.kvtransfer.pair_channel import NUM_SLOTS, PART_BYTES, PairChannel, join_pair
+from baton.kvtransfer.rendezvous import Meeting, reach
 from baton.kvtransfer.tcp_records import Outcome, PartHeader, decode_answer, encode_header
 from baton.kvtransfer.tickets import Part, Tickets
 from baton.kvtransfer.transfer_plan import TransferPlan
@@ -112,7 +113,10 @@ class GroupTransport:
         try:
             meeting = self._meet()
             self._key = meeting.record_key
-            channel = join_pair(self._group_name, meeting, SOURCE, self._packing, self._plan, self._settings)
+            with contextlib.closing(reach(meeting, self._settings.connect_s, self.name)) as store:
+                channel = join_pair(
+                    self._group_name, store, SOURCE, self._packing, self._plan, self._settings
+                )
         except Exception as error:
             self._settle_meeting(error)
         else:

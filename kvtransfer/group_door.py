@@ -20,8 +20,9 @@ from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.door_messages import decode_said
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.messages import is_beyond
-from baton.kvtransfer.pair import GroupName, Meeting
+from baton.kvtransfer.pair import GroupName
 from baton.kvtransfer.pair_channel import payload_bytes
+from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 from baton.wire import Connection, DroppedPeers, Role

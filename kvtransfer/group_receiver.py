@@ -8,6 +8,7 @@
 4. A record that is not the one due, or a source that is gone, ends this pair and no other.
 """
 
+import contextlib
 import logging
 import threading
 from typing import Final
@@ -18,8 +19,9 @@ from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
-from baton.kvtransfer.pair import DESTINATION, GroupName, GroupSettings, Meeting, MeetingPlace
+from baton.kvtransfer.pair import DESTINATION, GroupName, GroupSettings
 from baton.kvtransfer.pair_channel import NUM_SLOTS, PairChannel, join_pair, payload_bytes
+from baton.kvtransfer.rendezvous import Meeting, MeetingPlace
 from baton.kvtransfer.tcp_receiver import OnWritten
 from baton.kvtransfer.tcp_records import Outcome, PartHeader, decode_header, encode_answer
 from baton.kvtransfer.transfer_plan import TransferPlan
@@ -50,14 +52,14 @@ class GroupReceiver:
         self.settings = settings or GroupSettings()
         self.dropped = dropped or DroppedPeers()
         self.on_written = on_written
-        self._place = MeetingPlace(self.settings.host, self.settings.connect_s)
+        self.place = MeetingPlace(self.settings.host, self.settings.connect_s, self.dropped)
         self._lock = threading.Lock()
         self._pairs: set[_Pair] = set()
         self._is_closed = False
 
     def invite(self, plan: TransferPlan, secret: bytes) -> Meeting:
         """Expect one source rank that knows the secret. TransferFailed when there are too many."""
-        pair = _Pair(self, plan, self._place.meeting(secret))
+        pair = _Pair(self, plan, self.place.meeting(secret))
         with self._lock:
             if self._is_closed or len(self._pairs) >= MAX_PAIRS:
                 raise TransferFailed(f"{self.name}: no more than {MAX_PAIRS} pairs at once")
@@ -78,7 +80,7 @@ class GroupReceiver:
         with self._lock:
             self._is_closed = True
             pairs = list(self._pairs)
-        self._place.close()  # whoever waits there for a source waits no more
+        self.place.close()  # whoever waits there for a source waits no more
         for pair in pairs:
             pair.stop()
         for pair in pairs:
@@ -120,9 +122,10 @@ class _Pair:
 
     def _join(self) -> PairChannel:
         receiver = self._receiver
-        channel = join_pair(
-            receiver.name, self.meeting, DESTINATION, self._packing, self._plan, receiver.settings
-        )
+        with contextlib.closing(receiver.place.wait_for_source(self.meeting)) as store:
+            channel = join_pair(
+                receiver.name, store, DESTINATION, self._packing, self._plan, receiver.settings
+            )
         with self._lock:
             self._channel = channel
             if self._is_stopped:

@@ -124,6 +124,7 @@ class Incoming:
             generations=self.handoff.generations(),
             source=peer,
             layers=layers,
+            digest_key=self.link.digest_key(self.handoff.transfer),
             after=after,
         )
         plane.perform(order)

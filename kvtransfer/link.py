@@ -9,6 +9,7 @@ The life of a link:
    was received before. Nothing else ends with it: other peers' links go on.
 """
 
+import hmac
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ class Link:
         self.doors = doors
         self.number = 0  # among the links of our endpoint, which gives it
         self.is_lost = False
+        self._digest_root = hmac.digest(connection.session_key, b"baton kv digests 1", "sha256")
         self._stream = MessageStream(connection, decode, "kv-link", link_timeout_s=link_timeout_s)
 
     def start(self, post: Post, on_message: OnMessage, on_lost: Call) -> None:
@@ -45,6 +47,10 @@ class Link:
     def send(self, message: AnyMessage) -> None:
         """A peer that is gone gets nothing: `on_lost` tells."""
         self._stream.send(encode(message))
+
+    def digest_key(self, transfer: bytes) -> bytes:
+        """What both ends of this link know, and nobody else, for the digests of a transfer (digests.py)."""
+        return hmac.digest(self._digest_root, transfer, "sha256")
 
     def drop(self, error: WireError) -> None:
         """End the link to a peer that broke a rule, and count it."""

@@ -138,6 +138,7 @@ class Outgoing:
                 link=self.link.number,
                 destination=route.peer,
                 layers=route.layers,
+                digest_key=self.link.digest_key(self.handoff.transfer),
             )
             route.plane.perform(reach)
 

@@ -1,26 +1,25 @@
 """Two ranks that meet to form a process group of torch's, of the two of them alone.
 
-1. The destination has a `MeetingPlace`, a store on the network. For each source rank, and again after each
-   failure, there is a new `Meeting`, with a secret that the two alone know (see group_door.py).
+1. For each source rank, and again after each failure, there is a new `Meeting`, with a secret that the two
+   alone know (see group_door.py). They meet on a connection that only who holds the secret can make, and tell
+   each other there how to connect (rendezvous.py).
 2. Both `join` within a deadline, the destination as rank 0, the source as rank 1, each with a thread of its
    own. The default group is never touched, and whoever else is alive, dead or new makes no difference.
 3. A group ends by `abort`, here or there. It is not mended: the next meeting has another secret.
 
-Neither the store nor gloo nor NCCL knows who connects. Their sockets listen on the address given, which is
-for a network of trusted hosts only; what is said over them is sealed under the secret (see tcp_records.py),
-so that a stranger can break a pair but not write a page.
+Neither gloo nor NCCL knows who connects. Their sockets listen on the address given, which is for a network of
+trusted hosts only; records are sealed under the secret (see tcp_records.py), and pages are checked by keyed
+digests (digests.py), so that a stranger can break a pair but not have a page taken for right.
 """
 
 import contextlib
-import hmac
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Final, Literal, Protocol, cast
 
 import msgspec
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from baton.errors import TransferFailed
 
@@ -51,61 +50,6 @@ class PairGroup(Protocol):
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Pending: ...
 
     def abort(self) -> None: ...
-
-
-class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one source rank meets one destination rank, once. To be kept from everybody else."""
-
-    host: str
-    port: int
-    secret: bytes
-
-    @property
-    def prefix(self) -> str:
-        """Of the pair's keys in the store, which nobody else can guess."""
-        return hmac.digest(self.secret, b"baton pair prefix 1", "sha256").hex()
-
-    @property
-    def record_key(self) -> bytes:
-        """For the seals of the pair's records."""
-        return hmac.digest(self.secret, b"baton pair records 1", "sha256")
-
-
-class MeetingPlace:
-    """The store of one destination process, listening on `host` until `close`."""
-
-    def __init__(self, host: str, timeout_s: float) -> None:
-        self.host = host
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family)
-        self.port: int = listener.getsockname()[1]
-        self._store: Store | None = TCPStore(
-            host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # torch would listen on every address
-        )
-
-    def meeting(self, secret: bytes) -> Meeting:
-        return Meeting(host=self.host, port=self.port, secret=secret)
-
-    def close(self) -> None:
-        self._store = None
-
-
-def reach(meeting: Meeting, timeout_s: float) -> Store:
-    """The pair's own part of the store. TransferFailed when it can't be reached."""
-    with translated("the meeting place"):
-        store = TCPStore(
-            meeting.host,
-            meeting.port,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-        return PrefixStore(meeting.prefix, store)
 
 
 def join_gloo(store: Store, rank: int, host: str, timeout_s: float) -> PairGroup:

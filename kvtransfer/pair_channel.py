@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from baton.errors import TransferFailed
 from baton.kernels.huge_pages import huge_zeros
@@ -23,13 +24,11 @@ from baton.kvtransfer.pair import (
     SOURCE,
     GroupName,
     GroupSettings,
-    Meeting,
     PairGroup,
     Pending,
     abort_gloo,
     join_gloo,
     join_nccl,
-    reach,
     translated,
 )
 from baton.kvtransfer.tcp_records import ANSWER_BYTES, HEADER_BYTES, MAX_PART_BYTES
@@ -170,14 +169,16 @@ class NcclChannel(Records):
 
 def join_pair(
     name: GroupName,
-    meeting: Meeting,
+    store: Store,
     rank: int,
     packing: PagePacking,
     plan: TransferPlan,
     settings: GroupSettings,
 ) -> PairChannel:
-    """Meet the other rank. TransferFailed when it does not come in time, or cannot be talked to this way."""
-    store, peer = reach(meeting, settings.connect_s), 1 - rank
+    """Join the other rank, whom `store` reaches and nobody else. TransferFailed when it does not come in
+    time, or cannot be talked to this way.
+    """
+    peer = 1 - rank
     num_bytes = payload_bytes(plan)
     if name == "gloo":
         if not isinstance(packing, HostPages):

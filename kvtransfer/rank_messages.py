@@ -42,6 +42,7 @@ MAX_COUNTS: Final = 256  # of a rank, each with a name
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # of a transfer, see Link
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
 Mark: TypeAlias = Count  # a place in a step, see engine/step_marks.py; 0: before all steps
 
@@ -91,6 +92,7 @@ class OpenPart(OfPart, frozen=True):
     generations: Generations
     source: PeerRank
     layers: Layers
+    digest_key: DigestKey
     after: Mark = 0  # nobody is let in before the rank's steps have passed it: they may write these pages
 
 
@@ -111,6 +113,7 @@ class ReachPeer(OfPart, frozen=True):
     link: Count  # transports are of one link to the peer, and end with it
     destination: PeerRank
     layers: Layers
+    digest_key: DigestKey
 
 
 class GrantPart(OfPart, frozen=True):

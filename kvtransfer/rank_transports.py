@@ -11,11 +11,12 @@ from baton.kvtransfer.group import GroupTransport
 from baton.kvtransfer.group_door import Knock, ask_for_meeting
 from baton.kvtransfer.message_stream import Post
 from baton.kvtransfer.messages import RankDoors
-from baton.kvtransfer.pair import GroupName, GroupSettings, Meeting
+from baton.kvtransfer.pair import GroupName, GroupSettings
 from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.peer_transports import PeerTransports
 from baton.kvtransfer.rank_messages import PeerRank, RankSettings
 from baton.kvtransfer.rank_pages import RankPages
+from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.shm import ShmTransport
 from baton.kvtransfer.tcp import TcpTransport
 from baton.kvtransfer.transfer_plan import plan_transfer

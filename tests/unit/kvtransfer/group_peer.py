@@ -15,7 +15,8 @@ from torch import Tensor
 
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landing, Landings
-from baton.kvtransfer.pair import GroupName, GroupSettings, Meeting
+from baton.kvtransfer.pair import GroupName, GroupSettings
+from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import DTYPE_BYTES, PageLayout
 

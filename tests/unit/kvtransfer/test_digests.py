@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer import digests
-from baton.kvtransfer.digests import HostDigests, StagedDigests, differing_units, digest_units
+from baton.kvtransfer.digests import HostDigests, PartDigests, StagedDigests, differing_units, digest_units
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_packing import packing_of
 from baton.kvtransfer.transfer_plan import plan_transfer
@@ -72,6 +74,56 @@ def test_units_that_are_one_stretch_of_bytes_have_the_digests_of_their_runs(offs
     units = [b"".join(content[start : start + 5] for start in offsets[unit : unit + 2]) for unit in (0, 2)]
     found = digest_units(memoryview(content), np.array(offsets, dtype=np.int64), 5, 2)
     assert found == b"".join(xxhash.xxh3_64_digest(unit) for unit in units)
+
+
+class Found(NamedTuple):
+    """A pool of bytes in four units of 16, and its digests under a key."""
+
+    pool: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+    def digests(self, key: bytes, part: int = 0, first: int = 0, stop: int = 4) -> bytes:
+        memory = PageMemory.of(torch.from_numpy(self.pool).view(4, 16))
+        plan = plan_transfer(
+            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
+            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
+            0,
+            0,
+        )
+        offsets = plan.source.offsets(first, stop, range(4))
+        return PartDigests(HostDigests(memory), key, part).take(plan, offsets, first, stop)
+
+
+def test_keyed_digests_agree_under_one_key_and_find_damage() -> None:
+    sent = Found(np.arange(64, dtype=np.uint8))
+    received = Found(sent.pool.copy())
+    assert sent.digests(b"k" * 32) == received.digests(b"k" * 32)
+    received.pool[33] ^= 1
+    assert differing_units(sent.digests(b"k" * 32), received.digests(b"k" * 32)) == (2,)
+
+
+def test_nobody_without_the_key_can_tell_the_digest_of_bytes() -> None:
+    known = Found(np.zeros(64, dtype=np.uint8))
+    secret = known.digests(b"k" * 32)
+    assert secret not in (known.digests(b"x" * 32), known.digests(b"k" * 32, part=1))
+    plain = digest_units(known.pool.data, np.arange(0, 64, 16), 16, 4)
+    assert plain != secret
+    # Units that are alike do not have digests that are: what is sent says nothing of the hash under the seed.
+    assert len({secret[unit * 8 : unit * 8 + 8] for unit in range(4)}) == 4
+
+
+def test_digests_of_some_units_are_those_of_all_at_their_places() -> None:
+    num_units = 40
+    pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
+    cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+    plan = plan_transfer(cut, cut, 0, 0)
+    part = PartDigests(HostDigests(PageMemory.of(pool)), b"k" * 32, 3)
+
+    def take(first: int, stop: int) -> bytes:
+        return part.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
+
+    whole = take(0, num_units)
+    for first, stop in [(0, 1), (7, 9), (8, 16), (13, 40), (5, 5)]:
+        assert take(first, stop) == whole[8 * first : 8 * stop]
 
 
 def test_ranks_that_share_nothing_have_digests_of_nothing() -> None:

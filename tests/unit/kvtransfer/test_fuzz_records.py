@@ -23,8 +23,9 @@ from baton.kvtransfer.group_receiver import GroupReceiver, _Pair
 from baton.kvtransfer.landing import Landing, Landings
 from baton.kvtransfer.page_memory import PageMemory
 from baton.kvtransfer.page_socket import PageSocket
-from baton.kvtransfer.pair import FOREVER, GroupSettings, Meeting, PairGroup, Pending
+from baton.kvtransfer.pair import FOREVER, GroupSettings, PairGroup, Pending
 from baton.kvtransfer.pair_channel import GlooChannel, PairChannel, payload_bytes
+from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.tcp_receiver import Stream, TcpReceiver
 from baton.kvtransfer.tcp_records import Outcome, decode_answer
 from baton.kvtransfer.transfer_plan import plan_transfer

@@ -2,20 +2,24 @@
 
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from baton.errors import TransferFailed
 from baton.kernels.copy_runs import copy_runs_reference
 from baton.kvtransfer.group import GroupTransport
-from baton.kvtransfer.pair import GroupSettings, Meeting
+from baton.kvtransfer.pair import GroupSettings
+from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus
 from baton.layout import PageLayout
@@ -297,6 +301,31 @@ def test_a_stranger_who_does_not_know_the_secret_never_meets_the_destination(
     with pytest.raises(TransferFailed, match="gloo"):
         transport.open()
     transport.close()
+
+
+def test_a_stranger_with_torchs_own_client_learns_and_changes_nothing(closing: Callable[..., None]) -> None:
+    """The rendezvous was a TCPStore, which lists and overwrites its keys for whoever connects."""
+    destination = Destination("gloo", LARGE)
+    closing(destination)
+    meeting = destination.do(Invite(LARGE)).meeting
+    assert meeting is not None
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            stranger = TCPStore(
+                meeting.host,
+                meeting.port,
+                is_master=False,
+                timeout=timedelta(seconds=1),
+                wait_for_workers=False,
+            )
+            stranger.set("gloo/0/1", "an address of the stranger's")
+            stranger.list_keys()
+    plan = plan_transfer(LARGE.layout, LARGE.layout, 0, 0)
+    transport = GroupTransport("gloo", lambda: meeting, LARGE.pool(), plan, settings=SETTINGS)
+    closing(transport)
+    transport.open()
+    with pytest.raises(OSError):
+        socket.create_connection((meeting.host, meeting.port), 1.0).close()
 
 
 def test_pages_outside_the_pool_are_refused_by_push(closing: Callable[..., None]) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from baton.errors import TransferFailed
 from baton.kvtransfer.group import GroupTransport
-from baton.kvtransfer.pair import GroupSettings, MeetingPlace
+from baton.kvtransfer.pair import GroupSettings
+from baton.kvtransfer.rendezvous import MeetingPlace
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 

@@ -1,5 +1,6 @@
 """What a destination makes of a source that has met it and then says what it should not."""
 
+import contextlib
 import secrets
 import threading
 import time
@@ -12,8 +13,9 @@ from baton.errors import TransferFailed
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landing, Landings, Writing
 from baton.kvtransfer.page_packing import packing_of
-from baton.kvtransfer.pair import SOURCE, GroupSettings, Meeting
+from baton.kvtransfer.pair import SOURCE, GroupSettings
 from baton.kvtransfer.pair_channel import PairChannel, join_pair, payload_bytes
+from baton.kvtransfer.rendezvous import Meeting, reach
 from baton.kvtransfer.tcp_records import Outcome, PartHeader, decode_answer, encode_header
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
@@ -47,7 +49,8 @@ class Pair:
         self.meeting: Meeting = self.receiver.invite(PLAN, secrets.token_bytes(32))
         self.key = self.meeting.record_key
         packing = packing_of(torch.zeros(4, PLAN.unit_bytes, dtype=torch.uint8))
-        self.channel: PairChannel = join_pair("gloo", self.meeting, SOURCE, packing, PLAN, SETTINGS)
+        with contextlib.closing(reach(self.meeting, SETTINGS.connect_s, "gloo")) as store:
+            self.channel: PairChannel = join_pair("gloo", store, SOURCE, packing, PLAN, SETTINGS)
 
     def send(self, slot: int, record: bytes, value: int, num_bytes: int) -> None:
         self.channel.payload(slot, num_bytes).fill_(value)

@@ -41,6 +41,7 @@ HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_d
 NUM_PAGES, NUM_UNITS = 6, 3
 ALL_LAYERS = (0, 2)
 TRANSFER = b"t" * 16
+DIGEST_KEY = b"k" * 32
 PAGES = (4, 1, 3)
 GENERATIONS = (7, 8, 9)
 
@@ -112,13 +113,21 @@ def open_part(destination: Plane, source: Plane, part: int) -> None:
         generations=GENERATIONS,
         source=source.peer(),
         layers=ALL_LAYERS,
+        digest_key=DIGEST_KEY,
     )
     destination.plane.perform(order)
     assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
 
 
 def reach(source: Plane, destination: Plane, part: int, *, is_bulk: bool = False) -> None:
-    order = ReachPeer(transfer=TRANSFER, part=part, link=1, destination=destination.peer(), layers=ALL_LAYERS)
+    order = ReachPeer(
+        transfer=TRANSFER,
+        part=part,
+        link=1,
+        destination=destination.peer(),
+        layers=ALL_LAYERS,
+        digest_key=DIGEST_KEY,
+    )
     source.plane.perform(order)
     assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
     grant = GrantPart(

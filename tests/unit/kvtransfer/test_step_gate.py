@@ -38,6 +38,7 @@ def open_part(after: int) -> OpenPart:
         generations=(1,),
         source=PEER,
         layers=(0, 2),
+        digest_key=bytes(32),
         after=after,
     )
 
