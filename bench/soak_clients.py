@@ -88,7 +88,8 @@ class Clients:
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.complaints: list[str] = []
-        self.gaps_s: list[float] = []  # the longest of each stream
+        self.gaps_s: list[float] = []  # the longest of each stream, after its first token
+        self.waits_s: list[float] = []  # for the first token of each stream
         self._addresses = [Address(url, key) for key in keys.values()]
         self._questions = questions
         self._rngs = [random.Random(f"{seed} client {number}") for number in range(num_clients)]
@@ -146,7 +147,7 @@ class Clients:
         self._judge(question, content["choices"][0]["token_ids"])
 
     async def _stream(self, address: Address, question: Question) -> None:
-        heard = Heard()
+        heard, begin_s = Heard(), time.perf_counter()
         while not heard.is_done:
             header = f"last-event-id: {heard.last_id}\r\n" if heard.last_id else ""
             answer, is_broken = await self._post(address, _body(question, streams=True), header)
@@ -158,6 +159,7 @@ class Clients:
                 await self._wait_to_retry(answer)
             elif not heard.is_done:
                 raise Lost("a stream ended without [DONE]")
+        self.waits_s.append(heard.moments_s[0] - begin_s if heard.moments_s else 0.0)
         self.gaps_s.append(max((after - before for before, after in pairwise(heard.moments_s)), default=0.0))
         self._judge(question, heard.token_ids)
 

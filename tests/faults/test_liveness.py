@@ -15,6 +15,7 @@ from typing import Final
 
 import pytest
 
+from baton.bench.link_proxy import Direction, LinkProxy
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
 from baton.config import CacheConfig, EngineConfig, EngineSettings
@@ -33,7 +34,6 @@ from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig, WorkersConfig
 from baton.worker import Address, WorkerRole
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
-from tests.link_proxy import Direction, LinkProxy
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from baton.bench.link_proxy import Direction, LinkProxy
 from baton.worker import Address
-from tests.link_proxy import Direction, LinkProxy
 from tests.unit.baton.peers import Recorder, hosted, rogue_after_hello, tokens, until
 
 TIMEOUT_S = 2.0
