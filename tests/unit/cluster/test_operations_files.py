@@ -1,0 +1,84 @@
+"""The files of deploy/ for systemd, nginx and Prometheus, checked by these programs where they are there."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from baton.cluster.cli import COMMANDS
+from baton.config import VARIABLES
+from baton.config_tree import known_keys
+from baton.gateway.exporter import Exporter
+from baton.gateway.metrics import Metrics
+from baton.serve_config import ServeConfig
+from tests.unit.cluster.test_deploy import DEPLOY, ROOT, Idle
+
+RULES: Final = DEPLOY / "prometheus/baton-rules.yml"
+RUNBOOK: Final = ROOT / "docs/operations.md"
+
+
+def program(name: str) -> str:
+    """Return where a program is; skip the test where it is not installed."""
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/bin")
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def check(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(RULES.read_text())["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "baton.service"
+    text = (DEPLOY / "systemd/baton.service").read_text()
+    unit.write_text(text.replace("/opt/baton/bin/baton", sys.executable))
+    check(program("systemd-analyze"), "verify", str(unit))
+
+
+def test_unit_gives_the_cluster_time_to_drain_and_does_not_repeat_a_users_error() -> None:
+    text = (DEPLOY / "systemd/baton.service").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
+    assert settings["KillMode"] == "mixed"  # SIGTERM is for `baton serve`, which drains the others in order
+    assert int(settings["TimeoutStopSec"]) > 2 * 30 + 5  # drain_timeout_s of gateways, then of workers
+    assert settings["RestartPreventExitStatus"] == "2"
+
+
+def test_promtool_takes_the_rules() -> None:
+    check(program("promtool"), "check", "rules", str(RULES))
+
+
+def test_alerts_are_about_metrics_that_there_are_and_the_runbook_names_each() -> None:
+    exported = Exporter(Metrics(), Idle(), model="tiny", vllm_names=False).text().decode()  # type: ignore[arg-type]
+    there = {"up"}
+    for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", exported, re.MULTILINE):
+        there |= {f"{name}_bucket"} if kind == "histogram" else {name}
+    asked = {name for rule in rules() for name in re.findall(r"baton_\w+", rule["expr"])}
+    assert asked and asked <= there
+    runbook = RUNBOOK.read_text()
+    assert all(f"`{rule['alert']}`" in runbook for rule in rules())
+
+
+def test_links_of_the_runbook_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)", RUNBOOK.read_text()):
+        assert (RUNBOOK.parent / link).exists(), link
+
+
+def test_commands_and_settings_of_the_runbook_exist() -> None:
+    text = RUNBOOK.read_text()
+    assert set(re.findall(r"`baton ([a-z]+)(?=[ `])", text)) <= set(COMMANDS)
+    assert set(re.findall(r"BATON_[A-Z_]+", text)) <= set(VARIABLES)
+    settings = set(re.findall(r"`((?:gateway|router|engine)\.[a-z_.]+)`", text))
+    assert settings and settings <= set(known_keys(ServeConfig))
