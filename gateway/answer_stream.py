@@ -229,8 +229,9 @@ class AnswerStream:
             return delta
         end = ends[-1].end() if ends else 0
         self._num_calm += len(ends)
-        if end < len(delta.text):
-            held.append(Delta(delta.text[end:], delta.token_ids))
+        if end == len(delta.text):
+            return delta
+        held.append(Delta(delta.text[end:], delta.token_ids))
         return Delta(delta.text[:end])
 
     def _put_end(self) -> None:

@@ -1,13 +1,22 @@
 """A stream that one gateway began and another one ends, event by event: nothing is lost or doubled."""
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
+import aiohttp
 import pytest
 
+from baton.errors import WorkerLost
+from baton.request import Request
 from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.event_stream import Event, Refused, joined, read_all
+from tests.scripted_service import ScriptedService, answer_at_once
+from tests.scripted_service import events as events_of
+from tests.served import until
 from tests.served_gateway import ServedGateway
+from tests.tenant_clients import write_tenants
 
 Served = ServedGateway[EngineFrontend]
 
@@ -136,3 +145,80 @@ def test_only_streams_of_few_answers_have_ids(gateways: tuple[Served, Served]) -
     body = CASES["sampled completion"]
     assert refused(port, {**body, "stream": False}) == (400, "invalid_value", name)
     assert refused(port, {**body, "prompt": ["a", "b"], "n": 5}) == (400, "invalid_value", name)
+
+
+SENTENCE: Final = list(range(300, 320))
+
+
+def test_an_id_is_of_one_tenant(tmp_path: Path) -> None:
+    file = str(write_tenants(tmp_path))
+    body = CASES["sampled completion"]
+
+    def headers(key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}"}
+
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=file) as served:
+        port = served.address.port
+        events = read_all(port, body, **headers("k-acme"))
+        num_requests = len(served.service.requests)
+        refusals = []
+        for key, last_id in (("k-zeta", events[0].id), ("k-zeta", "made-up"), ("none", events[0].id)):
+            with pytest.raises(Refused) as raised:
+                read_all(port, body, last_id, **headers(key))
+            refusals.append((raised.value.status, raised.value.error))
+        assert refusals[0] == refusals[1] and refusals[0][0] == 400
+        assert refusals[2][0] == 401
+        assert len(served.service.requests) == num_requests  # no worker has heard of it
+        rest = read_all(port, body, events[0].id, **headers("k-acme"))
+        assert joined([events[0], *rest]) == joined(events)
+        assert served.service.requests[-1].tenant == "acme"  # who is charged for it
+
+
+def test_an_id_expires_with_its_window() -> None:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE)), resume_window_s=0.01) as served:
+        port, body = served.address.port, CASES["sampled completion"]
+        last_id = read_all(port, body)[0].id
+
+        def has_expired() -> bool:
+            try:
+                read_all(port, body, last_id)
+            except Refused as refused:
+                assert refused.error["code"] == "expired_event_id"
+                return True
+            return False
+
+        until(has_expired)
+
+
+def test_a_stream_that_failed_is_resumed_after_its_last_event() -> None:
+    body = CASES["sampled completion"]
+    with ServedGateway(ScriptedService) as served:
+        service, port = served.service, served.address.port
+
+        def begin_and_fail(service: ScriptedService, request: Request) -> None:
+            service.emit(request.request_id, events_of(request, SENTENCE[:7], end=None))
+            asyncio.get_running_loop().call_later(0.1, service.fail, request.request_id, WorkerLost("twice"))
+
+        service.play = begin_and_fail
+        *seen, failure, done = read_all(port, body)
+        assert "worker_crash" in failure.data and not failure.id and not done.id
+        service.play = answer_at_once(SENTENCE)
+        whole = joined([*seen, *read_all(port, body, seen[-1].id)])
+        undisturbed = joined(read_all(port, body))
+        assert without_heads(whole) == without_heads(undisturbed) and len(whole["heads"]) == 1
+
+
+def test_a_websocket_has_no_ids(gateways: tuple[Served, Served]) -> None:
+    async def ask() -> str:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(f"{gateways[0].url}/v1/stream") as socket,
+        ):
+            await socket.send_json(CASES["sampled completion"])
+            return str(await socket.receive_str(timeout=30))
+
+    assert "stream_options.resumable" in asyncio.run(ask())
+
+
+def without_heads(answer: dict[str, Any]) -> dict[str, Any]:
+    return {**answer, "heads": None}
