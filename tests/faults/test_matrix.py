@@ -1,0 +1,41 @@
+"""The fault matrix of docs/faults.md has every fault once, and each test that it names exists."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+NUM_FAULTS: Final = 35
+ROWS: Final = re.findall(
+    r"^\| (F\d+) \|(.*)\|$", (ROOT / "docs" / "faults.md").read_text(), flags=re.MULTILINE
+)
+TEST: Final = re.compile(r"`([\w/]+\.py)::(\w+)`")
+MODULE: Final = re.compile(r"`python -m (baton\.bench\.\w+)`")
+
+
+def test_every_fault_has_one_row() -> None:
+    assert [name for name, _ in ROWS] == [f"F{number}" for number in range(1, NUM_FAULTS + 1)]
+
+
+def test_every_row_names_a_test_or_a_suite() -> None:
+    bare = [name for name, cells in ROWS if not (TEST.search(cells) or MODULE.search(cells))]
+    assert not bare
+
+
+def test_every_named_test_exists() -> None:
+    named = {found for _, cells in ROWS for found in TEST.findall(cells)}
+    assert len(named) > NUM_FAULTS
+    missing = [f"{path}::{name}" for path, name in sorted(named) if not _has_test(path, name)]
+    assert not missing
+
+
+def test_every_named_suite_exists() -> None:
+    modules = {found for _, cells in ROWS for found in MODULE.findall(cells)}
+    assert modules
+    assert not [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def _has_test(path: str, name: str) -> bool:
+    file = ROOT / "tests" / path
+    return file.exists() and re.search(rf"^def {name}\(", file.read_text(), re.MULTILINE) is not None
