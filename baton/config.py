@@ -55,7 +55,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     page_size: int = 16  # tokens in one KV page, a power of two
     kv_cache_memory_bytes: int | None = None  # bytes for KV pages; None: what gpu_memory_utilization leaves
     gpu_memory_utilization: float = 0.9  # share of the device that weights, activations and KV pages may take
-    host_cache_memory_bytes: int = 0  # bytes of host memory that KV pages swap to; 0: none
+    host_cache_memory_bytes: int = 0  # bytes of host memory KV pages swap to; 0: preempted KV is recomputed
     enable_prefix_caching: bool = True  # reuse KV pages of equal prompt prefixes
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ The ladder, from the bottom. Each rung keeps what the rungs below it do:
     QUEUE          requests wait at the router, in the order of shares and deadlines
     LOCAL_PREFILL  longer prompts are computed where they are decoded
     SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
-    SWAP_OUT       workers make room by preempting sequences of the lowest class
+    MAKE_ROOM      workers preempt sequences of the lowest class, whose KV is computed again later, or copied
+                   back where there is a host tier (cache.host_cache_memory_bytes, none by default)
     CLIP           answers are made shorter, and alternatives fewer, where the tenant allows it
     SHED           requests of the lowest class that wait are refused, where the tenant allows it
 """
@@ -30,7 +31,7 @@ class Rung(IntEnum):
     QUEUE = 1
     LOCAL_PREFILL = 2
     SMALL_CHUNKS = 3
-    SWAP_OUT = 4
+    MAKE_ROOM = 4
     CLIP = 5
     SHED = 6
 

@@ -2,9 +2,9 @@
 
 - Small chunks: while sequences decode, prompts get a quarter of a step at most, so that no answer waits long
   for its next token. Chunks change no token.
-- Room: while few pages are left, running sequences of the lowest class give theirs, the longest first, to the
-  host if it has room; and none of that class comes in that would leave few. It does nothing where no better
-  class runs.
+- Room: while few pages are left, running sequences of the lowest class give theirs, the longest first. Their
+  KV goes to the host tier if there is one with room, and is computed again if not. None of that class comes
+  in that would leave few pages. Nothing happens where no better class runs.
 """
 
 from typing import Final, NamedTuple, Protocol
@@ -25,7 +25,7 @@ class Relief(NamedTuple):
 
 
 def relief_on(rung: Rung) -> Relief:
-    return Relief(small_chunks=rung >= Rung.SMALL_CHUNKS, makes_room=rung >= Rung.SWAP_OUT)
+    return Relief(small_chunks=rung >= Rung.SMALL_CHUNKS, makes_room=rung >= Rung.MAKE_ROOM)
 
 
 class Draft(Protocol):

@@ -92,7 +92,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
             steps=(StepTimes(3, 0, 500, 0.01),),
         ),
         Drain(worker="decode-0"),
-        c.Pressure(rung=Rung.SWAP_OUT),
+        c.Pressure(rung=Rung.MAKE_ROOM),
         StatusQuery(),
         Status(
             workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),

@@ -125,13 +125,13 @@ def test_workers_that_only_a_lost_router_listed_are_lost_with_it(worker: SomeWor
 def test_of_several_routers_it_is_on_the_highest_rung(worker: SomeWorker) -> None:
     one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
     for router, rung in (
-        (one, Rung.SWAP_OUT),
+        (one, Rung.MAKE_ROOM),
         (other, Rung.SMALL_CHUNKS),
         (other, Rung.CALM),
         (one, Rung.SHED),
     ):
         worker.received(router, Pressure(rung=rung))
-    assert worker.rungs == [Rung.SWAP_OUT, Rung.SWAP_OUT, Rung.SWAP_OUT, Rung.SHED]
+    assert worker.rungs == [Rung.MAKE_ROOM, Rung.MAKE_ROOM, Rung.MAKE_ROOM, Rung.SHED]
     worker.left(one)
     assert worker.rungs[-1] is Rung.CALM, "who is gone presses nobody"
 

@@ -20,7 +20,7 @@ def reliefs(pair: WorkerPair) -> set[Relief]:
 
 def test_both_workers_climb_and_come_down_with_the_router(make_pair: MakePair) -> None:
     pair = make_pair()
-    press(pair, Rung.SWAP_OUT)
+    press(pair, Rung.MAKE_ROOM)
     assert reliefs(pair) == {Relief(small_chunks=True, makes_room=True)}
     press(pair, Rung.SMALL_CHUNKS)
     assert reliefs(pair) == {Relief(small_chunks=True)}

@@ -30,7 +30,7 @@ def harness_of(num_pages: int = 40, num_host_pages: int = 0) -> AccountHarness:
     [
         (Rung.LOCAL_PREFILL, Relief()),
         (Rung.SMALL_CHUNKS, Relief(small_chunks=True)),
-        (Rung.SWAP_OUT, Relief(small_chunks=True, makes_room=True)),
+        (Rung.MAKE_ROOM, Relief(small_chunks=True, makes_room=True)),
         (Rung.SHED, Relief(small_chunks=True, makes_room=True)),
     ],
 )
@@ -73,6 +73,22 @@ def test_the_longest_of_the_lowest_class_is_swapped_out_while_pages_are_few_and_
     while ("high", 0) in harness.live:
         assert long.status is SequenceStatus.SWAPPED
         harness.step()
+    harness.run()
+    assert long.num_generated_tokens == 60
+
+
+def test_room_is_made_without_a_host_tier_by_computing_again() -> None:
+    """The default: nothing is swapped, and the better class has the pages all the same."""
+    harness = harness_of()
+    for name, num_tokens in (("short", 8), ("long", 40)):
+        harness.add(name, range(num_tokens), LONG, tenant="low", standing=standing(rank=1))
+    harness.add("high", range(40), LONG, tenant="high")
+    while harness.pool.num_available >= 4:
+        harness.step()
+    harness.scheduler.relief = Relief(makes_room=True)
+    plan, _, _ = harness.step()
+    assert plan.preempted == {("long", 0): PreemptMode.RECOMPUTE}
+    long = harness.live["long", 0]
     harness.run()
     assert long.num_generated_tokens == 60
 

@@ -82,7 +82,11 @@ def test_those_of_the_lowest_class_that_wait_are_shed_while_it_is_hopeless(c: Cl
 
 
 def test_workers_are_told_the_rungs_that_are_about_them(c: Cluster) -> None:
-    for rung, told in ((Rung.LOCAL_PREFILL, []), (Rung.SWAP_OUT, [Rung.SWAP_OUT]), (Rung.CALM, [Rung.CALM])):
+    for rung, told in (
+        (Rung.LOCAL_PREFILL, []),
+        (Rung.MAKE_ROOM, [Rung.MAKE_ROOM]),
+        (Rung.CALM, [Rung.CALM]),
+    ):
         press(c, rung)
         c.router._press()
         assert [each.rung for each in c["d0"].take(Pressure)] == told
