@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
 from baton.gateway.open_streams import OpenStreams
 from baton.gateway.replay import RETRY_AFTER_S, Limits
-from baton.gateway.router_watch import REFUSING_S, SILENT_S, RouterWatch
+from baton.gateway.router_watch import SILENT_S, RouterWatch
 from baton.gateway.service import Sink
 from baton.gateway.stream_log import Stream
 from baton.node import Dial, Peer
@@ -103,10 +103,6 @@ class Frontend:
         """
         if len(self._streams) >= self._limits.max_streams:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
-            raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
-        silence_s = self._watch.silence_s
-        if silence_s > REFUSING_S:
-            message = f"no router has answered for {silence_s:.0f} s"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
         if not fits_request(request):
             raise InvalidRequest(

@@ -16,7 +16,6 @@ from baton.operating import GatewayReport, GatewayStatus, Status, StatusQuery
 from baton.worker import REMOTE_PREFILLS
 
 SILENT_S: Final = 3.0
-REFUSING_S: Final = 10.0  # of silence of all routers: longer than the restart of one takes
 
 
 class RouterWatch:

@@ -9,7 +9,7 @@ from typing import Protocol
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
-from baton.control import Hello
+from baton.control import Hello, Kind
 from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.node import TICK_S, Node
@@ -37,6 +37,7 @@ class Host:
         self._directory = directory
         self._node: Node | None = None
         self._dialing: set[Address] = set()  # until its connection has ended
+        self._known: dict[HostPeer, None] = {}  # that have said Hello, and have not left
 
     @property
     def node(self) -> Node:
@@ -75,6 +76,18 @@ class Host:
         peer.send(self.node.hello)
         self.process.later(HANDSHAKE_TIMEOUT_S, peer.end_unless_known)
 
+    def tell_routers(self, message: AnyMessage) -> None:
+        """As the hub's own thread does: a turn that lasts does not delay it."""
+        for peer in self._known:
+            if peer.hello.process is Kind.ROUTER:
+                peer.send_now(message)
+
+    def met(self, peer: "HostPeer") -> None:
+        self._known[peer] = None
+
+    def left(self, peer: "HostPeer") -> None:
+        self._known.pop(peer, None)
+
     def drop(self, peer: "HostPeer", error: WireError) -> None:
         self.trace.dropped(self.process.name, error)
         peer.abort()
@@ -110,6 +123,10 @@ class HostPeer:
     def send(self, message: AnyMessage) -> None:
         self._end.send(encode(message))
 
+    def send_now(self, message: AnyMessage) -> None:
+        """Though a turn of the process lasts."""
+        self._end.carry(encode(message))
+
     def close(self) -> None:
         self._end.close()
 
@@ -130,12 +147,14 @@ class HostPeer:
                 return
             assert isinstance(message, Hello), message
             self._hello = message
+            host.met(self)
             host.node.joined(self)
         except WireError as error:
             host.drop(self, error)
 
     def _left(self) -> None:
         self._on_gone()
+        self._host.left(self)
         if self._hello is not None:
             self._host.node.left(self)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
-from baton.beats import Beats
+from baton.beats import BEAT_S, Beats
 from baton.cluster.sim.endpoint import SimEndpoint
 from baton.cluster.sim.engine import FINGERPRINT, Machine, SimEngine
 from baton.cluster.sim.events import Calendar, Events
@@ -18,7 +18,7 @@ from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
 from baton.cluster.sim.shared import SharedStream
 from baton.colleagues import Colleagues
-from baton.control import Hello, Kind
+from baton.control import Alive, Hello, Kind
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
@@ -29,6 +29,7 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decision_log import LogFile
 from baton.router.router import Router
 from baton.router_config import RouterSettings
+from baton.steps import Steps
 from baton.wire import HANDSHAKE_TIMEOUT_S
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S
@@ -121,8 +122,10 @@ class WorkerLife:
         address, kv_address = site.new_address(), site.new_address()
         site.endpoints[kv_address] = self.endpoint
         self.worker = self._make_worker(self._hello(address, kv_address))
+        self._steps = Steps(process.clock)
         process.turn = self._turn
         self._host.serve(self.worker, address)
+        self._live()
 
     @property
     def is_draining(self) -> bool:
@@ -136,7 +139,13 @@ class WorkerLife:
         self._notice_s = self._site.events.now_s + DRAIN_NOTICE_S
         self.worker.drain()
 
+    def _live(self) -> None:
+        """As the thread of its hub does, whatever the engine does: see beats.SignsOfLife."""
+        self._host.tell_routers(Alive(step=self._steps.present))
+        self.process.later(BEAT_S, self._live)
+
     def _turn(self) -> None:
+        self._steps.begin()
         self.worker.step()
         if self.engine.has_work():
             self.process.wake()

@@ -39,7 +39,7 @@ class End:
         self.last_s = 0.0  # when the last of what comes here arrives
 
     def send(self, body: bytes) -> None:
-        self.owner.send(lambda: self._carry(body))
+        self.owner.send(lambda: self.carry(body))
 
     def close(self) -> None:
         self.owner.send(self._close)
@@ -48,7 +48,8 @@ class End:
         if self.wire is not None:
             self.wire.cut()
 
-    def _carry(self, body: bytes) -> None:
+    def carry(self, body: bytes) -> None:
+        """Put it on the wire now, though a turn of its owner lasts."""
         wire = self.wire
         if wire is None or wire.is_cut:
             return
