@@ -265,9 +265,7 @@ def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -
         for each in frozen:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGCONT)
-    print(
-        f"frozen node, {len(streams)} streams: {failed} failed, {wrong} wrong, worker back in {replaced_s:.0f} s"
-    )
+    print(f"frozen node, {len(streams)} streams: {failed} failed, {wrong} wrong, back in {replaced_s:.0f} s")
     return failed == wrong == 0 and replaced_s <= REPLACED_S
 
 
