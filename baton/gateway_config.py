@@ -1,7 +1,7 @@
 """The settings of a gateway process."""
 
 import ipaddress
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from baton.link_life import LINK_TIMEOUT_S
 from baton.wire_types import LinkTimeout
 from baton.worker import Routers
 
+OPERATOR_HOST: Final = "127.0.0.1"
 MAX_CONNECTIONS: Final = 2**16
 MAX_OPEN_REQUESTS: Final = 2**20
 MAX_ANSWER_ENTRIES: Final = 2**32
@@ -41,6 +42,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
     max_begun_wait_s: float = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment
+    # A port of 127.0.0.1 that serves /metrics, /load, /ui and /admin/ without a key; None: there is none.
+    # With tenants, the port for clients serves these to an admin's key alone, also on this machine.
+    operator_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] | None = None
     resume_window_s: float = 600.0  # after an event of a resumable stream, in which it may be resumed there
 
     def __post_init__(self) -> None:
@@ -75,6 +79,8 @@ class GatewayConfig(GatewaySettings, frozen=True):
             raise ConfigError("gateway.model: expected a directory, got an empty string")
         super().__post_init__()
         check_between("gateway.port", self.port, 0, 65_535)
+        if self.operator_port is not None and self.operator_port == self.port:
+            raise ConfigError(f"gateway.operator_port: {self.port} is the port for clients; give another")
         if self.tenants_file is None and not is_loopback(self.host):
             raise ConfigError(
                 f"gateway.host: {self.host!r} can be reached from other machines, which needs keys: "

@@ -8,6 +8,7 @@ from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.model_directory import TINY, resolve_model
 from baton.cluster.serve import Serving
 from baton.cluster.serve_checks import speech_of
+from baton.gateway_config import OPERATOR_HOST
 from baton.serve_config import ServeConfig
 
 RECALL_TOKENS: Final = 250
@@ -18,12 +19,16 @@ def banner(config: ServeConfig, serving: Serving) -> str:
     plural = "s" * (config.decode.num_workers != 1)
     workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
     where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
+    port = config.gateway.operator_port
+    operators = serving.url if port is None else f"http://{OPERATOR_HOST}:{port}"
+    if port is None and config.tenants is not None:
+        operators = f"(an admin's key) {operators}"
     lines = [
         "",
         f"  Baton serves {config.model_name}: {workers}, {where}",
         f"  API       {serving.url}/v1",
-        f"  metrics   {serving.url}/metrics",
-        f"  workers   baton status, {serving.url}/ui",
+        f"  metrics   {operators}/metrics",
+        f"  workers   baton status, {operators}/ui",
         "",
         *_example(config, serving),
         "",

@@ -12,6 +12,7 @@ OPTIONS: Final = (
     Option("--host", "host", str, "ADDRESS", "to listen on for clients (127.0.0.1)"),
     Option("--port", "port", int, "N", "to listen on for clients; 0: any that is free (8000)"),
     Option("--chat-template", "chat_template", str, "FILE", "in place of the model's own"),
+    Option("--operator-port", "operator_port", int, "N", "of 127.0.0.1: /metrics, /ui without a key"),
     Option("--tenants", "tenants_file", str, "FILE", "tenants and their keys"),
 )
 

@@ -36,6 +36,7 @@ SERVE_OPTIONS: Final = (
         "prompts up to here are computed where they are decoded (16)",
     ),
     Option("--chat-template", "gateway.chat_template", str, "FILE", "in place of the model's own"),
+    Option("--operator-port", "gateway.operator_port", int, "N", "of 127.0.0.1: /metrics, /ui without a key"),
     Option("--tenants", "tenants", str, "FILE", "tenants and their keys; without it nobody needs a key"),
     Option("--cluster-key-file", "cluster_key_file", str, "FILE", "that every process of the cluster has"),
     Option("--start-timeout", "start_timeout_s", float, "S", "seconds for workers to load the model (600)"),

@@ -45,6 +45,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     exporter: Exporter
     dashboard: Dashboard
     tenants: Tenants
+    operator_port: int | None
     explain: Explain | None = None  # the router's decisions to whoever asks; None: to nobody
 
 
@@ -71,7 +72,13 @@ def make_app(parts: Parts) -> ASGIApp:
         add_admin_routes(app, parts.explain)
     _answer_errors(app)
     openapi.describe(app.openapi())  # it is made once, and kept
-    return Gate(app, parts.tenants, posts=posts, answered=parts.metrics.answered)
+    return Gate(
+        app,
+        parts.tenants,
+        posts=posts,
+        answered=parts.metrics.answered,
+        operator_port=parts.operator_port,
+    )
 
 
 async def _never(request: Request) -> Response:

@@ -1,8 +1,14 @@
-"""The first to see every request: gives it an id, lets in who may come in, answers what goes wrong.
+"""Auth middleware: gives every request an id, checks its key, and answers errors.
 
-Whoever has no key sees `/health` and `/ping`, and on the machine itself `/metrics`, `/load` and `/admin/...`,
-which need an admin's key from elsewhere; nothing else. A path is what the server parsed from the request
-line, never what a Host header makes of it.
+| path | port for clients, with tenants | port for operators |
+|---|---|---|
+| `/health`, `/ping` | no key | no key |
+| `/metrics`, `/load`, `/ui`, `/admin/...` | the key of a tenant with `admin: true` | no key |
+| all others | the key of a tenant | as on the port for clients |
+
+The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for callers
+of anywhere, and adds or drops headers as it likes. Without tenants both ports are open, and on loopback. The
+path is the one that the server parsed from the request line, never one that a Host header makes of it.
 """
 
 import logging
@@ -15,8 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway.api_errors import ApiError, ClientGone, as_api_error
 from baton.gateway.asgi import header, respond_error
-from baton.gateway.sites import check_site, is_from_here
+from baton.gateway.sites import check_site
 from baton.gateway.tenants import Tenant, Tenants
+from baton.gateway_config import OPERATOR_HOST
 
 PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
 OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they tell of everybody's requests,
@@ -38,10 +45,12 @@ class Gate:
         *,
         posts: Mapping[str, ASGIApp],
         answered: Callable[[str, int], None],
+        operator_port: int | None = None,
     ) -> None:
         """posts: by path, what a POST is sent to at once, where `app` would go through all of its layers.
-        `answered(path, status)` is called once for each request.
+        `answered(path, status)` is called once for each request. operator_port: see GatewaySettings.
         """
+        self._operator_port = operator_port
         self._app = app
         self._posts = posts
         self._tenants = tenants
@@ -112,9 +121,10 @@ class Gate:
         """None where no key is needed, whatever key comes along. Raises ApiError 401, and 403."""
         path, need_keys = scope["path"], self._tenants.need_keys
         is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
-        if not need_keys:
+        on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
+        if not need_keys or on_operator_port:
             check_site(scope)
-        if path in PUBLIC_PATHS or (is_operators and need_keys and is_from_here(scope)):
+        if path in PUBLIC_PATHS or (is_operators and on_operator_port):
             return None
         given = header(scope, b"authorization")
         key = given[len(BEARER) :] if given and given.lower().startswith(BEARER) else None
@@ -128,7 +138,11 @@ class Gate:
         if tenant is None:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
         if is_operators and need_keys and not tenant.is_admin:
-            raise ApiError(403, f"{path} needs the key of a tenant with 'admin: true'", code="admin_only")
+            raise ApiError(
+                403,
+                f"{path} needs the key of a tenant with 'admin: true', or the port of gateway.operator_port",
+                code="admin_only",
+            )
         return tenant
 
 

@@ -15,7 +15,7 @@ from uvicorn.server import Server
 from baton.errors import ConfigError
 from baton.gateway.http_protocol import LimitedProtocol, Limits
 from baton.gateway.socket_protocol import LimitedSocket
-from baton.gateway_config import GatewayConfig
+from baton.gateway_config import OPERATOR_HOST, GatewayConfig
 
 BACKLOG: Final = 1024
 GIVE_UP_S: Final = 2  # until what was given up has told its clients
@@ -27,15 +27,26 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, config: GatewayConfig, limits: Limits) -> None:
         self._config = config
-        self._socket: socket.socket | None = None
         self._server = _Server(_uvicorn_config(app, config, limits))
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, int]:
-        """The address that is listened on from now on. Raises ConfigError when it cannot be had."""
-        self._socket = listening_socket(self._config)
-        host, port = self._socket.getsockname()[:2]
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        """Listen for clients, and for operators where they have a port. Returns the clients' address.
+
+        Raises ConfigError when an address cannot be had.
+        """
+        config = self._config
+        listeners = [listening_socket(config, config.host, config.port, "port")]
+        host, port = listeners[0].getsockname()[:2]
+        if config.operator_port is not None:
+            try:
+                listeners.append(
+                    listening_socket(config, OPERATOR_HOST, config.operator_port, "operator_port")
+                )
+            except ConfigError:
+                listeners[0].close()
+                raise
+        self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         ready = asyncio.create_task(self._server.is_listening.wait())
         await asyncio.wait((ready, self._task), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -71,14 +82,17 @@ class _Server(Server):
         yield
 
 
-def listening_socket(config: GatewayConfig) -> socket.socket:
-    """Raises ConfigError when the address is taken, or none of this machine's."""
+def listening_socket(config: GatewayConfig, host: str, port: int, setting: str) -> socket.socket:
+    """A bound socket with the limits of client connections. setting: the gateway's, that `port` is from.
+
+    Raises ConfigError when the address is taken, or none of this machine's.
+    """
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"gateway.host: {config.host!r}: {error}") from error
+        raise ConfigError(f"gateway.host: {host!r}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if config.shares_port:
@@ -92,8 +106,8 @@ def listening_socket(config: GatewayConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"gateway.port: {config.host}:{config.port} cannot be bound ({error.strerror}): "
-            "another program may have it; give another --port"
+            f"gateway.{setting}: {host}:{port} cannot be bound ({error.strerror}): "
+            f"another program may have it; give another --{setting.replace('_', '-')}"
         ) from error
     listener.setblocking(False)
     return listener

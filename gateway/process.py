@@ -220,6 +220,7 @@ def _parts(
         exporter=exporter,
         dashboard=Dashboard(model.name, clock),
         tenants=tenants,
+        operator_port=config.operator_port,
         explain=model.service.explain if isinstance(model.service, Frontend) else None,
     )
 

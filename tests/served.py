@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -173,6 +174,12 @@ def stop(process: "subprocess.Popen[str]") -> int:
         process.kill()
         process.wait()
         raise
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that no process listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

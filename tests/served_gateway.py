@@ -43,16 +43,18 @@ class ServedGateway(Generic[ServiceT]):
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.address = self._wait(asyncio.run_coroutine_threadsafe(self._start(), self._loop))
+        try:
+            self.address = self._wait(asyncio.run_coroutine_threadsafe(self._start(), self._loop))
+        except BaseException:
+            self._end_thread()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._wait(asyncio.run_coroutine_threadsafe(self.gateway.drain(), self._loop))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._end_thread()
 
     @property
     def url(self) -> str:
@@ -86,6 +88,11 @@ class ServedGateway(Generic[ServiceT]):
         self.service = self._make_service()
         self.gateway = Gateway(self._config, KEY, self.service, SystemClock())
         return await self.gateway.start()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     @staticmethod
     def _wait(future: "Future[ResultT]") -> ResultT:

@@ -15,7 +15,7 @@ def digest(key: str) -> str:
 
 
 def write_tenants(folder: Path) -> Path:
-    """acme, of the middle class, with quotas and objectives; zeta with none. Their keys: k-acme, k-zeta."""
+    """acme, of the middle class, with quotas and objectives; zeta with none; root, an admin. Keys: k-NAME."""
     path = folder / "tenants.yaml"
     path.write_text(
         "classes: [fast, normal, batch]\ntenants:\n"
@@ -23,6 +23,7 @@ def write_tenants(folder: Path) -> Path:
         "    sla: {ttft_ms: 500, deadline_ms: 9000}\n"
         "    quotas: {max_concurrent_requests: 2, max_kv_pages: 40}\n"
         f"  zeta:\n    keys: ['{digest('k-zeta')}']\n"
+        f"  root:\n    keys: ['{digest('k-root')}']\n    admin: true\n"
     )
     return path
 

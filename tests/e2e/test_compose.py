@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import httpx2
 import pytest
 import yaml
 
-from tests.served import ROOT, stop, until
+from tests.served import ROOT, free_port, stop, until
 
 KEY: Final = "sk-of-a-test"
 SERVICES: Final = ("router", "gateway", "prefill-0", "decode-0")  # one of each kind: cores are few here
@@ -56,13 +55,6 @@ def here(command: list[str], places: dict[str, str]) -> list[str]:
     for option, word in itertools.pairwise(command):
         words.append("127.0.0.1" if option == "--host" else places.get(word, word))
     return words
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def end(process: "subprocess.Popen[str]") -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import socket
 from pathlib import Path
 
 import aiohttp
@@ -9,9 +10,10 @@ import httpx2
 import openai
 import pytest
 
-from baton.errors import Overloaded
+from baton.errors import ConfigError, Overloaded
 from baton.request import Request
 from tests.scripted_service import ScriptedService, answer_at_once, events
+from tests.served import free_port
 from tests.served_gateway import ServedGateway
 
 Served = ServedGateway[ScriptedService]
@@ -97,10 +99,11 @@ def test_the_page_for_operators_runs_nothing() -> None:
         assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
-def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str) -> None:
-    away = [
-        {"x-forwarded-for": "10.0.0.9"},  # a proxy on this machine speaks for others
-        {"forwarded": "for=10.0.0.9"},
+def test_operator_paths_need_an_admin_key_whatever_a_proxy_of_this_machine_sends(tenants: str) -> None:
+    shapes = [
+        {},  # as a proxy sends it that rewrites Host and adds nothing
+        {"x-forwarded-for": "10.0.0.9"},
+        {"cf-connecting-ip": "10.0.0.9"},
         {"host": "api.example"},
         {"origin": "http://evil.example"},
     ]
@@ -111,19 +114,41 @@ def test_what_tells_of_everybody_is_for_this_machine_and_for_admins(tenants: str
             bearer = {"authorization": f"Bearer {key}"} if key else {}
             return web.get(served.url + path, headers=headers | bearer).status_code
 
-        for path in ("/metrics", "/load", "/ui", "/metric%73"):
-            assert status(path, {}) == 200
-            for headers in away:
+        for headers in shapes:
+            for path in ("/metrics", "/load", "/ui", "/metric%73"):
                 assert status(path, headers) == 401
                 assert status(path, headers, "wrong") == 401
                 assert status(path, headers, "k-acme") == 403
                 assert status(path, headers, "k-root") == 200
-        assert status("/metrics/", {}) == 401
-        assert status("/admin/decisions/x", {}) == 404, "it is let in"
-        for headers in away:
             assert status("/admin/decisions/x", headers) == 401
             assert status("/admin/decisions/x", headers, "k-acme") == 403
             assert status("/admin/decisions/x", headers, "k-root") == 404
+        assert status("/metrics/", {}) == 401
+
+
+def test_the_operator_port_needs_no_key_for_operator_paths_alone(tenants: str) -> None:
+    port = free_port()
+    service = ServedGateway(
+        lambda: ScriptedService(answer_at_once(SENTENCE)), tenants_file=tenants, operator_port=port
+    )
+    with service as served, httpx2.Client(base_url=f"http://127.0.0.1:{port}") as web:
+        for path in ("/metrics", "/load", "/ui", "/ping", "/health"):
+            assert web.get(path).status_code == 200
+        assert web.get("/admin/decisions/x").status_code == 404, "it is let in"
+        assert web.get("/v1/models").status_code == 401
+        assert web.get("/v1/models", headers={"authorization": "Bearer k-acme"}).status_code == 200
+        # Another site's page in a browser of this machine.
+        assert web.get("/metrics", headers={"host": f"evil.example:{port}"}).status_code == 403
+        assert web.get("/metrics", headers={"origin": "http://evil.example"}).status_code == 403
+        # The caller cannot choose the port by a header.
+        assert web.get(f"{served.url}/metrics", headers={"host": f"127.0.0.1:{port}"}).status_code == 401
+
+
+def test_a_taken_operator_port_is_named_and_leaves_no_listener(tenants: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        service = ServedGateway(ScriptedService, operator_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"gateway\.operator_port.*--operator-port"), service:
+            pass
 
 
 def client(served: Served, key: str, max_retries: int = 0) -> openai.OpenAI:

@@ -123,7 +123,7 @@ def test_what_the_router_refuses_has_a_status_before_anything_is_sent(
         )
         assert answer.status_code == status and answer.headers.get("retry-after") == retry_after
         assert (f"quota {refusal}" in answer.json()["error"]["message"]) == refusal.is_quota
-        scraped = httpx2.get(f"{served.url}/metrics").text
+        scraped = httpx2.get(f"{served.url}/metrics", headers={"authorization": "Bearer k-root"}).text
     assert f'baton_tenant_calls_total{{gateway="",outcome="{refusal}",tenant="acme"}} 1.0' in scraped
     assert 'kept="no",objective="ttft",tenant="acme"} 1.0' in scraped
     failures = [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -14,7 +14,7 @@ import httpx2
 import msgspec
 
 from baton.operating import Status
-from tests.served import served, until
+from tests.served import free_port, served, until
 from tests.tenant_clients import ask, keys
 
 BURST = 60  # tokens
@@ -38,8 +38,11 @@ def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -
     for name, quotas in QUOTAS.items():
         text = text.replace(f"  {name}:\n", f"  {name}:\n    quotas: {{{quotas}}}\n")
     file.write_text(text)
-    with served("tiny", *OPTIONS, *SEVERAL, "--tenants", str(file)) as cluster:
-        until(lambda: all(_num_routers(cluster.url) == 2 for _ in range(16)))  # whichever gateway is asked
+    operator_port = free_port()
+    operators = f"http://127.0.0.1:{operator_port}"
+    ports = ("--operator-port", str(operator_port))
+    with served("tiny", *OPTIONS, *SEVERAL, *ports, "--tenants", str(file)) as cluster:
+        until(lambda: all(_num_routers(operators) == 2 for _ in range(16)))  # whichever gateway is asked
         answers = [ask(cluster.url, key["limited"]) for _ in range(24)]
         statuses = [answer.status_code for answer in answers]
         assert statuses[0] == 200 and set(statuses) == {200, 429}
@@ -64,16 +67,16 @@ def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -
 
         refused_total = r'baton_tenant_refused_total\{reason="tokens_per_s",router="\w{8}",tenant="limited"\}'
         # What the router knows is a second old.
-        until(lambda: bool(re.search(refused_total, httpx2.get(f"{cluster.url}/metrics").text)))
+        until(lambda: bool(re.search(refused_total, httpx2.get(f"{operators}/metrics").text)))
 
-        _check_each_refused_call_is_counted_once(cluster.url, statuses.count(429))
+        _check_each_refused_call_is_counted_once(cluster.url, operators, statuses.count(429))
         keys("revoke", "free/all", "--tenants", str(file))
         until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
 
 
-def _check_each_refused_call_is_counted_once(url: str, num_limited: int) -> None:
+def _check_each_refused_call_is_counted_once(url: str, operators: str, num_limited: int) -> None:
     """`baton status` says what clients were told, whether a gateway refused a call or a router."""
-    told = _refused_by_tenant(httpx2.get(f"{url}/metrics").text)
+    told = _refused_by_tenant(httpx2.get(f"{operators}/metrics").text)
     assert told["limited"] == num_limited and told["single"] > 0
     port = url.rpartition(":")[2]
     until(lambda: _refused_in_status(port) == sum(told.values()))
@@ -122,9 +125,9 @@ def _check_refused(answer: httpx2.Response, quota: str) -> None:
     assert int(answer.headers["retry-after"]) >= 1 and answer.headers["x-should-retry"] == "true"
 
 
-def _num_routers(url: str) -> int:
+def _num_routers(operators: str) -> int:
     """That the gateway which happens to answer knows."""
-    return len(re.findall(r"^baton_router_attempts\{", httpx2.get(f"{url}/metrics").text, re.MULTILINE))
+    return len(re.findall(r"^baton_router_attempts\{", httpx2.get(f"{operators}/metrics").text, re.MULTILINE))
 
 
 def _cost(answer: httpx2.Response) -> int:

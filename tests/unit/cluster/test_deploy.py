@@ -33,7 +33,7 @@ from baton.serve_config import ServeConfig
 from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus
 from baton.worker_config import WorkerConfig
 from tests.kubernetes_schemas import check_document
-from tests.served import until
+from tests.served import free_port, until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 DEPLOY: Final = ROOT / "deploy"
@@ -253,12 +253,6 @@ def test_ray_listens_for_the_probes_with_the_parts_that_the_images_have() -> Non
                 os.killpg(head.pid, signal.SIGKILL)
             head.wait()
     until(lambda: not accepts(gcs) and not accepts(raylet))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def accepts(port: int) -> bool:
