@@ -29,7 +29,7 @@ from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.hub import Hub
 from baton.node import Dial, Peer
-from baton.request import FinishReason, Request
+from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
 from baton.worker import Address, Load, Worker, WorkerRole
 
@@ -168,7 +168,22 @@ class StubWorker:
         number = (len(request.token_ids) * 31 + request.token_ids[-1] * 7919 + index * 104_729) & 0xFFFFFFFF
         token_id = FIRST_TOKEN + number % (self._config.vocab_size - FIRST_TOKEN)
         finish_reason = FinishReason.LENGTH if is_last else None
-        return TokenEvent(request.request_id, request.attempt, index, token_id, finish_reason)
+        return TokenEvent(
+            request.request_id,
+            request.attempt,
+            index,
+            token_id,
+            finish_reason,
+            logprobs=_logprobs(token_id, request.sampling.logprobs),
+        )
+
+
+def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:
+    """As many as were asked for, of any value."""
+    if num_top is None:
+        return None
+    top = tuple((index, -0.123456789 * (index + 1)) for index in range(num_top))
+    return TokenLogprobs(token_id=token_id, logprob=-1.5, rank=2, top=top)
 
 
 def hello_of(config: StubConfig, address: Address) -> Hello:

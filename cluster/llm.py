@@ -39,9 +39,10 @@ from baton.engine.hf_config import read_model_config
 from baton.engine.loading import load_engine
 from baton.engine.request_checks import check_request
 from baton.engine.weights import Progress
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.chat_template import ChatTemplate, Message
 from baton.gateway.messages import read_messages
+from baton.gateway.model_files import read_sampling_defaults
 from baton.gateway.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput
 
@@ -58,18 +59,28 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path, *, load_progress: Progress | None = None, **settings: object
+        self,
+        model: str | Path,
+        *,
+        load_progress: Progress | None = None,
+        generation_config: str = "auto",
+        **settings: object,
     ) -> None:
         """Load `model`: a directory, or "tiny" for the model that comes with Baton.
 
         `settings` are the fields of EngineConfig; a part is a mapping, as `cache={"page_size": 64}`, or its
         struct. With `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and
         texts "".
+        generation_config: as in vLLM, "auto" takes the sampling of calls that give none from the model's
+        `generation_config.json`, "vllm" takes SamplingParams().
         Raises ModelError and ConfigError, which say what to change.
         """
         directory = resolve_model(model)
         config = engine_config({"model": str(directory), **settings})
         read_model_config(directory)  # whatever is wrong with it is said before minutes of loading, and first
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")
+        self._default_sampling = read_sampling_defaults(directory, generation_config).sampling()
         may_lack_text = config.load_format == "dummy"
         self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
         self._chat_template = ChatTemplate.from_directory(directory)
@@ -169,13 +180,14 @@ class LLM:
     def _prepare(self, prompts: object, sampling_params: object, stop: object) -> list[Generation]:
         listed, stops = list_prompts(prompts), list_stops(stop)
         generations = []
-        sampling = list_sampling(sampling_params, len(listed))
+        given = self._default_sampling if sampling_params is None else sampling_params
+        sampling = list_sampling(given, len(listed))
         for index, (prompt, one_sampling) in enumerate(zip(listed, sampling, strict=True)):
             with naming(index, len(listed)):
-                given = read_prompt(prompt)
-                request = self._request(given, one_sampling)
+                given_prompt = read_prompt(prompt)
+                request = self._request(given_prompt, one_sampling)
                 generations.append(
-                    Generation(request, given.text, index, tokenizer=self._tokenizer, stops=stops)
+                    Generation(request, given_prompt.text, index, tokenizer=self._tokenizer, stops=stops)
                 )
         return generations
 

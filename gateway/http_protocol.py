@@ -51,6 +51,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float
     stall_timeout_s: float
     refused: Callable[[str], None]  # told the code of what was refused
+    waiting: dict[Any, None] = {}  # connections without a request, the longest first: the first to make way
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -80,10 +81,14 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH_BYTES, WRITE_LOW_BYTES)
         self._must_come_within(self._limits.header_timeout_s)
-        if len(self.connections) > self._limits.max_connections:
+        is_full = len(self.connections) > self._limits.max_connections
+        if is_full and not self._evict():
             self._refuse(TOO_MANY)
+            return
+        self._limits.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._limits.waiting.pop(self, None)
         self._forget_deadline()
         self._forget_stall()
         super().connection_lost(exc)
@@ -140,6 +145,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_header = False
+        self._limits.waiting.pop(self, None)
         self._num_raw_bytes = 0
         if len(self.headers) > MAX_HEADERS:
             self._refuse(HEADERS_TOO_LARGE)
@@ -185,6 +191,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 outlet.end()
         self._outlets = [outlet for outlet in self._outlets if not outlet.is_complete]
         super().on_response_complete()
+        if not self._outlets and not self.transport.is_closing():
+            self._limits.waiting[self] = None
 
     def timeout_keep_alive_handler(self) -> None:
         """Nobody has asked for anything; what is still unwritten by now is not waited for much longer."""
@@ -195,6 +203,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse(HEADERS_TOO_LARGE)
+
+    def _evict(self) -> bool:
+        """End the connection that has been without a request for longest; False when there is none."""
+        oldest = next(iter(self._limits.waiting), None)
+        if oldest is None:
+            return False
+        del self._limits.waiting[oldest]
+        self._limits.refused("evicted")
+        oldest.transport.abort()
+        return True
 
     def _uses_the_reserve(self) -> bool:
         """The last tenth of the connections is for those who watch."""

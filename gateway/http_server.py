@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -12,12 +13,12 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.server import Server
 
+from baton.descriptors import backlog_within
 from baton.errors import ConfigError
 from baton.gateway.http_protocol import LimitedProtocol, Limits
 from baton.gateway.socket_protocol import LimitedSocket
 from baton.gateway_config import OPERATOR_HOST, GatewayConfig
 
-BACKLOG: Final = 1024
 GIVE_UP_S: Final = 2  # until what was given up has told its clients
 WEBSOCKET_QUEUE: Final = 4  # messages that a client may send ahead
 
@@ -128,7 +129,7 @@ def _uvicorn_config(app: ASGIApp, config: GatewayConfig, limits: Limits) -> Conf
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
+        backlog=backlog_within(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         timeout_graceful_shutdown=math.ceil(config.drain_timeout_s) + GIVE_UP_S,
     )

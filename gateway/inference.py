@@ -156,7 +156,8 @@ class Inference:
 
     async def _serve_whole(self, answer: Answer, outlet: Outlet, send: Send) -> None:
         call = answer.call
-        with self.door.answers.charge(call.tenant.name, call.standing.quotas) as charge:
+        quotas = call.standing.quotas
+        with self.door.answers.charge(call.tenant.name, quotas, is_counted=False) as charge:
             charge.add(unpacked_bytes(call))
             collector = AnswerCollector(answer, self._observer(answer), charge)
             outlet.on_gone = collector.gone

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from baton import collector
 from baton.clock import Clock, SystemClock
 from baton.config import node_name
+from baton.descriptors import connections_within, raise_descriptor_limit
 from baton.errors import Overloaded
 from baton.gateway import replay
 from baton.gateway.app import Parts, make_app
@@ -141,6 +144,7 @@ async def serve_gateway(
 
     Raises ConfigError and ModelError, which say what to change.
     """
+    config = _within_descriptors(config)
     clock, hub = SystemClock(), Hub(key, link_timeout_s=config.link_timeout_s)
     limits = replay.Limits(
         max_streams=config.max_open_requests,
@@ -164,6 +168,21 @@ async def serve_gateway(
         finally:
             await gateway.drain()
             await hub.close()
+
+
+def _within_descriptors(config: GatewayConfig) -> GatewayConfig:
+    """The same, with no more connections than there are descriptors for."""
+    limit = raise_descriptor_limit()
+    most = connections_within(limit)
+    if config.max_connections <= most:
+        return config
+    logger.warning(
+        "max_connections is %d, not %d: this process may open %d descriptors; raise the limit (ulimit -n)",
+        most,
+        config.max_connections,
+        limit,
+    )
+    return msgspec.structs.replace(config, max_connections=most)
 
 
 async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:

@@ -10,8 +10,10 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,6 +97,9 @@ class Siblings:
         except OSError:  # it has just ended
             sock.close()
             return None
+        if not _is_ours(sock):
+            sock.close()
+            return None
         connection = Connection(sock, self._key, Role.CONNECTING)
         try:
             with contextlib.closing(connection.handshake(TIMEOUT_S)):
@@ -110,6 +115,9 @@ class Siblings:
             sock, _ = self._listener.accept()
         except OSError:
             return
+        if not _is_ours(sock):
+            sock.close()
+            return
         if len(self._answering) >= MAX_ANSWERING:
             sock.close()
             return
@@ -123,3 +131,10 @@ class Siblings:
         with contextlib.closing(connection), contextlib.suppress(WireError, PeerGone, TimeoutError):
             connection.handshake(TIMEOUT_S)
             connection.send(told, timeout_s=TIMEOUT_S)
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether the other end runs as this user, or as root: another user's process is not even heard."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (0, os.geteuid())

@@ -71,17 +71,23 @@ class Visit:
 class Charge:
     """Bytes that one call holds of a Budget; `release` is due once, however the call ends."""
 
-    __slots__ = ("_budget", "_quota", "_tenant", "num_bytes")
+    __slots__ = ("_budget", "_is_counted", "_quota", "_tenant", "num_bytes")
 
-    def __init__(self, budget: "Budget", tenant: str, quota: int | None) -> None:
+    def __init__(self, budget: "Budget", tenant: str, quota: int | None, *, is_counted: bool) -> None:
         self._budget = budget
+        self._is_counted = is_counted
         self._tenant = tenant
         self._quota = quota
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Raises Refused for the tenant's quota, Overloaded for want of room; nothing is added then."""
-        self._budget.take(self._tenant, num_bytes, self._quota)
+        try:
+            self._budget.take(self._tenant, num_bytes, self._quota)
+        except (Refused, Overloaded) as error:
+            if self._is_counted:
+                self._budget.count(self._tenant, error)
+            raise
         self.num_bytes += num_bytes
 
     def set(self, num_bytes: int) -> None:
@@ -108,10 +114,13 @@ class Budget:
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
     @contextmanager
-    def charge(self, tenant: str, quotas: Quotas) -> Iterator[Charge]:
-        """A charge of nothing yet, which ends with the `with`."""
+    def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Iterator[Charge]:
+        """A charge of nothing yet, which ends with the `with`.
+
+        is_counted: a refusal is counted here, as no Visit counts it.
+        """
         quota: int | None = getattr(quotas, self._refusal.value)
-        charge = Charge(self, tenant, quota)
+        charge = Charge(self, tenant, quota, is_counted=is_counted)
         try:
             yield charge
         finally:
@@ -121,14 +130,12 @@ class Budget:
         """See Charge.add."""
         num_own, num_free = self._taken[tenant], self._num_bytes - self._num_taken
         if quota is not None and num_own + num_bytes > quota:
-            self._tallies.of(tenant).calls[self._refusal.value] += 1
             raise Refused(
                 f"{quota} bytes at once, {num_own} are taken and {num_bytes} more are needed",
                 refusal=self._refusal,
                 retry_after_s=FULL_RETRY_S if num_bytes <= quota else 0.0,
             )
         if not has_place(tenant, num_bytes, num_own, num_free):
-            self._tallies.of(tenant).calls[Refusal.NO_ROOM.value] += 1
             raise Overloaded(
                 f"{self._refusal.value}: its tenant has {num_own} of this gateway's {self._num_bytes} bytes, "
                 f"{num_free} are free, {num_bytes} are needed",
@@ -136,6 +143,11 @@ class Budget:
             )
         self._num_taken += num_bytes
         self._taken[tenant] += num_bytes
+
+    def count(self, tenant: str, error: Refused | Overloaded) -> None:
+        """Count a call that was refused."""
+        refusal = error.refusal if isinstance(error, Refused) else Refusal.NO_ROOM
+        self._tallies.of(tenant).calls[refusal.value] += 1
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
         self._num_taken -= num_bytes

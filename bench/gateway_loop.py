@@ -1,0 +1,348 @@
+"""How long hostile bodies hold a gateway's event loop, and how much memory they take.
+
+    python -m baton.bench.gateway_loop [--generated 200] [--seed 1] [--out bench/results/gateway_loop.json]
+
+A real gateway process with a Qwen-style chat template and a context of 131,072 tokens, a real router, and a
+decode worker that computes nothing. Two tenants: one sends hostile bodies, one after the other and four at a
+time, the other one short chat after another. The loop is watched from inside the gateway, by
+gateway_loop_host.py: times are those by which a timer of 2 ms was late. The same monitor runs on an idle loop
+beside it; what is late there in the same phase is the machine's own, and is subtracted.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import psutil
+
+from baton.bench.gateway_loop_bodies import Hostile, generated, others, reviewed
+from baton.bench.gateway_loop_host import FILE_VARIABLE, Held
+from baton.bench.report import RESULTS, Row, at_most, print_table, write_json
+from baton.bench.serve_figures import quantile
+from baton.bench.serve_stub import StubConfig
+from baton.cluster.local_runtime import LocalRuntime
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.process_spec import ProcessSpec
+from baton.gateway_config import GatewayConfig
+from baton.router_config import RouterConfig
+from baton.worker import Address, WorkerRole
+
+TITLE: Final = "Event loop of a gateway under hostile bodies"
+CONTEXT_TOKENS: Final = 131_072
+HELD_BAR_MS: Final = 50.0
+P99_BAR: Final = 2.0
+MEMORY_BAR_MB: Final = 100.0
+ALONE_S: Final = 8.0
+NUM_AT_ONCE: Final = 4
+NUM_CLIENTS: Final = 40  # that do not read
+MB: Final = 1e6
+KEYS: Final = {"hostile": "hostile-key-0123456789", "quiet": "quiet-key-0123456789"}
+SHORT_CHAT: Final = json.dumps(
+    {"messages": [{"role": "user", "content": "sort(3 1 2)="}], "max_tokens": 16}
+).encode()
+TEMPLATE: Final = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nYou may call tools.\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+class Served(NamedTuple):
+    address: Address
+    pid: int
+    gateway_file: Path
+    idle_file: Path
+
+
+class Phase(NamedTuple):
+    """What happened between two moments."""
+
+    held_ms: float
+    idle_ms: float  # by which the idle loop was late
+    cpu_ms: float  # of the process, in the latest tick
+
+
+def model_directory(folder: Path) -> Path:
+    """The tiny tokenizer with a Qwen-style template and a long context."""
+    for file in resolve_model("tiny").glob("*.json"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    return folder
+
+
+def tenants_file(folder: Path) -> Path:
+    path = folder / "tenants.yaml"
+    lines = ["tenants:"]
+    for name, key in KEYS.items():
+        lines += [f"  {name}:", f'    keys: ["sha256:{hashlib.sha256(key.encode()).hexdigest()}"]']
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[Served]:
+    """The gateway, and the idle loop beside it."""
+    directory = folder / "qwen-like"
+    directory.mkdir()
+    model_directory(directory)
+    key = secrets.token_bytes(32)
+    gateway_file, idle_file = folder / "gateway", folder / "idle"
+    host = (sys.executable, "-m", "baton.bench.gateway_loop_host")
+    runtime = LocalRuntime(key)
+    stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve_stub"))
+    os.environ[FILE_VARIABLE] = str(gateway_file)
+    hosts = LocalRuntime(key, command=host)
+    idle = await asyncio.create_subprocess_exec(
+        *host, "--idle", stdin=asyncio.subprocess.PIPE, env={**os.environ, FILE_VARIABLE: str(idle_file)}
+    )
+    assert idle.stdin is not None
+    try:
+        choosing = RouterConfig(redis="none")
+        router = await (
+            await runtime.spawn(ProcessSpec(kind="router", name="router", config=choosing))
+        ).ready()
+        stub = StubConfig(
+            id=secrets.token_hex(16),
+            name="decode-0",
+            role=WorkerRole.DECODE,
+            model="qwen-like",
+            router=router,
+            vocab_size=json.loads((directory / "config.json").read_text())["vocab_size"],
+            max_model_len=CONTEXT_TOKENS,
+        )
+        await (await stubs.spawn(ProcessSpec(kind="worker", name="decode-0", config=stub))).ready()
+        config = GatewayConfig(
+            model=str(directory), routers=(router,), port=0, tenants_file=str(tenants_file(folder))
+        )
+        process = await hosts.spawn(ProcessSpec(kind="gateway", name="gateway-0", config=config))
+        address = await process.ready()
+        await _until_it_answers(address)
+        yield Served(address, process.pid, gateway_file, idle_file)
+    finally:
+        idle.stdin.close()
+        await idle.wait()
+        await hosts.close()
+        await stubs.close()
+        await runtime.close()
+
+
+async def ask(address: Address, tenant: str, path: str, body: bytes) -> int:
+    """The status; the answer is read and thrown away. 0: the connection ended without one."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS[tenant]}\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    try:
+        writer.write(head.encode() + body)
+        await writer.drain()
+        line = await reader.readline()
+        while await reader.read(1 << 20):
+            pass
+        return int(line.split(b" ", 2)[1]) if line else 0
+    except ConnectionError:
+        return 0
+    finally:
+        writer.close()
+
+
+async def _until_it_answers(address: Address) -> None:
+    async with asyncio.timeout(60):
+        while await ask(address, "quiet", "/v1/chat/completions", SHORT_CHAT) != 200:
+            await asyncio.sleep(0.1)
+
+
+async def quiet(address: Address, latencies_s: list[float], stop: asyncio.Event) -> None:
+    """One short chat after another, until `stop`."""
+    while not stop.is_set():
+        since_s = time.monotonic()
+        status = await ask(address, "quiet", "/v1/chat/completions", SHORT_CHAT)
+        latencies_s.append(time.monotonic() - since_s if status == 200 else float("inf"))
+        await asyncio.sleep(0.005)
+
+
+async def beside_quiet(
+    address: Address, work: Sequence[Hostile], num_at_once: int, statuses: dict[int, int]
+) -> list[float]:
+    """Latencies of the quiet tenant while the other sends `work`."""
+    latencies_s, stop, queue = list[float](), asyncio.Event(), list(reversed(work))
+
+    async def send() -> None:
+        while queue:
+            hostile = queue.pop()
+            status = await ask(address, "hostile", hostile.path, hostile.body)
+            statuses[status] = statuses.get(status, 0) + 1
+
+    watching = asyncio.create_task(quiet(address, latencies_s, stop))
+    await asyncio.gather(*(send() for _ in range(num_at_once)))
+    stop.set()
+    await watching
+    return latencies_s
+
+
+def phase(served: Served, since_s: float, until_s: float) -> Phase:
+    def between(path: Path) -> list[Held]:
+        lines = path.read_text().splitlines() if path.exists() else []
+        held = (msgspec.json.decode(line, type=Held) for line in lines)
+        return [each for each in held if since_s <= each.at_s <= until_s + 0.1]
+
+    gateway, idle = between(served.gateway_file), between(served.idle_file)
+    latest = max(gateway, key=lambda held: held.late_s, default=Held(0, 0, 0))
+    return Phase(
+        held_ms=latest.late_s * 1e3,
+        idle_ms=max((held.late_s for held in idle), default=0.0) * 1e3,
+        cpu_ms=latest.cpu_s * 1e3,
+    )
+
+
+class Peak:
+    """The most memory that a process has had while this was watched, beyond what it had before."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._before = self._most = self._process.memory_info().rss
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            self._most = max(self._most, self._process.memory_info().rss)
+            await asyncio.sleep(0.02)
+
+    def end(self) -> float:
+        """In MB."""
+        self._task.cancel()
+        return (self._most - self._before) / MB
+
+
+async def growth_without_readers(served: Served) -> float:
+    """40 clients ask `/detokenize` and `/tokenize` for the largest answers and read nothing."""
+    peak, clients = Peak(served.pid), list[socket.socket]()
+    bodies = [
+        ("/detokenize", json.dumps({"tokens": [300] * CONTEXT_TOKENS}).encode()),
+        ("/tokenize", json.dumps({"prompt": "a " * 400_000, "return_token_strs": True}).encode()),
+    ]
+    loop = asyncio.get_running_loop()
+    for index in range(NUM_CLIENTS):
+        path, body = bodies[index % 2]
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (served.address.host, served.address.port))
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS['hostile']}\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        clients.append(client)
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(10):
+                await loop.sock_sendall(client, head.encode() + body)
+    await asyncio.sleep(5)
+    for client in clients:
+        client.close()
+    return peak.end()
+
+
+async def growth_of_logprobs(served: Served, statuses: dict[int, int]) -> float:
+    """Whole answers of 20 log probabilities a token, four calls at once."""
+    peak = Peak(served.pid)
+    fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    body = json.dumps(fields | {"n": 8, "max_tokens": 6_000, "ignore_eos": True}).encode()
+    found = await asyncio.gather(
+        *(ask(served.address, "hostile", "/v1/chat/completions", body) for _ in range(4))
+    )
+    for status in found:
+        statuses[status] = statuses.get(status, 0) + 1
+    return peak.end()
+
+
+async def measure(num_generated: int, seed: int) -> tuple[list[Row], dict[str, object]]:
+    rows, extra = list[Row](), dict[str, object]()
+    statuses: dict[int, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with served(Path(folder)) as gateway:
+            alone = list[float]()
+            stop = asyncio.Event()
+            asyncio.get_running_loop().call_later(ALONE_S, stop.set)
+            since_s = time.monotonic()
+            await quiet(gateway.address, alone, stop)
+            calm = phase(gateway, since_s, time.monotonic())
+            rows.append(
+                Row("held with short chats alone", calm.held_ms, "ms", note=f"idle {calm.idle_ms:.1f}")
+            )
+            kinds: list[tuple[str, Iterable[Hostile], int]] = [
+                ("bodies of the review", reviewed(), 1),
+                ("further bodies", others(), 1),
+                (f"{num_generated} generated bodies", generated(num_generated, seed), NUM_AT_ONCE),
+            ]
+            beside = list[float]()
+            for name, bodies, num_at_once in kinds:
+                work = list(bodies)
+                for part in [[one] for one in work] if num_at_once == 1 else [work]:
+                    since_s = time.monotonic()
+                    beside += await beside_quiet(gateway.address, part, num_at_once, statuses)
+                    found = phase(gateway, since_s, time.monotonic())
+                    own_ms = max(0.0, found.held_ms - found.idle_ms)
+                    note = f"late {found.held_ms:.1f}, idle {found.idle_ms:.1f}, CPU {found.cpu_ms:.1f} ms"
+                    label = part[0].name if num_at_once == 1 else name
+                    rows.append(at_most(f"loop held: {label}", own_ms, "ms", HELD_BAR_MS, note))
+                    print(f"{label}: {own_ms:.1f} ms ({note})", file=sys.stderr, flush=True)
+            alone_ms, beside_ms = quantile(alone, 99) * 1e3, quantile(beside, 99) * 1e3
+            note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
+            rows.append(at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note))
+            grown = await growth_without_readers(gateway)
+            rows.append(at_most("RSS growth, 40 clients that do not read", grown, "MB", MEMORY_BAR_MB))
+            grown = await growth_of_logprobs(gateway, statuses)
+            rows.append(at_most("RSS growth, four calls of 20 logprobs", grown, "MB", MEMORY_BAR_MB))
+            extra["statuses"] = {str(status): num for status, num in sorted(statuses.items())}
+            rows.append(
+                at_most("answers of status 500 or none", statuses.get(500, 0) + statuses.get(0, 0), "", 0)
+            )
+    return rows, extra
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--generated", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gateway_loop.json")
+    arguments = parser.parse_args()
+    rows, extra = asyncio.run(measure(arguments.generated, arguments.seed))
+    print_table(TITLE, rows)
+    write_json(arguments.out, TITLE, rows, {**extra, "seed": arguments.seed})
+    return 1 if any(row.met is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

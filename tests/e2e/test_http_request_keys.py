@@ -1,0 +1,136 @@
+"""Keys of a request's body, seen by a client: each changes the answer, or is refused with 400."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripted_service import ScriptedService, answer_at_once
+from tests.served_gateway import ServedGateway
+from tests.tool_model import TEMPLATE, tool_model
+
+Served = ServedGateway[ScriptedService]
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}quietly {% endif %}{{ reasoning_effort }}"
+)
+MESSAGES = [{"role": "user", "content": "sort(3 1 2)="}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = Path(tool_model(tmp_path_factory.mktemp("model")))
+    (directory / "chat_template.jinja").write_text(TEMPLATE + THINKING)
+    (directory / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 50}')
+    with ServedGateway(lambda: ScriptedService(answer_at_once([300])), model=str(directory)) as gateway:
+        yield gateway
+
+
+def post(served: Served, path: str, **fields: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=60)
+    with closing(connection):
+        connection.request("POST", path, json.dumps(fields))
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def refused(served: Served, path: str, **fields: Any) -> str:
+    """The message of a 400."""
+    status, answer = post(served, path, **fields)
+    assert status == 400, answer
+    return str(answer["error"]["message"])
+
+
+def prompt_of(served: Served, path: str, **fields: Any) -> tuple[int, ...]:
+    """What the cluster was asked for."""
+    status, answer = post(served, path, **fields)
+    assert status == 200, answer
+    return served.service.requests[-1].token_ids
+
+
+def test_variables_of_the_template_change_the_prompt(served: Served) -> None:
+    plain = prompt_of(served, CHAT, messages=MESSAGES)
+    quiet = prompt_of(served, CHAT, messages=MESSAGES, chat_template_kwargs={"enable_thinking": False})
+    high = prompt_of(served, CHAT, messages=MESSAGES, reasoning_effort="high")
+    assert len({plain, quiet, high}) == 3
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"])
+def test_names_of_the_server_are_no_variables(served: Served, name: str) -> None:
+    assert name in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={name: "x"})
+
+
+def test_variable_that_the_template_does_not_read_is_refused(served: Served) -> None:
+    assert "'thinking'" in refused(served, CHAT, messages=MESSAGES, chat_template_kwargs={"thinking": True})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        *("regex", "ebnf", "json_schema", "allowed_token_ids", "verbosity"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_structured_output_is_refused(served: Served, path: str, key: str) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "a"}
+    assert key in refused(served, path, **prompt, **{key: "[a-z]"})
+
+
+def test_response_format_other_than_text_is_refused_everywhere(served: Served) -> None:
+    for fields in ({"messages": MESSAGES}, {"prompt": "a"}):
+        path = CHAT if "messages" in fields else COMPLETIONS
+        assert "response_format" in refused(served, path, **fields, response_format={"type": "json_object"})
+        assert post(served, path, **fields, response_format={"type": "text"})[0] == 200
+
+
+def test_metadata_is_accepted(served: Served) -> None:
+    assert post(served, CHAT, messages=MESSAGES, user="me", metadata={"a": "b"}, store=False)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [5, 10**7, 6]},
+        {"prompt": [[5], [6, 10**7]]},
+        {"prompt": [10**7] + [5] * 3000},
+        {"prompt": "a", "logit_bias": {str(10**7): 1}},
+        {"prompt": "a", "stop_token_ids": [5, 10**7]},
+    ],
+)
+def test_ids_outside_the_vocabulary_are_named(served: Served, fields: dict[str, Any]) -> None:
+    before = len(served.service.requests)
+    message = refused(served, COMPLETIONS, **fields)
+    assert "token id 10000000 is outside the vocabulary of" in message
+    assert len(served.service.requests) == before
+
+
+@pytest.mark.parametrize("depth", [65, 300, 900, 980, 990, 1000, 1100, 5000, 100_000])
+def test_no_depth_of_json_is_an_error_of_the_server(served: Served, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": ' + nested + "}"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    refused(served, CHAT, messages=[message])
+    for body in (
+        '{"messages": [{"role": "user", "content": "a", "x": %s}]}',
+        '{"messages": [{"role": "user", "content": "a"}], "metadata": %s}',
+        '{"messages": [{"role": "user", "content": "a"}], "tools": %s}',
+        '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": %s}}',
+    ):
+        connection = http.client.HTTPConnection(served.address.host, served.address.port, timeout=60)
+        with closing(connection):
+            connection.request("POST", CHAT, body % nested)
+            assert connection.getresponse().status == 400
+
+
+def test_sampling_defaults_are_the_models(served: Served) -> None:
+    prompt_of(served, CHAT, messages=MESSAGES)
+    sampling = served.service.requests[-1].sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.25, 50)
+    prompt_of(served, CHAT, messages=MESSAGES, temperature=0.5, max_tokens=100)
+    sampling = served.service.requests[-1].sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.5, 50)
