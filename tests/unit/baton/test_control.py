@@ -14,6 +14,8 @@ from baton.operating import (
     Decisions,
     Drain,
     Explain,
+    GatewayReport,
+    GatewayStatus,
     HeadAway,
     RestartWorker,
     Status,
@@ -106,6 +108,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s"),
         Undrain(worker="decode-0"),
         HeadAway(seconds=4.0),
+        GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),
         RestartWorker(worker="decode-0"),
     ]
 
