@@ -10,7 +10,6 @@ from baton.decode_worker.early_cancels import EarlyCancels
 from baton.engine.pages import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.replay import MAX_STRIKES
-from baton.gateway.router_watch import REFUSING_S
 
 
 def client_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
@@ -38,8 +37,7 @@ def _error_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
     lasted_s = client.ended_s - client.opened_s
     match error:
         case Overloaded():
-            has_waited = lasted_s >= deployment.site.limits.max_wait_s
-            if not has_waited and not _no_router_has_answered(client, deployment):
+            if lasted_s < deployment.site.limits.max_wait_s:
                 yield f"{name} was given up after {lasted_s:.2f} s: {error}"
         case WorkerLost():
             absences = [absence for slot in deployment.workers for absence in slot.absences]
@@ -48,19 +46,6 @@ def _error_complaints(client: Client, deployment: Deployment) -> Iterator[str]:
                 yield f"{name} was given up after {num_gone} deaths: {error}"
         case InvalidRequest() | _:
             yield f"{name} failed: {error!r}"
-
-
-def _no_router_has_answered(client: Client, deployment: Deployment) -> bool:
-    """Whether its gateway heard no router for REFUSING_S, or stood still so long."""
-    gateway = client.gateway.process.name if client.gateway is not None else ""
-    is_absent = {
-        slot.name: any(
-            last - first >= REFUSING_S and first + REFUSING_S <= client.ended_s and client.opened_s <= last
-            for first, last in slot.absences
-        )
-        for slot in deployment.slots
-    }
-    return is_absent.get(gateway, False) or all(is_absent[slot.name] for slot in deployment.routers)
 
 
 def rest_complaints(deployment: Deployment) -> Iterator[str]:
