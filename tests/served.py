@@ -182,6 +182,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def accepts(port: int) -> bool:
+    """Whether a process listens on this port of 127.0.0.1."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

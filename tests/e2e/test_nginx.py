@@ -12,8 +12,7 @@ from typing import Final
 import httpx2
 import pytest
 
-from tests.served import ROOT, served, until
-from tests.unit.cluster.test_deploy import accepts, free_port
+from tests.served import ROOT, accepts, free_port, served, until
 
 NGINX: Final = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")

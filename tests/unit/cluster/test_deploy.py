@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from baton.serve_config import ServeConfig
 from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus
 from baton.worker_config import WorkerConfig
 from tests.kubernetes_schemas import check_document
-from tests.served import free_port, until
+from tests.served import accepts, free_port, until
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 DEPLOY: Final = ROOT / "deploy"
@@ -253,11 +252,6 @@ def test_ray_listens_for_the_probes_with_the_parts_that_the_images_have() -> Non
                 os.killpg(head.pid, signal.SIGKILL)
             head.wait()
     until(lambda: not accepts(gcs) and not accepts(raylet))
-
-
-def accepts(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
