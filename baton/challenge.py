@@ -1,29 +1,59 @@
-"""How two processes show each other that they hold the cluster's key, without sending it.
+"""How two processes show each other that they hold the cluster's keys, and that they understand each other.
 
 The life of a challenge, sans-io; each step is one small message:
 
-1. The connecting end sends 32 random bytes, its nonce.
-2. The accepting end answers with a nonce of its own and HMAC(key, "accepting" || both nonces).
-3. The connecting end checks that and answers with HMAC(key, "connecting" || both nonces).
-4. The accepting end checks that. Both derive the session key: HMAC(key, "session" || both nonces).
+1. The connecting end sends 32 random bytes, its nonce, and its preface.
+2. The accepting end answers with a nonce and a preface of its own and HMAC(key, "accepting" || both nonces ||
+   both prefaces).
+3. The connecting end checks that and answers with HMAC(key, "connecting" || the same).
+4. The accepting end checks that. Both derive the session key: HMAC(key, "session" || the same).
+5. Both compare the prefaces (`check_version`): ends of different schemas part here, and each can say why.
 
-Both nonces are under every proof, so nothing can be replayed; the role is too, so a proof sent back to its
-author proves nothing. The session key seals what follows: a relay can't change, repeat or reorder it.
+The nonces are under every proof, so nothing can be replayed; the role is too, so a proof sent back to its
+author proves nothing. The prefaces are, so nobody can pose as a process of another kind or build. The
+session key seals what follows: a relay can't change, repeat or reorder it.
+
+FROZEN: the sizes of the messages and the layout of the preface stay as they are in all later builds, so that
+any two builds can name each other. The preface, 64 bytes:
+
+    magic      4 bytes  b"BTN2"
+    kind       1 byte   the process kind, see `_KINDS`; 0 where both ends are of one kind that a key is for
+    key        8 bytes  id of the key generation that the connecting end proves itself with (keys.py)
+    schema     8 bytes  hash of the types of the messages that follow (schema.py); zeros: there are none
+    build     43 bytes  version of the build, UTF-8, padded with zeros
 """
 
 import hmac
+import importlib.metadata
 import secrets
+import struct
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from functools import cache
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from baton.errors import ConfigError, WireError
+from baton.keys import ID_BYTES, MIN_KEY_BYTES, KeyRing, derive, link_purpose
+from baton.wire_types import Kind
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
-MIN_KEY_BYTES: Final = 16
-MAX_CHALLENGE_BYTES: Final = NONCE_BYTES + PROOF_BYTES
-_CONTEXT: Final = b"baton wire 1 "
+PREFACE_BYTES: Final = 64
+OPENING_BYTES: Final = NONCE_BYTES + PREFACE_BYTES
+ANSWER_BYTES: Final = OPENING_BYTES + PROOF_BYTES
+MAX_CHALLENGE_BYTES: Final = ANSWER_BYTES
+NO_SCHEMA: Final = bytes(8)
+_CONTEXT: Final = b"baton wire 2 "
+_MAGIC: Final = b"BTN2"
+_PREFACE: Final = struct.Struct(f">4sB{ID_BYTES}s8s43s")
+_KINDS: Final[dict[Kind | None, int]] = {
+    None: 0,
+    Kind.GATEWAY: 1,
+    Kind.ROUTER: 2,
+    Kind.WORKER: 3,
+    Kind.OPERATOR: 4,
+}
+_KIND_OF: Final = {number: kind for kind, number in _KINDS.items()}
 
 
 class Role(Enum):
@@ -31,23 +61,143 @@ class Role(Enum):
     ACCEPTING = b"accepting "  # as long as the other: no two inputs of the HMAC run into each other
 
 
+class Preface(NamedTuple):
+    """What an end says of itself before it proves itself."""
+
+    kind: Kind | None
+    key_id: bytes
+    schema: bytes
+    build: str
+
+    def encode(self) -> bytes:
+        build = self.build.encode()[:43].decode(errors="ignore").encode()
+        return _PREFACE.pack(_MAGIC, _KINDS[self.kind], self.key_id, self.schema, build)
+
+    @classmethod
+    def decode(cls, body: bytes) -> "Preface":
+        """WireError for what is no preface."""
+        magic, kind, key_id, schema, build = _PREFACE.unpack(body)
+        if magic != _MAGIC or kind not in _KIND_OF:
+            raise WireError("the peer is no process of Baton that we understand", reason="version")
+        return cls(_KIND_OF[kind], key_id, schema, build.rstrip(b"\0").decode(errors="replace"))
+
+    def describe(self) -> str:
+        return f"build {self.build!r} with message schema {self.schema.hex()}"
+
+
+class LinkKeys(Protocol):
+    """The keys that one end may use."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """The process kind that the end proves to be."""
+
+    @property
+    def current_id(self) -> bytes:
+        """Names the generation that a connecting end uses."""
+
+    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
+        """The key for a peer of that kind, or None where this end has none."""
+
+
+LinkSecret: TypeAlias = "bytes | LinkKeys"  # bytes: one key, whatever process has it
+
+
+class SharedKey:
+    """One key, whose holders are all alike. A LinkKeys."""
+
+    kind: Final = None
+
+    def __init__(self, key: bytes) -> None:
+        """ConfigError for a key that is too short."""
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(key)}")
+        self._key = key
+        self.current_id = derive(key, "id")[:ID_BYTES]
+
+    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
+        return self._key if key_id == self.current_id and peer is None else None
+
+
+class ControlKeys:
+    """The keys of a process for control links: one a pair of process kinds. A LinkKeys."""
+
+    def __init__(self, ring: KeyRing) -> None:
+        self._ring = ring
+
+    @property
+    def kind(self) -> Kind | None:
+        return self._ring.kind
+
+    @property
+    def current_id(self) -> bytes:
+        return self._ring.generations[0].id
+
+    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
+        if peer is None:
+            return None
+        for each in self._ring.generations:
+            if each.id == key_id:
+                return each.secrets.get(link_purpose(self._ring.kind, peer))
+        return None
+
+
+class PurposeKeys:
+    """The keys of a process for links between processes of its own kind, for one purpose. A LinkKeys."""
+
+    kind: Final = None
+
+    def __init__(self, ring: KeyRing, purpose: str) -> None:
+        """ConfigError: processes of this kind have no such key."""
+        ring.derived(purpose)
+        self._ring = ring
+        self._purpose = purpose
+
+    @property
+    def current_id(self) -> bytes:
+        return self._ring.generations[0].id
+
+    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
+        for each in self._ring.generations:
+            if each.id == key_id and peer is None:
+                return each.secrets.get(self._purpose)
+        return None
+
+
+def link_keys(secret: LinkSecret) -> LinkKeys:
+    return SharedKey(secret) if isinstance(secret, bytes) else secret
+
+
+@cache
+def build_version() -> str:
+    """The version of this build, as prefaces say it."""
+    return importlib.metadata.version("baton")
+
+
 class Challenge:
     """One end of the exchange. `session_key` is None until the peer has proved itself."""
 
     def __init__(
-        self, key: bytes, role: Role, random_bytes: Callable[[int], bytes] = secrets.token_bytes
+        self,
+        secret: LinkSecret,
+        role: Role,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        *,
+        schema: bytes = NO_SCHEMA,
     ) -> None:
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(key)}")
-        self._key = key
+        """schema: hash of the messages that will follow. ConfigError for a key that is too short."""
+        self._keys = link_keys(secret)
+        self._key = b""  # once the peer's preface is known
         self._role = role
         self._nonce = random_bytes(NONCE_BYTES)
-        self._nonces = b""  # the connecting end's, then the accepting end's
+        self._own = Preface(self._keys.kind, self._keys.current_id, schema, build_version())
+        self._transcript = b""  # nonce and preface of the connecting end, then of the accepting end
+        self.peer: Preface | None = None
         self.session_key: bytes | None = None
 
     def first(self) -> bytes:
         """What the connecting end opens with."""
-        return self._nonce
+        return self._nonce + self._own.encode()
 
     def receive(self, message: bytes) -> bytes | None:
         """The answer to send, None when there is none. WireError: the peer must be dropped."""
@@ -55,22 +205,46 @@ class Challenge:
             raise WireError("a message of the challenge came after its end", reason="handshake")
         if self._role is Role.CONNECTING:
             return self._finish_connecting(message)
-        if not self._nonces:
+        if not self._transcript:
             return self._answer(message)
         self._check_proof(message, Role.CONNECTING)
         return None
 
-    def _answer(self, nonce: bytes) -> bytes:
-        _check_length(nonce, NONCE_BYTES)
-        self._nonces = nonce + self._nonce
-        return self._nonce + self._prove(Role.ACCEPTING)
+    def check_version(self) -> None:
+        """WireError, once the peer has proved itself, when its messages have another schema than ours."""
+        assert self.peer is not None and self.session_key is not None
+        if self.peer.schema != self._own.schema:
+            raise WireError(
+                f"mixed builds: the peer is {self.peer.describe()}, we are {self._own.describe()}; "
+                "run one build in a cluster (docs/operations.md, Rolling upgrade)",
+                reason="version",
+            )
+
+    def _answer(self, opening: bytes) -> bytes:
+        _check_length(opening, OPENING_BYTES)
+        self.peer = Preface.decode(opening[NONCE_BYTES:])
+        key_id = self.peer.key_id
+        key = self._keys.find(key_id, self.peer.kind)
+        if key is None:
+            # A proof that convinces nobody, so that the peer learns that its key is refused.
+            key = secrets.token_bytes(PROOF_BYTES)
+        self._key = key
+        self._own = self._own._replace(key_id=key_id)
+        answer = self._nonce + self._own.encode()
+        self._transcript = opening + answer
+        return answer + self._prove(Role.ACCEPTING)
 
     def _finish_connecting(self, message: bytes) -> bytes:
-        _check_length(message, NONCE_BYTES + PROOF_BYTES)
-        nonce, proof = message[:NONCE_BYTES], message[NONCE_BYTES:]
-        if hmac.compare_digest(nonce, self._nonce):
+        _check_length(message, ANSWER_BYTES)
+        opening, proof = message[:OPENING_BYTES], message[OPENING_BYTES:]
+        if hmac.compare_digest(opening[:NONCE_BYTES], self._nonce):
             raise WireError("the peer sent our own nonce back", reason="handshake")
-        self._nonces = self._nonce + nonce
+        self.peer = Preface.decode(opening[NONCE_BYTES:])
+        key = self._keys.find(self._own.key_id, self.peer.kind)
+        if key is None:
+            raise _stranger(self.peer)
+        self._key = key
+        self._transcript = self.first() + opening
         self._check_proof(proof, Role.ACCEPTING)
         return self._prove(Role.CONNECTING)
 
@@ -80,13 +254,23 @@ class Challenge:
     def _check_proof(self, proof: bytes, role: Role) -> None:
         _check_length(proof, PROOF_BYTES)
         if not hmac.compare_digest(proof, self._prove(role)):
-            raise WireError("the peer does not hold this cluster's key", reason="key")
+            assert self.peer is not None
+            raise _stranger(self.peer)
         self.session_key = self._digest(b"session   ")
 
     def _digest(self, purpose: bytes) -> bytes:
-        return hmac.digest(self._key, _CONTEXT + purpose + self._nonces, "sha256")
+        return hmac.digest(self._key, _CONTEXT + purpose + self._transcript, "sha256")
+
+
+def _stranger(peer: Preface) -> WireError:
+    kind = f" of a {peer.kind.value}" if peer.kind is not None else ""
+    return WireError(f"the peer does not hold this cluster's key{kind}", reason="key")
 
 
 def _check_length(message: bytes, expected: int) -> None:
     if len(message) != expected:
-        raise WireError(f"a challenge of {expected} bytes was due, {len(message)} came", reason="handshake")
+        raise WireError(
+            f"a challenge of {expected} bytes was due, {len(message)} came: the peer may be another program, "
+            "or an earlier build",
+            reason="handshake",
+        )

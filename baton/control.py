@@ -43,6 +43,7 @@ from baton.wire_types import (
     Seconds,
     TransferId,
 )
+from baton.wire_types import Kind as Kind
 from baton.worker import Load, Tier, Worker
 
 PROTOCOL: Final = 1
@@ -53,15 +54,6 @@ class Message(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
     """One of the classes below."""
-
-
-class Kind(StrEnum):
-    """What a process is to the others."""
-
-    GATEWAY = "gateway"
-    ROUTER = "router"
-    WORKER = "worker"
-    OPERATOR = "operator"  # the command line: it asks, and serves nothing
 
 
 class Hello(Message, frozen=True):

@@ -43,6 +43,7 @@ from baton.operating import (
     WorkerRemoved,
 )
 from baton.request import Request
+from baton.schema import schema_hash
 from baton.seal import MAX_BODY_BYTES
 from baton.token_event import TokenEvent
 
@@ -84,6 +85,9 @@ AnyMessage: TypeAlias = (
     | RestartWorker
 )
 
+
+# Both ends of a control link say it before anything else: see challenge.py.
+CONTROL_SCHEMA: Final = schema_hash(AnyMessage)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 

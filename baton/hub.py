@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Final, cast
 
-from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
-from baton.control import PROTOCOL, Hello
-from baton.control_wire import AnyMessage, decode, encode
+from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, ControlKeys, Role
+from baton.control import PROTOCOL, Hello, Kind
+from baton.control_wire import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import FrameReader, encode_frame
+from baton.keys import ClusterKeys, KeyRing
 from baton.link_life import LINK_TIMEOUT_S, LinkLife
 from baton.node import TICK_S, Node
 from baton.seal import Seals
@@ -38,6 +39,7 @@ from baton.worker import Address
 MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0  # before an address is dialled again with which no handshake ended
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,20 @@ class Hub:
     """Of one node; made and used on its loop's thread."""
 
     def __init__(
-        self, key: bytes, *, dropped: DroppedPeers | None = None, link_timeout_s: float = LINK_TIMEOUT_S
+        self,
+        keys: ClusterKeys,
+        *,
+        dropped: DroppedPeers | None = None,
+        link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
         """Raises ConfigError for a key that is too short."""
-        Challenge(key, Role.CONNECTING)  # refuses it now, not when the first peer comes
+        KeyRing.of(keys, keys.kind if isinstance(keys, KeyRing) else Kind.OPERATOR)  # refuses them now
         self.dropped = dropped or DroppedPeers()
         self.link_timeout_s = link_timeout_s
-        self._key = key
+        self._given_keys = keys
+        self._keys: ControlKeys | None = None  # of the node's kind
+        self._refusals: dict[Address, Refusals] = {}
+        self._complaints: dict[str, None] = {}  # those that were logged
         self._node: Node | None = None
         self._server: asyncio.Server | None = None
         self._links: set[HubLink] = set()
@@ -73,6 +82,7 @@ class Hub:
 
     def serve(self, node: Node) -> None:
         self._node = node
+        self._keys = ControlKeys(KeyRing.of(self._given_keys, node.hello.process))
         self._ticker = asyncio.get_running_loop().create_task(self._tick(node))
 
     @property
@@ -80,12 +90,16 @@ class Hub:
         return self._node
 
     @property
-    def key(self) -> bytes:
-        return self._key
+    def keys(self) -> ControlKeys | None:
+        """None until there is a node to serve."""
+        return self._keys
 
     def dial(self, address: Address) -> None:
         """See node.Dial."""
-        if address not in self._dialing and not self._is_closed:
+        if address in self._dialing or self._is_closed:
+            return
+        refusals = self._refusals.get(address)
+        if refusals is None or asyncio.get_running_loop().time() >= refusals.not_before_s:
             self._dialing[address] = asyncio.get_running_loop().create_task(self._connect(address))
 
     async def close(self) -> None:
@@ -126,10 +140,34 @@ class Hub:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await loop.create_connection(lambda: link, address.host, address.port)
             await link.ended.wait()
+            self._remember(address, link)
         except (OSError, TimeoutError) as error:
             logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
         finally:
             del self._dialing[address]
+
+    def complain(self, name: str, error: WireError) -> None:
+        """Log why a peer is dropped; of mixed builds once, however often they meet."""
+        message = str(error)
+        if error.reason != "version":
+            logger.warning("%s was dropped: %s", name, message)
+        elif message not in self._complaints:
+            self._complaints[message] = None
+            if len(self._complaints) > MAX_STRANGERS:
+                del self._complaints[next(iter(self._complaints))]
+            logger.error("a peer is refused: %s", message)
+
+    def _remember(self, address: Address, link: "HubLink") -> None:
+        """Dial an address with which no handshake ends less and less often, from its second failure on."""
+        if link.is_introduced or self._keys is None:
+            self._refusals.pop(address, None)
+            return
+        refusals = self._refusals.get(address)
+        if refusals is None:
+            self._refusals[address] = Refusals()
+            return
+        refusals.pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, 2 * refusals.pause_s))
+        refusals.not_before_s = asyncio.get_running_loop().time() + refusals.pause_s
 
     async def _tick(self, node: Node) -> None:
         while True:
@@ -142,6 +180,14 @@ class Hub:
             await asyncio.sleep(TICK_S)
 
 
+class Refusals:
+    """An address with which no handshake came to its end since the last one that did."""
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+        self.not_before_s = 0.0  # by the loop's clock
+
+
 class HubLink(asyncio.Protocol):
     """One connection; a Peer to the node once the other end has said Hello."""
 
@@ -149,7 +195,7 @@ class HubLink(asyncio.Protocol):
         self.ended = asyncio.Event()
         self.role = role
         self._hub = hub
-        self._challenge = Challenge(hub.key, role)
+        self._challenge: Challenge | None = None  # from the connection on, if the node is there
         self._reader = FrameReader(MAX_CHALLENGE_BYTES + 1)
         self._seals: Seals | None = None
         self._hello: Hello | None = None
@@ -162,6 +208,11 @@ class HubLink(asyncio.Protocol):
     def silence_s(self) -> float:
         """See Peer."""
         return self._life.silence_s(time.monotonic()) if self._life is not None else 0.0
+
+    @property
+    def is_introduced(self) -> bool:
+        """Whether the peer has said Hello and was not refused."""
+        return self._hello is not None
 
     @property
     def hello(self) -> Hello:
@@ -208,6 +259,10 @@ class HubLink(asyncio.Protocol):
         keep_alive(sock, self._hub.link_timeout_s)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._must_end_within(HANDSHAKE_TIMEOUT_S, "the peer did not prove itself in time", "handshake")
+        if self._hub.keys is None:
+            self.drop(WireError("we are not ready yet", reason="early"))
+            return
+        self._challenge = Challenge(self._hub.keys, self.role, schema=CONTROL_SCHEMA)
         if self.role is Role.CONNECTING:
             transport.write(encode_frame(self._challenge.first()))
 
@@ -259,15 +314,15 @@ class HubLink(asyncio.Protocol):
             self._hub.node.received(self, message)
 
     def _prove(self, body: bytes) -> None:
-        assert self._transport is not None
+        assert self._transport is not None and self._challenge is not None
         answer = self._challenge.receive(body)
         if answer is not None:
             self._transport.write(encode_frame(answer))
         session_key = self._challenge.session_key
         if session_key is None:
             return
-        if self._hub.node is None:
-            raise WireError("we are not ready yet", reason="early")
+        assert self._hub.node is not None
+        self._challenge.check_version()
         self._reader = FrameReader()
         self._seals = Seals(session_key, self.role)
         self.send(self._hub.node.hello)
@@ -280,6 +335,9 @@ class HubLink(asyncio.Protocol):
             raise WireError(
                 f"the peer speaks protocol {message.protocol}, we speak {PROTOCOL}", reason="version"
             )
+        assert self._challenge is not None and self._challenge.peer is not None
+        if message.process is not self._challenge.peer.kind:
+            raise WireError(f"the peer is no {message.process.value} by its proof", reason="role")
         self._forget_deadline()
         self._hello = message
         self._life = LinkLife(self._hub.link_timeout_s, time.monotonic())
@@ -309,9 +367,13 @@ class HubLink(asyncio.Protocol):
     # Ends.
 
     def drop(self, error: WireError) -> None:
-        logger.warning("%s was dropped: %s", self._name, error)
+        self._hub.complain(self._name, error)
         self._hub.dropped.add(error.reason)
-        if self._transport is not None:
+        if self._transport is None:
+            return
+        if error.reason == "version" and not self._transport.is_closing():
+            self.close()  # what is unsent is our own proof, with which the peer can say the same
+        else:
             self._transport.abort()
 
     def _watch_frame(self, has_ended_one: bool) -> None:

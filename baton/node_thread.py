@@ -20,6 +20,7 @@ from baton.control import Hello, Kind
 from baton.control_wire import AnyMessage
 from baton.errors import WireError
 from baton.hub import Hub, HubLink
+from baton.keys import ClusterKeys
 from baton.link_life import LINK_TIMEOUT_S
 from baton.node import Node, Peer
 from baton.steps import Steps
@@ -35,12 +36,12 @@ logger = logging.getLogger(__name__)
 class NodeThread:
     """Made, and called, on the node's thread or before it runs."""
 
-    def __init__(self, key: bytes, post: Post, *, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
+    def __init__(self, keys: ClusterKeys, post: Post, *, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
         self._post = post
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
         self._thread.start()
-        self._hub = self._wait(_make_hub(key, link_timeout_s))
+        self._hub = self._wait(_make_hub(keys, link_timeout_s))
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
         self._is_closed = False
 
@@ -163,5 +164,5 @@ class _Announcer:
             peer.drop(error)
 
 
-async def _make_hub(key: bytes, link_timeout_s: float) -> Hub:
-    return Hub(key, link_timeout_s=link_timeout_s)
+async def _make_hub(keys: ClusterKeys, link_timeout_s: float) -> Hub:
+    return Hub(keys, link_timeout_s=link_timeout_s)

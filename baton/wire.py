@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn, Self
 
-from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
+from baton.challenge import MAX_CHALLENGE_BYTES, NO_SCHEMA, Challenge, LinkSecret, Role
 from baton.clock import Clock, SystemClock
 from baton.errors import PeerGone, WireError
 from baton.frames import MAX_CONTROL_BYTES, FrameReader, encode_frame
@@ -68,15 +68,19 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        key: bytes,
+        key: LinkSecret,
         role: Role,
         *,
         dropped: DroppedPeers | None = None,
         clock: Clock | None = None,
         link_timeout_s: float = LINK_TIMEOUT_S,
+        schema: bytes = NO_SCHEMA,
     ) -> None:
-        """key: the cluster's, the same at both ends. role: CONNECTING where `connect` was called."""
-        self._challenge = Challenge(key, role)
+        """key: the same at both ends, or the keys that this end may use. schema: see Challenge.
+
+        role: CONNECTING where `connect` was called.
+        """
+        self._challenge = Challenge(key, role, schema=schema)
         self._role = role
         self._socket = sock
         self._dropped = dropped or DroppedPeers()
@@ -217,6 +221,7 @@ class Connection:
             answer = self._challenge.receive(self._recv_frame(deadline_s))
             if answer is not None:
                 self._send_all(encode_frame(answer), [], deadline_s)
+        self._challenge.check_version()
 
     def _sealing(self) -> Seals:
         if self._seals is None:

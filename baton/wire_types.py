@@ -1,5 +1,6 @@
 """Bounds of what crosses between processes: a value beyond them is refused while it is decoded."""
 
+from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
@@ -22,3 +23,12 @@ UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=2**40)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see link_life.py
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see steps.py
+
+
+class Kind(StrEnum):
+    """What a process is to the others."""
+
+    GATEWAY = "gateway"
+    ROUTER = "router"
+    WORKER = "worker"
+    OPERATOR = "operator"  # the command line: it asks, and serves nothing

@@ -2,9 +2,9 @@
 
 Both kinds of workers are run by the same call, in a process of their own:
 
-    run_worker(config: WorkerConfig, key: bytes, ready: Ready, stop: threading.Event, progress=None) -> None
+    run_worker(config: WorkerConfig, keys: ClusterKeys, ready: Ready, stop, progress=None) -> None
 
-`key` is the cluster's and never part of a configuration. The worker loads its model, listens, dials the
+`keys` are a worker's and never part of a configuration. The worker loads its model, listens, dials the
 router and calls `ready` with the address of its control connections; it serves until `stop` is set, which
 means drain: take nothing new, finish what runs for at most `drain_timeout_s`, then return.
 """

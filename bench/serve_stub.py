@@ -28,6 +28,7 @@ from baton.control import Cancel, Dispatch, Hello, Kind, Members, PageEvents, Pa
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.hub import Hub
+from baton.keys import KeyRing
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
@@ -206,7 +207,7 @@ def hello_of(config: StubConfig, address: Address) -> Hello:
 async def serve(given: Assignment) -> None:
     """Until SIGTERM."""
     config = msgspec.json.decode(given.config, type=StubConfig)
-    hub = Hub(given.key)
+    hub = Hub(KeyRing(Kind.WORKER, given.generations))
     address = await hub.listen()
     hub.serve(StubWorker(config, hello_of(config, address), hub.dial))
     sys.stdout.buffer.write(msgspec.json.encode(Started(address)) + b"\n")

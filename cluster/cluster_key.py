@@ -5,9 +5,9 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from baton.challenge import MIN_KEY_BYTES
 from baton.config import cluster_key_file
 from baton.errors import ConfigError
+from baton.keys import MIN_KEY_BYTES
 
 KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 1024

@@ -20,7 +20,7 @@ from setproctitle import setproctitle
 from baton.cluster.cluster_record import find_record
 from baton.cluster.options import AnyOption, add_to, part_of
 from baton.cluster.process import STOPPED_TWICE, run
-from baton.cluster.process_spec import Assignment, ProcessKind
+from baton.cluster.process_spec import Assignment, ProcessKind, generations_of
 from baton.cluster.router_options import add_key_option, addresses, has_no_key, key_of
 from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
@@ -91,7 +91,8 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
         print(f"baton: {name} serves at {where.host}:{where.port}", file=sys.stderr, flush=True)
 
     raw = msgspec.Raw(msgspec.json.encode(config))
-    run(Assignment(kind=kind, name=name, key=_key(config, arguments), config=raw), ready, stop)
+    generations = generations_of(kind, _key(config, arguments))
+    run(Assignment(kind=kind, name=name, generations=generations, config=raw), ready, stop)
 
 
 def _key(config: msgspec.Struct, arguments: argparse.Namespace) -> bytes:

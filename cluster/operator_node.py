@@ -18,6 +18,7 @@ from baton.control_wire import AnyMessage
 from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
 from baton.hub import Hub
+from baton.keys import ClusterKeys
 from baton.node import Dial, Peer
 from baton.operating import (
     Decisions,
@@ -193,13 +194,13 @@ class Operator:
 
 @asynccontextmanager
 async def connected(
-    routers: Sequence[Address], key: bytes, watcher: Watcher | None = None
+    routers: Sequence[Address], keys: ClusterKeys, watcher: Watcher | None = None
 ) -> AsyncIterator[Operator]:
     """An operator that is connected, or is being connected, to each of these routers.
 
     watcher: hears of workers that routers remove, and of those that are to be started again.
     """
-    hub = Hub(key)
+    hub = Hub(keys)
     operator = Operator(routers, hub.dial, watcher)
     hub.serve(operator)
     operator.tick()

@@ -39,6 +39,8 @@ from baton.cluster.process_spec import (
     Started,
 )
 from baton.errors import BatonError
+from baton.keys import KeyRing
+from baton.wire_types import Kind
 from baton.worker import Address
 from baton.worker_config import Ready, WorkerConfig
 
@@ -91,7 +93,7 @@ def _run_router(given: Assignment, ready: Ready, stop: threading.Event) -> None:
     from baton.router_config import RouterConfig
 
     config = _config(given, RouterConfig)
-    _run_loop(lambda stopping: serve_router(config, given.key, ready, stopping), stop)
+    _run_loop(lambda stopping: serve_router(config, _ring(given), ready, stopping), stop)
 
 
 def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None:
@@ -100,13 +102,17 @@ def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None
 
     config = _config(given, GatewayConfig)
     config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
-    _run_loop(lambda stopping: serve_gateway(config, given.key, ready, stopping), stop)
+    _run_loop(lambda stopping: serve_gateway(config, _ring(given), ready, stopping), stop)
 
 
 def _run_worker(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None) -> None:
     from baton.cluster.worker_process import run_worker
 
-    run_worker(_config(given, WorkerConfig), given.key, ready, stop, progress)
+    run_worker(_config(given, WorkerConfig), _ring(given), ready, stop, progress)
+
+
+def _ring(given: Assignment) -> KeyRing:
+    return KeyRing(Kind(given.kind), given.generations)
 
 
 def _config(given: Assignment, kind: type[StructT]) -> StructT:

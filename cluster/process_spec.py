@@ -6,7 +6,8 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.wire_types import Name
+from baton.keys import ClusterKeys, Generations, KeyRing
+from baton.wire_types import Kind, Name
 from baton.worker import Address
 
 ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
@@ -31,11 +32,11 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process reads before anything else; it holds the cluster's key."""
+    """What a process reads before anything else; it holds the keys of the process's kind."""
 
     kind: ProcessKind
     name: Name
-    key: Annotated[bytes, Meta(min_length=16, max_length=1024)]
+    generations: Annotated[Generations, Meta(min_length=1, max_length=2)]
     config: msgspec.Raw
 
 
@@ -67,9 +68,16 @@ Report: TypeAlias = Started | Failed
 Progress: TypeAlias = Callable[[int, int], None]  # bytes read so far, and in all
 
 
-def assignment(spec: ProcessSpec, key: bytes) -> bytes:
+def generations_of(kind: ProcessKind, keys: ClusterKeys) -> Generations:
+    """Derive what a process of this kind is given of the cluster's keys."""
+    return KeyRing.of(keys, Kind(kind)).generations
+
+
+def assignment(spec: ProcessSpec, keys: ClusterKeys) -> bytes:
     config = msgspec.Raw(msgspec.json.encode(spec.config))
-    return msgspec.json.encode(Assignment(kind=spec.kind, name=spec.name, key=key, config=config))
+    return msgspec.json.encode(
+        Assignment(kind=spec.kind, name=spec.name, generations=generations_of(spec.kind, keys), config=config)
+    )
 
 
 def share_out(specs: Sequence[ProcessSpec], num_cores: int) -> dict[str, int]:

@@ -33,6 +33,7 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.errors import TransferFailed
+from baton.keys import PAGES, ClusterKeys, KeyRing
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.kv_links import KvLinks
@@ -54,13 +55,13 @@ logger = logging.getLogger(__name__)
 
 def run_worker(
     config: WorkerConfig,
-    key: bytes,
+    keys: ClusterKeys,
     ready: Ready,
     stop: threading.Event,
     progress: Progress | None = None,
 ) -> None:
     """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
-    with contextlib.closing(HostedWorker(config, key, progress)) as worker, collector.calm():
+    with contextlib.closing(HostedWorker(config, keys, progress)) as worker, collector.calm():
         ready(worker.address)
         worker.serve(stop)
 
@@ -68,9 +69,10 @@ def run_worker(
 class HostedWorker:
     """A worker with all that it needs; one thread makes it, serves and closes it."""
 
-    def __init__(self, config: WorkerConfig, key: bytes, progress: Progress | None = None) -> None:
+    def __init__(self, config: WorkerConfig, keys: ClusterKeys, progress: Progress | None = None) -> None:
         self._config = config
         with contextlib.ExitStack() as ends:
+            ring = KeyRing.of(keys, Kind.WORKER)
             shared = SharedPool()
             ends.callback(shared.close)
             agents = RankAgents(config.engine.tensor_parallel_size)
@@ -79,9 +81,9 @@ class HostedWorker:
             self._steps = Steps(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
             admission = _Admission()
-            self.endpoint = self._open_endpoint(key, shared, agents, admission)
+            self.endpoint = self._open_endpoint(ring.derived(PAGES), shared, agents, admission)
             ends.callback(self.endpoint.close)
-            thread = NodeThread(key, self.endpoint.post, link_timeout_s=config.link_timeout_s)
+            thread = NodeThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
             ends.callback(thread.close)
             self.address = thread.listen(config.host, config.port)
             self.node = self._make_node(thread)

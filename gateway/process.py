@@ -44,7 +44,9 @@ from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
 from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
+from baton.keys import CACHE_SALTS, EVENT_IDS, ClusterKeys, KeyRing
 from baton.operating import MAX_TENANTS_TOLD, GatewayStatus
+from baton.wire_types import Kind
 from baton.worker import Address
 
 SEED_BITS: Final = 63
@@ -59,12 +61,14 @@ class Gateway:
     """The HTTP side, over whatever serves its requests: `start` it, then `drain` it."""
 
     def __init__(
-        self, config: GatewayConfig, key: bytes, service: Service, clock: Clock, *, name: str = ""
+        self, config: GatewayConfig, keys: ClusterKeys, service: Service, clock: Clock, *, name: str = ""
     ) -> None:
-        """key: the cluster's. name: among the gateways of a cluster, for metrics.
+        """keys: a gateway's, or the cluster key. name: among the gateways of a cluster, for metrics.
 
         Raises ModelError and ConfigError, which say what to change.
         """
+        ring = KeyRing.of(keys, Kind.GATEWAY)
+        salt_key = ring.derived(CACHE_SALTS)
         self.is_draining = False
         self._address: Address | None = None
         self._shares_port = config.shares_port
@@ -74,7 +78,7 @@ class Gateway:
         vocab_size = read_vocab_size(directory)
         self._text = TextWork(Tokenizer.find(directory), template, vocab_size=vocab_size, helpers=helpers)
         self.metrics = metrics = Metrics(name)
-        self._siblings = Siblings(key, lambda: metrics.counts(service.counters))
+        self._siblings = Siblings(ring, lambda: metrics.counts(service.counters))
         model = ServedModel(
             name=config.served_model_name or directory.name,
             text=self._text,
@@ -87,11 +91,11 @@ class Gateway:
         )
         self._watch: TenantsWatch | None = None
         self._watching: asyncio.Task[None] | None = None
-        tenants = Tenants(key)
+        tenants = Tenants(salt_key)
         if config.tenants_file is not None:
-            self._watch = TenantsWatch(Path(config.tenants_file), key, clock)
+            self._watch = TenantsWatch(Path(config.tenants_file), salt_key, clock)
             tenants, metrics.tenants_file = self._watch.tenants, self._watch.counters
-        parts = _parts(config, model, exporter, clock, tenants, EventIds([key]))
+        parts = _parts(config, model, exporter, clock, tenants, EventIds(ring.all_derived(EVENT_IDS)))
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 
@@ -138,14 +142,16 @@ class Gateway:
 
 
 async def serve_gateway(
-    config: GatewayConfig, key: bytes, ready: Callable[[Address], None], stopping: asyncio.Event
+    config: GatewayConfig, keys: ClusterKeys, ready: Callable[[Address], None], stopping: asyncio.Event
 ) -> None:
-    """Serve until `stopping` is set, then drain. key: the cluster's. ready: told where it listens.
+    """Serve until `stopping` is set, then drain. keys: a gateway's, or the cluster key.
+
+    ready: told where it listens.
 
     Raises ConfigError and ModelError, which say what to change.
     """
     config = _within_descriptors(config)
-    clock, hub = SystemClock(), Hub(key, link_timeout_s=config.link_timeout_s)
+    clock, hub = SystemClock(), Hub(keys, link_timeout_s=config.link_timeout_s)
     limits = replay.Limits(
         max_streams=config.max_open_requests,
         max_wait_s=config.max_wait_s,
@@ -153,7 +159,7 @@ async def serve_gateway(
     )
     identity = secrets.token_hex(16)
     frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
-    gateway = Gateway(config, key, frontend, clock, name=identity[:8])
+    gateway = Gateway(config, keys, frontend, clock, name=identity[:8])
     frontend.report = lambda: gateway.status(identity)
     with contextlib.ExitStack() as ends:
         try:

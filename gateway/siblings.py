@@ -21,12 +21,16 @@ from typing import Final
 
 import msgspec
 
+from baton.challenge import PurposeKeys
 from baton.errors import PeerGone, WireError
 from baton.gateway.counts import Counts
+from baton.keys import GATEWAYS, KeyRing
+from baton.schema import schema_hash
 from baton.wire import Connection, Role
 from baton.worker import Address
 
 SOCKETS: Final = Path("/proc/net/unix")
+_SCHEMA: Final = schema_hash(Counts)
 TIMEOUT_S: Final = 2.0  # for one of them to tell; it is left out of that answer otherwise
 MAX_SIBLINGS: Final = 64
 MAX_ANSWERING: Final = 8  # at once; more are hung up on
@@ -38,9 +42,10 @@ logger = logging.getLogger(__name__)
 class Siblings:
     """`listen`, then ask for `others`; used on one loop. Whoever does not listen, or cannot, has none."""
 
-    def __init__(self, key: bytes, own: Callable[[], Counts]) -> None:
-        """key: the cluster's. own: what this one has counted by now."""
-        self._key = key
+    def __init__(self, keys: KeyRing, own: Callable[[], Counts]) -> None:
+        """keys: a gateway's. own: what this one has counted by now."""
+        self._name_key = keys.derived(GATEWAYS)
+        self._keys = PurposeKeys(keys, GATEWAYS)
         self._own = own
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None
@@ -50,7 +55,7 @@ class Siblings:
 
     def listen(self, address: Address) -> None:
         """address: the one that all of them share."""
-        group = hmac.new(self._key, f"gateways {address.host}:{address.port}".encode(), hashlib.sha256)
+        group = hmac.new(self._name_key, f"gateways {address.host}:{address.port}".encode(), hashlib.sha256)
         self._prefix = f"baton-gateway/{group.hexdigest()[:32]}/"
         self._name = self._prefix + secrets.token_hex(8)
         listener = socket.socket(socket.AF_UNIX)
@@ -100,7 +105,7 @@ class Siblings:
         if not _is_ours(sock):
             sock.close()
             return None
-        connection = Connection(sock, self._key, Role.CONNECTING)
+        connection = Connection(sock, self._keys, Role.CONNECTING, schema=_SCHEMA)
         try:
             with contextlib.closing(connection.handshake(TIMEOUT_S)):
                 return msgspec.msgpack.decode(connection.recv(TIMEOUT_S), type=Counts)
@@ -127,7 +132,7 @@ class Siblings:
         telling.add_done_callback(self._answering.discard)
 
     def _tell(self, sock: socket.socket, told: bytes) -> None:
-        connection = Connection(sock, self._key, Role.ACCEPTING)
+        connection = Connection(sock, self._keys, Role.ACCEPTING, schema=_SCHEMA)
         with contextlib.closing(connection), contextlib.suppress(WireError, PeerGone, TimeoutError):
             connection.handshake(TIMEOUT_S)
             connection.send(told, timeout_s=TIMEOUT_S)

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing, suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +13,11 @@ from baton.clock import SystemClock
 from baton.colleagues import new_router_id
 from baton.errors import ConfigError
 from baton.hub import Hub
+from baton.keys import REDIS_NAMES, ClusterKeys, KeyRing
 from baton.router.decision_log import LogFile
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.wire_types import Kind
 from baton.worker import Address
 
 LEARN_S: Final = 0.5  # a Redis that hangs holds up a router's start no longer
@@ -25,20 +26,21 @@ logger = logging.getLogger(__name__)
 
 
 async def serve_router(
-    config: RouterConfig, key: bytes, ready: Callable[[Address], None], stopping: asyncio.Event
+    config: RouterConfig, keys: ClusterKeys, ready: Callable[[Address], None], stopping: asyncio.Event
 ) -> None:
-    """Route until `stopping` is set. key: the cluster's. ready: told where it listens.
+    """Route until `stopping` is set. keys: a router's, or the cluster key. ready: told where it listens.
 
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
-    hub = Hub(key, link_timeout_s=config.link_timeout_s)
+    ring = KeyRing.of(keys, Kind.ROUTER)
+    hub = Hub(keys, link_timeout_s=config.link_timeout_s)
     router = Router(config, SystemClock(), new_router_id(time.time()))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
         if config.redis == "auto":
             logger.info("only `baton serve` starts a Redis: what workers hold is known to this process alone")
         elif config.redis != "none" and config.looks_at_prompts:
-            await _link(router, config.redis, key, ends)
+            await _link(router, config.redis, ring, ends)
         if config.decision_log is not None:
             log = ends.enter_context(closing(LogFile(Path(config.decision_log))))
             router.knowledge.log_to(log.write)
@@ -50,7 +52,7 @@ async def serve_router(
             await stopping.wait()
 
 
-async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> None:
+async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -> None:
     """Returns when what Redis knows is known here, or it has taken too long.
 
     The namespace is the cluster's, which its key names; pages of different models have different names in it.
@@ -61,7 +63,7 @@ async def _link(router: Router, url: str, key: bytes, ends: AsyncExitStack) -> N
         message = "redis: its Python library is not installed: add it (redis, hiredis), or set redis to none"
         raise ConfigError(message) from None
 
-    namespace = blake2b(key, digest_size=8, person=b"baton-redis").hexdigest()
+    namespace = keys.derived(REDIS_NAMES)[:8].hex()
     knowledge = router.knowledge
     link = RedisLink(url, namespace, router.hello.id, knowledge.index, router.heard)
     knowledge.link(link)

@@ -57,7 +57,7 @@ def main() -> None:
             sys.exit(0)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    say(Started(Address("127.0.0.1", len(given.key))))
+    say(Started(Address("127.0.0.1", int.from_bytes(given.generations[0].id[:2]))))
     stop.wait()
 
 

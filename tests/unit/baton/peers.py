@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, Role
+from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, ControlKeys, Role
 from baton.control import Hello, Kind, Tokens
-from baton.control_wire import AnyMessage, decode, encode
+from baton.control_wire import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
 from baton.hub import Hub
+from baton.keys import ClusterKeys, KeyRing
 from baton.link_life import LINK_TIMEOUT_S, is_ping
 from baton.node import Peer
 from baton.seal import Seals
@@ -50,7 +51,7 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def hosted(
-    node: Recorder, key: bytes = KEY, *, link_timeout_s: float = LINK_TIMEOUT_S
+    node: Recorder, key: ClusterKeys = KEY, *, link_timeout_s: float = LINK_TIMEOUT_S
 ) -> AsyncIterator[tuple[Hub, Address]]:
     """A hub that listens; it is closed in the end."""
     hub = Hub(key, link_timeout_s=link_timeout_s)
@@ -79,10 +80,13 @@ class Rogue:
         _rogues.append(self)
 
     @classmethod
-    async def connect(cls, address: Address, key: bytes = KEY) -> "Rogue":
+    async def connect(
+        cls, address: Address, key: bytes = KEY, kind: Kind = Kind.WORKER, schema: bytes = CONTROL_SCHEMA
+    ) -> "Rogue":
         """After the challenge, before any Hello."""
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        challenge = Challenge(key, Role.CONNECTING)
+        keys = ControlKeys(KeyRing.of(key, kind))
+        challenge = Challenge(keys, Role.CONNECTING, schema=schema)
         writer.write(encode_frame(challenge.first()))
         answer = await reader.readexactly(5 + MAX_CHALLENGE_BYTES)
         proof = challenge.receive(answer[5:])

@@ -6,12 +6,14 @@ import socket
 import pytest
 
 from baton import hub as hub_module
-from baton.control import Ended, Members, Started
+from baton.control import Ended, Hello, Members, Started
+from baton.control_wire import CONTROL_SCHEMA
 from baton.errors import WireError
 from baton.hub import Hub
+from baton.keys import KeyRing
 from baton.operating import StatusQuery
-from baton.wire_types import MAX_EVENTS
-from tests.unit.baton.peers import Recorder, hosted, rogue_after_hello, tokens, until
+from baton.wire_types import MAX_EVENTS, Kind
+from tests.unit.baton.peers import KEY, Recorder, Rogue, hosted, rogue_after_hello, tokens, until
 from tests.unit.baton.test_control import worker
 
 
@@ -177,5 +179,89 @@ def test_list_of_all_workers_fits_a_frame() -> None:
             )
             other.peers[0].send(members)
             await until(lambda: one.messages == [members])
+
+    asyncio.run(run())
+
+
+def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "mixed builds" in record.getMessage()]
+
+
+def test_peers_of_another_schema_are_refused_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            for number in range(1, 4):
+                await Rogue.connect(address, schema=b"schema-2")
+                await until(lambda number=number: hub.dropped.counts().get("version") == number)  # type: ignore[misc]
+            assert node.num_joined == 0
+
+    asyncio.run(run())
+    (complaint,) = complaints(caplog)
+    assert b"schema-2".hex() in complaint and CONTROL_SCHEMA.hex() in complaint
+
+
+def test_address_that_refuses_is_dialled_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "LEAST_PAUSE_S", 60.0)
+
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with (
+            hosted(one, b"another key of 32 bytes or so...") as (_, address),
+            hosted(other) as (hub, _),
+        ):
+
+            def refused(number: int) -> bool:
+                hub.dial(address)
+                return hub.dropped.counts().get("key") == number
+
+            await until(lambda: refused(2))  # the first failure may be chance, it costs no pause
+            for _ in range(20):
+                hub.dial(address)
+                await asyncio.sleep(0)
+            assert hub.dropped.counts() == {"key": 2}
+
+    asyncio.run(run())
+
+
+def test_process_cannot_pose_as_one_of_another_kind() -> None:
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (hub, address):
+            rogue = await Rogue.connect(address, kind=Kind.ROUTER)
+            rogue.write(rogue.frame(hub_hello(Kind.WORKER)))
+            await until(lambda: hub.dropped.counts().get("role") == 1)
+            assert node.num_joined == 0
+
+    asyncio.run(run())
+
+
+def hub_hello(kind: Kind) -> Hello:
+    return Hello(process=kind, id="d" * 32)
+
+
+def test_rotated_key_keeps_connections_and_refuses_the_old_key_afterwards() -> None:
+    old, new = KEY, b"n" * 32
+
+    async def run() -> None:
+        one, other, late = Recorder("a"), Recorder("b"), Recorder("c")
+        rings = [KeyRing.of(old, Kind.GATEWAY) for _ in range(2)]
+        async with hosted(one, rings[0]) as (_, address), hosted(other, rings[1]) as (hub, _):
+            hub.dial(address)
+            await until(lambda: one.num_joined == other.num_joined == 1)
+            for keys in ((old, new), (new, old), (new,)):
+                for ring in rings:
+                    ring.replace(KeyRing.of(keys, Kind.GATEWAY).generations)
+            one.peers[0].send(tokens(1, 1))
+            await until(lambda: len(other.messages) == 1)
+            assert one.num_left == other.num_left == 0
+            async with hosted(late, old) as (stranger, _):
+                stranger.dial(address)
+                await until(lambda: stranger.dropped.counts().get("key") == 1)
+            one.peers[0].close()
+            await until(lambda: one.num_left == other.num_left == 1)
+            hub.dial(address)
+            await until(lambda: one.num_joined == other.num_joined == 2)
+            assert late.num_joined == 0
 
     asyncio.run(run())

@@ -175,8 +175,8 @@ def test_reflected_handshake_is_refused(sockets: Sockets) -> None:
 def test_stranger_gets_no_room_for_more_than_a_challenge(sockets: Sockets) -> None:
     dropped = DroppedPeers()
     peer = Peer(Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped).handshake)
-    sockets[0].sendall(encode_frame(bytes(65)))
-    assert "66 bytes was announced, 1 to 65" in str(peer.end().error)
+    sockets[0].sendall(encode_frame(bytes(129)))
+    assert "130 bytes was announced, 1 to 129" in str(peer.end().error)
     assert dropped.counts() == {"length": 1}
 
 

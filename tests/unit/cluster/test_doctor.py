@@ -14,7 +14,7 @@ from baton.cluster.cluster_key import write_secret
 from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
 from baton.cluster.process import run
-from baton.cluster.process_spec import Assignment
+from baton.cluster.process_spec import Assignment, generations_of
 from baton.config_tree import build
 from baton.router import redis_server
 from baton.router.redis_server import find_program
@@ -234,7 +234,10 @@ def test_routers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         where.append(address)
         ready.set()
 
-    given = Assignment(kind="router", name="router-0", key=key, config=msgspec.Raw(b'{"redis":"none"}'))
+    generations = generations_of("router", key)
+    given = Assignment(
+        kind="router", name="router-0", generations=generations, config=msgspec.Raw(b'{"redis":"none"}')
+    )
     thread = Thread(target=run, args=(given, tell, stop))
     thread.start()
     try:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.cluster.logs import JsonLines, say
-from baton.cluster.process_spec import Assignment
+from baton.cluster.process_spec import Assignment, generations_of
 from baton.config import log_format
 from baton.errors import ConfigError
 
@@ -55,7 +55,10 @@ def test_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_process_logs_in_json_and_shows_its_name() -> None:
     router = Assignment(
-        kind="router", name="router-7", key=bytes(16), config=msgspec.Raw(b'{"redis":"none"}')
+        kind="router",
+        name="router-7",
+        generations=generations_of("router", bytes(16)),
+        config=msgspec.Raw(b'{"redis":"none"}'),
     )
     given = msgspec.json.encode(router) + b"\n"
     environment = os.environ | {"BATON_LOG_FORMAT": "json", "BATON_LOG_LEVEL": "INFO"}

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from baton.gateway import siblings
 from baton.gateway.metrics import Metrics
 from baton.gateway.siblings import Siblings
+from baton.keys import KeyRing
+from baton.wire_types import Kind
 from baton.worker import Address
 
 KEY = secrets.token_bytes(32)  # tests that run beside this one have another
@@ -21,7 +23,7 @@ async def listening(*names: str, key: bytes = KEY, address: Address = PORT) -> A
     for name in names:
         metrics = Metrics(name)
         metrics.num_open = len(name)
-        one = Siblings(key, lambda metrics=metrics: metrics.counts({}))  # type: ignore[misc]
+        one = Siblings(KeyRing.of(key, Kind.GATEWAY), lambda metrics=metrics: metrics.counts({}))  # type: ignore[misc]
         one.listen(address)
         made.append(one)
     try:
@@ -104,7 +106,7 @@ def test_more_that_ask_at_once_than_are_answered_are_hung_up_on() -> None:
 
 
 def test_one_that_does_not_listen_has_none() -> None:
-    alone = Siblings(KEY, lambda: Metrics("a").counts({}))
+    alone = Siblings(KeyRing.of(KEY, Kind.GATEWAY), lambda: Metrics("a").counts({}))
 
     async def run() -> None:
         async with listening("bb"):
