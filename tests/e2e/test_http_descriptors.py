@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 import msgspec
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import Assignment
+from baton.cluster.process_spec import Assignment, generations_of
 from baton.gateway_config import GatewayConfig
 from baton.worker import Address
 from tests.served import ROOT, stop
@@ -23,7 +23,10 @@ NUM_SLOW = 400
 def test_ping_is_answered_while_slow_connections_crowd() -> None:
     config = GatewayConfig(model=str(resolve_model("tiny")), routers=(Address("127.0.0.1", 1),), port=0)
     given = Assignment(
-        kind="gateway", name="gateway-0", key=b"k" * 32, config=msgspec.Raw(msgspec.json.encode(config))
+        kind="gateway",
+        name="gateway-0",
+        generations=generations_of("gateway", b"k" * 32),
+        config=msgspec.Raw(msgspec.json.encode(config)),
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "baton.cluster.process"],
