@@ -260,7 +260,6 @@ class Faults:
         assert isinstance(slot.life, WorkerLife)
         engine = slot.life.engine
         engine.more_s = more_s
-        slot.seems_gone(seconds + more_s)
         self._events.after(seconds, lambda: setattr(engine, "more_s", 0.0))
         return f"each step of {slot.name} takes {more_s:g} s more, for {seconds:g} s"
 
