@@ -40,6 +40,8 @@ SERVE_OPTIONS: Final = (
     Option("--tenants", "tenants", str, "FILE", "tenants and their keys; without it nobody needs a key"),
     Option("--cluster-key-file", "cluster_key_file", str, "FILE", "that every process of the cluster has"),
     Option("--start-timeout", "start_timeout_s", float, "S", "seconds for workers to load the model (600)"),
+    Option("--link-timeout", "link_timeout_s", float, "S", "seconds of silence that end a connection (8)"),
+    Option("--step-timeout", "step_timeout_s", float, "S", "seconds that a step of a worker may take (30)"),
     Option("--drain-timeout", "drain_timeout_s", float, "S", "seconds for requests to end when told to stop"),
 )
 # vLLM's --seed is the engine's here: requests bring their own.

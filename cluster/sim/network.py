@@ -34,6 +34,7 @@ class End:
         self.on_body: Callable[[bytes], None] = lambda body: None
         self.on_end: Callable[[], None] = lambda: None
         self.is_over = False  # `on_end` has been called, or its owner is dead
+        self.has_gap = False  # a body was lost on its way here, and with it all that follows
         self.wire: Wire | None = None
         self._network = network
         self.last_s = 0.0  # when the last of what comes here arrives
@@ -65,12 +66,14 @@ class End:
             self.wire.close()
 
     def hear(self, body: bytes) -> None:
-        if not self.is_over:
+        if not self.is_over and not self.has_gap:
             self.on_body(body)
 
     def hear_late(self, body: bytes) -> None:
-        """What was sent once more after a black hole has closed, unless the sender has given up."""
-        if self.wire is not None and not self.wire.is_cut:
+        """Hear a body that was sent again after a black hole closed, unless the sender has given up."""
+        if self.wire is None or self.wire.is_cut:
+            self.has_gap = True
+        else:
             self.hear(body)
 
     def hear_end(self) -> None:

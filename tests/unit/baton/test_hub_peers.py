@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton import hub as hub_module
+from baton.challenge import MAX_CHALLENGE_BYTES
 from baton.control import Ended, Hello, Kind
 from baton.frames import encode_frame
 from baton.operating import StatusQuery
@@ -189,7 +190,7 @@ def test_stranger_gets_no_room_for_more_than_a_challenge() -> None:
     async def run() -> None:
         async with hosted(Recorder("a")) as (hub, address):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            writer.write(encode_frame(bytes(65)))
+            writer.write(encode_frame(bytes(MAX_CHALLENGE_BYTES + 1)))
             assert await reader.read() == b""
             assert hub.dropped.counts() == {"length": 1}
             writer.close()

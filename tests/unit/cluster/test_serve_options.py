@@ -15,6 +15,7 @@ WITHOUT_OPTION = {
     *("prefill.ray_resources", "decode.ray_resources", "prefill.cores_per_rank", "decode.cores_per_rank"),
     *(f"gateway.{name}" for name in GatewaySettings.__struct_fields__),
     *("router.host", "router.port", "router.max_attempts", "router.seed"),
+    "router.link_timeout_s",  # as of all processes: link_timeout_s
 }
 
 
