@@ -73,7 +73,7 @@ class Host:
         self.greet(HostPeer(self, ours, on_gone=lambda: self._dialing.discard(address)))
 
     def greet(self, peer: "HostPeer") -> None:
-        peer.send(self.node.hello)
+        peer.send_now(self.node.hello)  # the hub's thread says it, whatever step runs
         self.process.later(HANDSHAKE_TIMEOUT_S, peer.end_unless_known)
 
     def tell_routers(self, message: AnyMessage) -> None:
@@ -124,7 +124,7 @@ class HostPeer:
         self._end.send(encode(message))
 
     def send_now(self, message: AnyMessage) -> None:
-        """Though a turn of the process lasts."""
+        """Send it though a turn of the process lasts."""
         self._end.carry(encode(message))
 
     def close(self) -> None:
