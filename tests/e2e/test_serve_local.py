@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,7 +151,10 @@ def test_worker_that_is_restarted_ends_its_requests_first() -> None:
         assert not any("did not end in" in line or "status 143" in line for line in cluster.said)
 
 
-def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine() -> None:
+def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # other tests' clusters run on this machine too
     with served(*OPTIONS) as cluster:
         command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
         with subprocess.Popen([sys.executable, "-m", "baton.cluster.cli", *command]) as worker:
