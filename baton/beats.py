@@ -1,4 +1,4 @@
-"""What a worker tells its routers every second: that it lives, and between its steps what it has."""
+"""Heartbeats of a worker: a sign of life every second, and its load between two steps of the engine."""
 
 import contextlib
 import faulthandler
@@ -11,7 +11,7 @@ from baton.clock import Clock, SystemClock
 from baton.colleagues import Colleagues
 from baton.control import Alive, Beat
 from baton.node import Peer
-from baton.steps import RunningStep, Steps
+from baton.steps import RunningStep, StepWatchdog
 from baton.wire_types import MAX_EVENTS
 from baton.worker import Load
 
@@ -74,16 +74,16 @@ class Beats:
 
 
 class SignsOfLife:
-    """Tells routers that a worker lives, and how its present step does, from a thread that no step delays."""
+    """Sends routers a sign of life with the age of the current step, from a thread that no step delays."""
 
-    def __init__(self, steps: Steps, clock: Clock | None = None) -> None:
+    def __init__(self, steps: StepWatchdog, clock: Clock | None = None) -> None:
         self._steps = steps
         self._clock = clock or SystemClock()
         self._next_s = self._clock.now_s()
         self._was_overdue = False
 
     def give(self, routers: Sequence[Peer]) -> None:
-        """To be called in every tick: tells once a BEAT_S, and at once when the step has become overdue."""
+        """Send a sign of life every BEAT_S, and when the step becomes overdue; called in every tick."""
         now_s, step = self._clock.now_s(), self._steps.present
         has_become_overdue = step.is_overdue and not self._was_overdue
         self._was_overdue = step.is_overdue
@@ -97,7 +97,7 @@ class SignsOfLife:
 
 
 def _show_threads(step: RunningStep) -> None:
-    """Log where this process hangs, for whoever looks for the cause after it was killed."""
+    """Log the stacks of all threads, so that the cause can be found after the process was killed."""
     logger.error("%s; its threads are in:", step.complaint)
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # there may be no stderr
         faulthandler.dump_traceback(sys.__stderr__)  # type: ignore[arg-type]

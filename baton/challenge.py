@@ -1,4 +1,4 @@
-"""How two processes show each other that they hold the cluster's keys, and that they understand each other.
+"""The handshake of a connection: both ends prove the cluster's keys and compare their message schemas.
 
 The life of a challenge, sans-io; each step is one small message:
 
@@ -9,9 +9,9 @@ The life of a challenge, sans-io; each step is one small message:
 4. The accepting end checks that. Both derive the session key: HMAC(key, "session" || the same).
 5. Both compare the prefaces (`check_version`): ends of different schemas part here, and each can say why.
 
-The nonces are under every proof, so nothing can be replayed; the role is too, so a proof sent back to its
-author proves nothing. The prefaces are, so nobody can pose as a process of another kind or build. The
-session key seals what follows: a relay can't change, repeat or reorder it.
+Every proof covers the nonces, so a recorded proof is worthless. It covers the role, so an end cannot be
+answered with its own proof. It covers the prefaces, so a process cannot claim another kind or build. The
+session key seals all later frames: a relay cannot change, repeat or reorder them.
 
 FROZEN: the sizes of the messages and the layout of the preface stay as they are in all later builds, so that
 any two builds can name each other. The preface, 64 bytes:
@@ -32,8 +32,8 @@ from enum import Enum
 from functools import cache
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from baton.errors import ConfigError, WireError
-from baton.keys import ID_BYTES, MIN_KEY_BYTES, KeyRing, derive, link_purpose
+from baton.errors import WireError
+from baton.keys import ID_BYTES, KeyRing, check_cluster_key, derive, link_purpose
 from baton.wire_types import Kind
 
 NONCE_BYTES: Final = 32
@@ -62,7 +62,7 @@ class Role(Enum):
 
 
 class Preface(NamedTuple):
-    """What an end says of itself before it proves itself."""
+    """The kind, key, schema and build that an end claims; its proof covers them."""
 
     kind: Kind | None
     key_id: bytes
@@ -100,7 +100,7 @@ class LinkKeys(Protocol):
         """The key for a peer of that kind, or None where this end has none."""
 
 
-LinkSecret: TypeAlias = "bytes | LinkKeys"  # bytes: one key, whatever process has it
+LinkSecret: TypeAlias = "bytes | LinkKeys"  # bytes: one key, shared by processes of all kinds
 
 
 class SharedKey:
@@ -110,8 +110,7 @@ class SharedKey:
 
     def __init__(self, key: bytes) -> None:
         """ConfigError for a key that is too short."""
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(key)}")
+        check_cluster_key(key)
         self._key = key
         self.current_id = derive(key, "id")[:ID_BYTES]
 
@@ -170,7 +169,7 @@ def link_keys(secret: LinkSecret) -> LinkKeys:
 
 @cache
 def build_version() -> str:
-    """The version of this build, as prefaces say it."""
+    """Return the version of this build, for prefaces."""
     return importlib.metadata.version("baton")
 
 
@@ -226,7 +225,7 @@ class Challenge:
         key_id = self.peer.key_id
         key = self._keys.find(key_id, self.peer.kind)
         if key is None:
-            # A proof that convinces nobody, so that the peer learns that its key is refused.
+            # A random key makes a proof that fails, which tells the peer that its key is refused.
             key = secrets.token_bytes(PROOF_BYTES)
         self._key = key
         self._own = self._own._replace(key_id=key_id)

@@ -13,10 +13,11 @@ from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from baton.control import Hello, Kind, Members, Reachable, Tokens
+from baton.control import Hello, Members, Reachable, Tokens
 from baton.control_wire import AnyMessage
 from baton.node import Dial, Peer
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 ID_DIGITS: Final = 32

@@ -10,9 +10,10 @@ One attempt at a request, by messages (`->` names the connection it goes over):
 6. gateway -> router   Started at the first token, Ended at the end, whatever it was. Cancel goes gateway ->
    decode -> prefill, and may come before the Dispatch that it is about: they travel by different ways.
 
-Beside requests: everybody's first message is a Hello; workers send a Beat every second between their steps,
-and Alive every second whatever they do: a router that misses several takes the worker for dead. It sends
-Members to all whenever that list changes, and each answers Reachable with those it holds connections to.
+Beside requests: the first message on every connection is a Hello. A worker sends Beat every second between
+two steps, and Alive every second also during a step; a router removes a worker after several missed Alives.
+The router sends Members to all processes whenever the list of workers changes. Each process answers with
+Reachable, the workers that it is connected to.
 
 Request ids are minted by gateways, one a choice, 128 bit; attempts count from 0. Every list and every
 integer has a bound in its type, so it is refused while it is decoded. Times are durations.
@@ -39,14 +40,13 @@ from baton.wire_types import (
     Generation,
     Id,
     Ids,
+    Kind,
     Reason,
     Seconds,
     TransferId,
 )
-from baton.wire_types import Kind as Kind
 from baton.worker import Load, Tier, Worker
 
-PROTOCOL: Final = 1
 MAX_AGE_S: Final = 86_400.0  # as Seconds allows
 
 
@@ -61,7 +61,6 @@ class Hello(Message, frozen=True):
 
     process: Kind
     id: Id
-    protocol: Annotated[int, Meta(ge=0, le=2**16 - 1)] = PROTOCOL
     worker: Worker | None = None  # of a worker
 
 
@@ -213,7 +212,7 @@ class Beat(Message, frozen=True):
 class Alive(Message, frozen=True):
     """Worker to router, every second, from a thread that no step of its engine can delay.
 
-    It says nothing of what the worker has; that is in Beat, which waits for the step to end.
+    Beat carries the worker's load, and waits for the step to end.
     """
 
     step: RunningStep

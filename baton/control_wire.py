@@ -86,7 +86,7 @@ AnyMessage: TypeAlias = (
 )
 
 
-# Both ends of a control link say it before anything else: see challenge.py.
+# Both ends of a control link exchange this hash in their prefaces: see challenge.py.
 CONTROL_SCHEMA: Final = schema_hash(AnyMessage)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

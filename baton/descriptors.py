@@ -1,7 +1,7 @@
-"""How many descriptors a serving process may have, and how many connections that leaves to clients.
+"""Limits of open descriptors for a process that serves clients.
 
-A server that has no descriptor left resets whoever comes, operators too. So the soft limit is raised to the
-hard one at the start, and a process accepts no more connections than it has descriptors for.
+A server without a free descriptor resets every new connection, also those of operators. The process raises
+its soft limit to the hard limit at its start, and accepts no more connections than the limit allows.
 """
 
 import os

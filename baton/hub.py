@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, ControlKeys, Role
-from baton.control import PROTOCOL, Hello, Kind
+from baton.control import Hello
 from baton.control_wire import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import FrameReader, encode_frame
@@ -34,12 +34,13 @@ from baton.node import TICK_S, Node
 from baton.seal import Seals
 from baton.sockets import keep_alive
 from baton.wire import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, DroppedPeers
+from baton.wire_types import Kind
 from baton.worker import Address
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0  # before an address is dialled again with which no handshake ended
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0  # of a DialPause
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Hub:
         self.link_timeout_s = link_timeout_s
         self._given_keys = keys
         self._keys: ControlKeys | None = None  # of the node's kind
-        self._refusals: dict[Address, Refusals] = {}
+        self._pauses: dict[Address, DialPause] = {}
         self._complaints: dict[str, None] = {}  # those that were logged
         self._node: Node | None = None
         self._server: asyncio.Server | None = None
@@ -98,8 +99,8 @@ class Hub:
         """See node.Dial."""
         if address in self._dialing or self._is_closed:
             return
-        refusals = self._refusals.get(address)
-        if refusals is None or asyncio.get_running_loop().time() >= refusals.not_before_s:
+        pause = self._pauses.get(address)
+        if pause is None or asyncio.get_running_loop().time() >= pause.not_before_s:
             self._dialing[address] = asyncio.get_running_loop().create_task(self._connect(address))
 
     async def close(self) -> None:
@@ -158,16 +159,16 @@ class Hub:
             logger.error("a peer is refused: %s", message)
 
     def _remember(self, address: Address, link: "HubLink") -> None:
-        """Dial an address with which no handshake ends less and less often, from its second failure on."""
+        """Lengthen an address's pause after each failed handshake but the first; a good one ends it."""
         if link.is_introduced or self._keys is None:
-            self._refusals.pop(address, None)
+            self._pauses.pop(address, None)
             return
-        refusals = self._refusals.get(address)
-        if refusals is None:
-            self._refusals[address] = Refusals()
+        pause = self._pauses.get(address)
+        if pause is None:
+            self._pauses[address] = DialPause()
             return
-        refusals.pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, 2 * refusals.pause_s))
-        refusals.not_before_s = asyncio.get_running_loop().time() + refusals.pause_s
+        pause.pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, 2 * pause.pause_s))
+        pause.not_before_s = asyncio.get_running_loop().time() + pause.pause_s
 
     async def _tick(self, node: Node) -> None:
         while True:
@@ -180,8 +181,8 @@ class Hub:
             await asyncio.sleep(TICK_S)
 
 
-class Refusals:
-    """An address with which no handshake came to its end since the last one that did."""
+class DialPause:
+    """The growing pause before an address is dialled again whose handshakes fail."""
 
     def __init__(self) -> None:
         self.pause_s = 0.0
@@ -211,7 +212,7 @@ class HubLink(asyncio.Protocol):
 
     @property
     def is_introduced(self) -> bool:
-        """Whether the peer has said Hello and was not refused."""
+        """True once the peer's Hello was accepted."""
         return self._hello is not None
 
     @property
@@ -331,10 +332,6 @@ class HubLink(asyncio.Protocol):
     def _greet(self, message: AnyMessage) -> None:
         if not isinstance(message, Hello):
             raise WireError(f"a {type(message).__name__} came before the Hello", reason="protocol")
-        if message.protocol != PROTOCOL:
-            raise WireError(
-                f"the peer speaks protocol {message.protocol}, we speak {PROTOCOL}", reason="version"
-            )
         assert self._challenge is not None and self._challenge.peer is not None
         if message.process is not self._challenge.peer.kind:
             raise WireError(f"the peer is no {message.process.value} by its proof", reason="role")
@@ -358,7 +355,7 @@ class HubLink(asyncio.Protocol):
 
     @property
     def _name(self) -> str:
-        """What logs call the peer."""
+        """The peer's name for logs."""
         if self._hello is None:
             return "a peer"
         worker = self._hello.worker

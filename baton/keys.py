@@ -1,15 +1,16 @@
-"""Keys that are derived from the cluster key, and which process holds which of them.
+"""Keys derived from the cluster key, one for each purpose and for each pair of process kinds.
 
-1. The cluster key file holds one key, or two while keys are exchanged; the first is the current one.
-2. Whoever starts a process derives the keys of its kind from each of them: a `KeyRing`. The process gets
-   those and never the cluster key, so a gateway's keys can neither pose as a worker nor read page links.
-3. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B), of the
-   generation that the connecting end names. The current generation connects, every one is accepted.
-4. `replace` changes the generations of a process that runs; connections that exist are kept.
+1. The launcher of a process derives the keys of its kind from the cluster key: a `KeyRing`. The process gets
+   the ring and never the cluster key, so a gateway can neither pose as a worker nor read page links.
+2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B).
+3. A ring may hold several generations, the current one first. The connecting end names its generation, which
+   is the current one; the accepting end takes every generation that it holds.
+4. `replace` changes the generations of a running process; existing connections are kept. No command changes
+   the keys of a running cluster yet.
 """
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -26,12 +27,11 @@ CACHE_SALTS: Final = "cache salts"  # of tenants, and with them the names of pag
 EVENT_IDS: Final = "event ids"  # of streams that another gateway can continue
 GATEWAYS: Final = "gateways"  # what gateways of one port ask each other
 REDIS_NAMES: Final = "redis names"
-REDIS_ENTRIES: Final = "redis entries"
 PAGES: Final = "pages"  # links that pages are agreed on and travel over
 
 _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.GATEWAY: (CACHE_SALTS, EVENT_IDS, GATEWAYS),
-    Kind.ROUTER: (REDIS_NAMES, REDIS_ENTRIES),
+    Kind.ROUTER: (REDIS_NAMES,),
     Kind.WORKER: (PAGES,),
     Kind.OPERATOR: (),
 }
@@ -40,6 +40,12 @@ _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
 def derive(key: bytes, purpose: str) -> bytes:
     """Return the 32-byte key for one purpose; it tells nothing about `key`, nor of other purposes' keys."""
     return hmac.digest(key, _CONTEXT + purpose.encode(), "sha256")
+
+
+def check_cluster_key(key: bytes) -> None:
+    """Raise ConfigError for a cluster key that is too short."""
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(key)}")
 
 
 def link_purpose(one: Kind, other: Kind) -> str:
@@ -59,8 +65,7 @@ Generations: TypeAlias = tuple[KeyGeneration, ...]
 
 def generation(cluster_key: bytes, kind: Kind) -> KeyGeneration:
     """Derive what a process of this kind needs. ConfigError for a cluster key that is too short."""
-    if len(cluster_key) < MIN_KEY_BYTES:
-        raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(cluster_key)}")
+    check_cluster_key(cluster_key)
     purposes = (*_PURPOSES[kind], *(link_purpose(kind, other) for other in Kind))
     return KeyGeneration(
         id=derive(cluster_key, "id")[:ID_BYTES],
@@ -77,7 +82,6 @@ class KeyRing:
             raise ConfigError("expected a cluster key, got none")
         self.kind = kind
         self.generations = generations
-        self._listeners: list[Callable[[], None]] = []
 
     @classmethod
     def of(cls, keys: "ClusterKeys", kind: Kind) -> "KeyRing":
@@ -100,19 +104,11 @@ class KeyRing:
         except KeyError:
             raise ConfigError(f"a {self.kind.value} has no key for {purpose!r}") from None
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each `replace`, on the thread that replaces."""
-        self._listeners.append(listener)
-
     def replace(self, generations: Generations) -> None:
         """Use these from now on. Connections that were proved before are kept."""
         if not generations:
             raise ConfigError("expected a cluster key, got none")
-        if [each.id for each in generations] == [each.id for each in self.generations]:
-            return
         self.generations = generations
-        for listener in self._listeners:
-            listener()
 
 
 # A ring of one process kind, or the cluster key itself, or several of them, the current one first.

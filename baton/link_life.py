@@ -1,13 +1,13 @@
-"""The life of a connection between two processes, whatever travels over it: when to ping, when to give up.
+"""Liveness of one connection between two processes: when to send a ping, and when to drop the peer.
 
 1. Each end pings every PING_S, also when other frames leave. A ping says for how long its sender has heard
    nothing, so that an end also learns that its own frames do not arrive.
 2. Any byte counts as life. A link over which nothing came, or over which nothing arrived, for `timeout_s` is
    dropped by the end that notices.
-3. Time in which this process itself did not run (SIGSTOP, a starved machine) is nobody's silence: what came
-   meanwhile is unread.
+3. Time in which this process itself did not run (SIGSTOP, a starved machine) does not count as the peer's
+   silence: bytes that arrived meanwhile are unread.
 
-Sans-io and clockless: whoever owns the connection calls `tick` several times a second, with the time.
+The module does no I/O and reads no clock: the owner of the connection calls `tick` several times a second.
 """
 
 import struct
@@ -26,7 +26,7 @@ _MAX_MS: Final = 2**32 - 1
 
 
 def is_ping(body: bytes) -> bool:
-    """Whether a frame with this body is a ping."""
+    """Return whether this frame body is a ping."""
     return len(body) == _PING.size and body[0] == _MARK
 
 
@@ -44,14 +44,14 @@ class LinkLife:
         self._heard_s = now_s
 
     def take_ping(self, body: bytes) -> bool:
-        """Whether this frame's body is a ping; if so, what it says is noted."""
+        """Return whether this frame body is a ping, and record the silence that the ping reports."""
         if not is_ping(body):
             return False
         self._unheard_s = _PING.unpack(body)[1] / 1000
         return True
 
     def silence_s(self, now_s: float) -> float:
-        """For how long one of the two directions has carried nothing, as far as is known here."""
+        """Seconds since a byte came from the peer, or since one reached the peer: the longer of both."""
         return max(now_s - self._heard_s, self._unheard_s, 0.0)
 
     def tick(self, now_s: float) -> bytes | None:

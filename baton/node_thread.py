@@ -3,7 +3,7 @@
 1. What the hub's loop learns becomes a call that is posted to the node's thread: `joined`, `received`, `left`
    and `tick`, in order.
 2. What the node says is queued, and the loop is woken once for all that is queued meanwhile.
-3. A worker's signs of life leave from the loop's thread, whatever the node's thread does.
+3. The loop's thread sends a worker's signs of life, also while the node's thread is busy.
 4. A peer that the node refuses (WireError) is dropped as if the hub had refused it.
 """
 
@@ -16,14 +16,15 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from baton.beats import SignsOfLife
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.control_wire import AnyMessage
 from baton.errors import WireError
 from baton.hub import Hub, HubLink
 from baton.keys import ClusterKeys
 from baton.link_life import LINK_TIMEOUT_S
 from baton.node import Node, Peer
-from baton.steps import Steps
+from baton.steps import StepWatchdog
+from baton.wire_types import Kind
 from baton.worker import Address
 
 Call: TypeAlias = Callable[[], None]
@@ -54,7 +55,7 @@ class NodeThread:
         """OSError when the port is somebody else's."""
         return self._wait(self._hub.listen(host, port))
 
-    def serve(self, node: Node, steps: Steps | None = None) -> None:
+    def serve(self, node: Node, steps: StepWatchdog | None = None) -> None:
         """steps: of a worker's engine; routers are told from the loop's thread how its present one does."""
         life = None if steps is None else SignsOfLife(steps)
         self._loop.call_soon_threadsafe(self._hub.serve, _Announcer(node, self, life))

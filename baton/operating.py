@@ -26,8 +26,9 @@ class Drain(Message, frozen=True):
 class Undrain(Message, frozen=True):
     """Operator to router, router to operators that watch: start a worker that was drained again.
 
-    One that still drains comes back when it has ended. The router answers with its Status, as for Drain:
-    `num_watchers` says whether a `baton serve` has heard it. A worker that nobody has drained goes on.
+    A worker that still drains is started again when it has ended; one that was not drained is not changed.
+    The router answers with its Status, as for Drain; `num_watchers` is the number of `baton serve` processes
+    that got the message.
     """
 
     worker: Name
@@ -36,7 +37,7 @@ class Undrain(Message, frozen=True):
 class RestartWorker(Message, frozen=True):
     """Operator to router, router to operators that watch: let a worker drain and end, then start it again.
 
-    One that has drained is started. The router answers with its Status, as for Undrain.
+    A worker that has drained is started. The router answers with its Status, as for Undrain.
     """
 
     worker: Name
@@ -84,9 +85,8 @@ class Status(Message, frozen=True):
     num_attempts: Count = 0
     num_watchers: Count = 0  # operators that start workers again: each a `baton serve`
     routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
-    head_away_s: Seconds = (
-        0.0  # since Ray's head last answered `baton serve`: nothing can be started; 0: it does
-    )
+    # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
+    head_away_s: Seconds = 0.0
     # For want of room: how many "workers", and of how many more the "counters".
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
         default_factory=dict

@@ -50,7 +50,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill: WorkersConfig = WorkersConfig()
     decode: WorkersConfig = WorkersConfig()
     transport: TransportChoice = "auto"  # how KV pages move between workers
-    tenants: str | None = None  # YAML file of tenants and their keys; None: nobody needs a key
+    tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
     cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
     start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
     # Running requests may take this long after SIGTERM, SIGINT or `baton drain`.

@@ -1,4 +1,4 @@
-"""What the kernel is asked for beside bytes: open files for the peer, and whether it is still there."""
+"""Socket options that bound a peer's silence, and open files that travel with a frame."""
 
 import array
 import socket

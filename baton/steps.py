@@ -1,4 +1,4 @@
-"""How long a worker's engine has been in its present step, and how long that step may take.
+"""The age of a worker's current step, and the bound that the age may reach before the worker counts as hung.
 
 The engine's thread calls `begin` at the head of each turn of its loop and `sized` once the batch is known.
 Any other thread may read `present`: it is one immutable value, replaced as a whole.
@@ -24,7 +24,7 @@ _FADE: Final = 0.02  # of the slowest step, with each faster one of its size
 
 
 class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step as a worker tells of it: its age when it was told, its size, and how old it may become."""
+    """The current step as a worker reports it."""
 
     age_s: Seconds
     num_tokens: Count = 0  # computed in it; 0: the batch is not made yet, or there is none
@@ -36,7 +36,7 @@ class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def complaint(self) -> str:
-        """The reason for which a worker is given up that is overdue."""
+        """The reason to remove a worker whose step is overdue."""
         return (
             f"a step of {self.num_tokens} tokens takes {self.age_s:.0f} s, its bound is {self.bound_s:.0f} s"
         )
@@ -48,8 +48,8 @@ class _Present(msgspec.Struct, frozen=True):
     bound_s: float
 
 
-class Steps:
-    """Written by the engine's thread, read by the one that sends signs of life."""
+class StepWatchdog:
+    """Measures steps on the engine's thread; the thread that sends signs of life reads `present`."""
 
     def __init__(self, clock: Clock, timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._clock = clock
@@ -59,26 +59,26 @@ class Steps:
         self._present = _Present(clock.now_s(), 0, self.bound_s(1))
 
     def begin(self) -> None:
-        """A turn of the loop begins; the one before has ended, and what it took is learnt."""
+        """Begin a turn of the engine's loop, and learn from the duration of the last one."""
         now_s, before = self._clock.now_s(), self._present
         if before.num_tokens:
             self._learn(before.num_tokens, now_s - before.began_s)
         self._present = _Present(now_s, 0, self.bound_s(1))
 
     def sized(self, num_tokens: int) -> None:
-        """The turn's batch is made, of so many tokens, and is about to run."""
+        """Set the size of this turn's batch, which is about to run."""
         if num_tokens:
             self._present = _Present(self._present.began_s, num_tokens, self.bound_s(num_tokens))
 
     @property
     def present(self) -> RunningStep:
-        """From any thread."""
+        """The current step. Any thread may ask."""
         present = self._present
         age_s = min(MAX_BOUND_S, max(0.0, self._clock.now_s() - present.began_s))
         return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
 
     def bound_s(self, num_tokens: int) -> float:
-        """How long a step of so many tokens may take."""
+        """Seconds that a step of so many tokens may take."""
         expected_s = self._expected_s(num_tokens)
         if expected_s is None:
             return min(MAX_BOUND_S, max(self._timeout_s, FIRST_STEP_S))

@@ -120,9 +120,8 @@ class TenantPolicy(Value, frozen=True):
     max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due after this
     degradation: Degradation = Degradation()  # what overload may do to this tenant's requests
     models: tuple[str, ...] | None = None  # that its keys may use; None: every model
-    public_prefixes: tuple[
-        str, ...
-    ] = ()  # names among the file's public_prefixes; KV pages of these are shared
+    # Names among the file's public_prefixes; tenants share the KV pages of these.
+    public_prefixes: tuple[str, ...] = ()
 
     def standing(self, rank: int) -> Standing:
         """Of its requests; `rank`: of the class that they are served in."""

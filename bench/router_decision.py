@@ -22,7 +22,7 @@ from baton.bench.machine import machine_description, one_line
 from baton.bench.prefix_index import PROMPT_PAGES, Loaded, load
 from baton.bench.report import Row, at_most, print_table, write_json
 from baton.clock import ManualClock
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.control_wire import AnyMessage
 from baton.request import Request, SamplingParams
 from baton.router.books import Books
@@ -32,6 +32,7 @@ from baton.router.look import Known
 from baton.router.membership import Member
 from baton.router.prompt_keys import Family, PromptKeys
 from baton.router.sides import Side
+from baton.wire_types import Kind
 from baton.worker import WorkerRole
 
 SMALL: Final = 4  # workers of the cluster that is timed besides

@@ -15,7 +15,7 @@ from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, PrefillSim, SimWorker
 from baton.bench.traces import TraceRequest
 from baton.clock import ManualClock
-from baton.control import Ended, Hello, Kind, Reachable, Started, Submit
+from baton.control import Ended, Hello, Reachable, Started, Submit
 from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.page_keys import KEY_BYTES
@@ -24,6 +24,7 @@ from baton.router.costs import Select
 from baton.router.prompt_keys import PromptKeys, family_of
 from baton.router.router import Router
 from baton.router_config import PolicyName, RouterConfig
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 TICK_S: Final = 0.5

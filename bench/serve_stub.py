@@ -24,7 +24,7 @@ from baton.clock import SystemClock
 from baton.cluster.process import die_with_parent
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Dispatch, Hello, Kind, Members, PageEvents, PagesWanted, Prefill, Prefilled
+from baton.control import Cancel, Dispatch, Hello, Members, PageEvents, PagesWanted, Prefill, Prefilled
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.hub import Hub
@@ -32,6 +32,7 @@ from baton.keys import KeyRing
 from baton.node import Dial, Peer
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Load, Worker, WorkerRole
 
 FIRST_TOKEN: Final = 10

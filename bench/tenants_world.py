@@ -17,13 +17,14 @@ from baton.bench.router_machine import Machine
 from baton.bench.router_workers import DecodeSim, SimWorker
 from baton.bench.tenants_workers import FairPrefillSim
 from baton.clock import ManualClock
-from baton.control import Ended, Hello, Kind, Reachable, Rejected, Started, Submit
+from baton.control import Ended, Hello, Reachable, Rejected, Started, Submit
 from baton.control_wire import AnyMessage
 from baton.node import TICK_S, Peer
 from baton.request import Request, SamplingParams
 from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.tenancy import Refusal, Sla, Standing
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 GATEWAY: Final = f"{7:032x}"

@@ -12,9 +12,9 @@ import msgspec
 
 from baton.cluster.process_spec import (
     DRAINED,
-    Alive,
     Failed,
     Loading,
+    LoopAlive,
     ProcessSpec,
     Report,
     Started,
@@ -29,7 +29,9 @@ from baton.worker import Address
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
 LOOPBACK: Final = "127.0.0.1"
 MAX_REPORT_BYTES: Final = 1 << 16
-_LINES: Final[msgspec.json.Decoder[Report | Loading | Alive]] = msgspec.json.Decoder(Report | Loading | Alive)
+_LINES: Final[msgspec.json.Decoder[Report | Loading | LoopAlive]] = msgspec.json.Decoder(
+    Report | Loading | LoopAlive
+)
 
 
 class LocalProcess:
@@ -38,7 +40,7 @@ class LocalProcess:
         self._process = process
         self._loading: Loading | None = None
         self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
-        self._alive_s: float | None = None  # when the latest Alive came, by the loop's clock
+        self._alive_s: float | None = None  # when the latest LoopAlive came, by the loop's clock
         self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read())
 
@@ -86,7 +88,7 @@ class LocalProcess:
             match _LINES.decode(line):
                 case Loading() as loading:
                     self._loading = loading
-                case Alive():
+                case LoopAlive():
                     self._alive_s = asyncio.get_running_loop().time()
                 case report if not self._report.done():
                     self._report.set_result(report)

@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from baton.control import MAX_AGE_S, Hello, Kind, Members
+from baton.control import MAX_AGE_S, Hello, Members
 from baton.control_wire import AnyMessage
 from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
@@ -33,6 +33,7 @@ from baton.operating import (
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.wire_types import Kind
 from baton.worker import Address, WorkerRole, WorkerStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0

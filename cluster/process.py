@@ -2,7 +2,7 @@
 
 1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
 2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed.
-   A router or a gateway that serves writes Alive every second, as long as its event loop runs.
+   A router or a gateway that serves writes LoopAlive every second, as long as its event loop runs.
 3. SIGTERM lets it drain, and end with status 0; a second one ends it at once. Only what `baton drain` has
    drained ends with DRAINED: whatever a machine's SIGTERM means, it is not "stay away".
 4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
@@ -30,10 +30,10 @@ from baton.cluster.process_spec import (
     ALIVE_EVERY_S,
     DRAINED,
     USER_ERROR,
-    Alive,
     Assignment,
     Failed,
     Loading,
+    LoopAlive,
     Progress,
     Report,
     Started,
@@ -154,7 +154,7 @@ def main() -> int:
             ready=lambda address: _report(reports, Started(address)),
             stop=stop,
             progress=progress,
-            alive=lambda: _report(reports, Alive()),
+            alive=lambda: _report(reports, LoopAlive()),
         )
     except BatonError as error:
         _report(reports, Failed(str(error), is_users_error=isinstance(error, ValueError)))
@@ -187,7 +187,7 @@ def _take_stdout() -> BinaryIO:
     return reports
 
 
-def _report(reports: BinaryIO, report: Report | Loading | Alive) -> None:
+def _report(reports: BinaryIO, report: Report | Loading | LoopAlive) -> None:
     reports.write(msgspec.json.encode(report) + b"\n")
     reports.flush()
 

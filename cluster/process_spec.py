@@ -47,7 +47,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total_bytes: int
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class LoopAlive(msgspec.Struct, frozen=True, tag=True):
     """The event loop of a router or a gateway runs; once every ALIVE_EVERY_S, from its start on."""
 
 

@@ -28,7 +28,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import Progress
 from baton.colleagues import Colleagues
 from baton.config import node_name
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
@@ -44,7 +44,8 @@ from baton.kvtransfer.rank_agents import RankAgents
 from baton.node_thread import NodeThread
 from baton.prefill_worker.last_chunks import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
-from baton.steps import Steps
+from baton.steps import StepWatchdog
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig
 
@@ -78,7 +79,7 @@ class HostedWorker:
             agents = RankAgents(config.engine.tensor_parallel_size)
             ends.callback(agents.close)
             self.engine = ends.enter_context(contextlib.closing(_load(config, shared, agents, progress)))
-            self._steps = Steps(SystemClock(), config.step_timeout_s)
+            self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
             admission = _Admission()
             self.endpoint = self._open_endpoint(ring.derived(PAGES), shared, agents, admission)

@@ -25,7 +25,7 @@ import msgspec
 
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Dispatch, Failure, Kind, Prefilled, PrefillFailed, with_arrival
+from baton.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
 from baton.control_wire import AnyMessage
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
@@ -44,6 +44,7 @@ from baton.link_life import LINK_TIMEOUT_S
 from baton.node import Peer
 from baton.pressure import Rung
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import REMOTE_PREFILLS, Load
 from baton.worker_node import WorkerNode
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.companion import Companion
-from baton.engine.step_marks import Steps
+from baton.engine.step_marks import StepMarks
 from baton.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ class RankCompanion(Protocol):
 
     def zeros_on_cpu(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
 
-    def start(self, rank: int, pool: Tensor, steps: Steps) -> None:
+    def start(self, rank: int, pool: Tensor, steps: StepMarks) -> None:
         """pool: [num_pages, num_layers, 2, heads_per_rank, page_size, head_dim] of this rank.
 
         steps: how far this rank has written it.

@@ -27,7 +27,7 @@ from baton.engine.fair_lru import FairLru, Group
 from baton.engine.leases import LeaseTable, Owner
 from baton.engine.page_accounts import PageAccounts
 from baton.engine.page_state import PageState as PageState
-from baton.engine.step_marks import NOTHING, Steps
+from baton.engine.step_marks import NOTHING, StepMarks
 from baton.errors import IntegrityError
 
 _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
@@ -36,7 +36,7 @@ _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageSt
 class PagePool:
     """Which of `num_pages` pages is whose. Holds no tensor; one thread uses it."""
 
-    def __init__(self, num_pages: int, page_size: int, steps: Steps | None = None) -> None:
+    def __init__(self, num_pages: int, page_size: int, steps: StepMarks | None = None) -> None:
         """steps: that write the pages; None: all that is to be written is, whenever somebody lets go."""
         self._steps = steps
         self._let_go = [NOTHING] * num_pages  # the latest mark when a sequence let go of the page

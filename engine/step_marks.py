@@ -26,7 +26,7 @@ def mark_of(step: int, num_layers: int | None = None) -> int:
     return (step << _LAYER_BITS) + (_WHOLE_STEP if num_layers is None else num_layers)
 
 
-class Steps(Protocol):
+class StepMarks(Protocol):
     """What others ask of a rank's steps."""
 
     @property

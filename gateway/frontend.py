@@ -15,7 +15,7 @@ import msgspec
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import AttemptFailed, Cancel, Failure, Hello, Kind, Members, Rejected, Routed, Tokens
+from baton.control import AttemptFailed, Cancel, Failure, Hello, Members, Rejected, Routed, Tokens
 from baton.control_wire import AnyMessage, fits_request
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
@@ -28,6 +28,7 @@ from baton.node import Dial, Peer
 from baton.operating import Decisions, GatewayStatus, Status
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 LATE_TICK_S: Final = 1.0  # this process stood still

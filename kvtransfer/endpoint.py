@@ -46,7 +46,7 @@ from baton.kvtransfer.rank_plane import RankPlane
 from baton.kvtransfer.ranks import Ranks
 from baton.kvtransfer.remote_rank import RemoteRank
 from baton.kvtransfer.reservation import ID_BYTES
-from baton.kvtransfer.step_gate import Steps
+from baton.kvtransfer.step_gate import StepMarks
 from baton.wire import DroppedPeers
 
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
@@ -65,7 +65,7 @@ class KvEndpoint(PageEndpoint):
         shared: SharedPool | None = None,
         agents: RankAgents | None = None,
         clock: Clock | None = None,
-        steps: Steps | None = None,
+        steps: StepMarks | None = None,
     ) -> None:
         """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
 

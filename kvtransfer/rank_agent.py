@@ -39,7 +39,7 @@ from baton.kvtransfer.rank_messages import (
 )
 from baton.kvtransfer.rank_plane import RankPlane
 from baton.kvtransfer.reservation import ID_BYTES
-from baton.kvtransfer.step_gate import Steps
+from baton.kvtransfer.step_gate import StepMarks
 from baton.wire import Connection, DroppedPeers, Role
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RankAgent:
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._dropped = DroppedPeers()
         self._pool: Tensor
-        self._steps: Steps | None = None
+        self._steps: StepMarks | None = None
         self._stream: MessageStream[ToFollower] | None = None
         self._thread: threading.Thread | None = None
         self._plane: RankPlane | None = None
@@ -67,7 +67,7 @@ class RankAgent:
         self._shared = SharedPool()
         return self._shared.zeros(shape, dtype)
 
-    def start(self, rank: int, pool: Tensor, steps: Steps | None = None) -> None:
+    def start(self, rank: int, pool: Tensor, steps: StepMarks | None = None) -> None:
         """steps: of the rank, which write the pool. WorkerLost and the like when rank 0 can't be reached."""
         self._pool = pool
         self._steps = steps

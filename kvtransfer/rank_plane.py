@@ -42,7 +42,7 @@ from baton.kvtransfer.rank_messages import (
     WriterDied,
 )
 from baton.kvtransfer.rank_transports import RankTransports
-from baton.kvtransfer.step_gate import NoSteps, StepGate, Steps
+from baton.kvtransfer.step_gate import NoSteps, StepGate, StepMarks
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.wire import DroppedPeers
 
@@ -93,7 +93,7 @@ class RankPlane:
         *,
         clock: Clock,
         dropped: DroppedPeers,
-        steps: Steps | None = None,
+        steps: StepMarks | None = None,
     ) -> None:
         """shared: what `pool` was made by, if any. incarnation: of this process. emit: our thread's call.
 

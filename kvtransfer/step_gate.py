@@ -18,7 +18,7 @@ SHORTEST_SLEEP_S: Final = 2e-5  # between two looks; twice as long each time, up
 LONGEST_SLEEP_S: Final = 1e-3
 
 
-class Steps(Protocol):
+class StepMarks(Protocol):
     """How far the steps of this rank have come."""
 
     def has_passed(self, mark: int) -> bool:
@@ -37,7 +37,7 @@ class StepGate:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepMarks,
         carry_out: Callable[[PartCommand], None],
         post: Post,
         *,

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.beats import Beats, load_of
 from baton.colleagues import Colleagues
-from baton.control import Cancel, Failure, Kind, Prefill, Prefilled, with_arrival
+from baton.control import Cancel, Failure, Prefill, Prefilled, with_arrival
 from baton.control_wire import TOO_LARGE, AnyMessage, fits
 from baton.engine.relief import relief_on
 from baton.engine.replica import Replica
@@ -34,6 +34,7 @@ from baton.prefill_worker.reports import Reports
 from baton.pressure import Rung
 from baton.request import FinishReason, StepOutput
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Load
 from baton.worker_node import WorkerNode
 

@@ -4,7 +4,7 @@ Times are linear in a few known quantities, with coefficients of at least nothin
 its own, which begins as what is known of all workers, and that as a plain guess (the PRIORs). Coefficients
 are in seconds: a byte's, a token's.
 
-Steps are fitted over all workers that are alike, and each worker has a pace (`Steps`). The steps of one
+Steps are fitted over all workers that are alike, and each worker has a pace (`StepFit`). The steps of one
 worker alone are too uniform to tell what a sequence takes: fits of equal workers differed tenfold by chance,
 and the worker whose sequences seemed to be free was given every request until it had measured better.
 """
@@ -135,7 +135,7 @@ class Transfer(msgspec.Struct, frozen=True):
     handoff: Fit
 
 
-class Steps:
+class StepFit:
     """How long one worker's steps take: those of workers like it, times its pace."""
 
     __slots__ = ("_alike", "num_measured", "pace")
@@ -181,7 +181,7 @@ class Speeds:
 
     __slots__ = ("mean_compute_s", "prefill", "step")
 
-    def __init__(self, prefill: Fit, step: Steps) -> None:
+    def __init__(self, prefill: Fit, step: StepFit) -> None:
         self.prefill = prefill
         self.step = step
         self.mean_compute_s = 0.0  # of a prompt
@@ -208,7 +208,7 @@ class CostModel:
     def __init__(self) -> None:
         self.bytes_a_token = float(BYTES_A_TOKEN_PRIOR)
         self._has_size = False  # been told one
-        self._all = Speeds(Fit(PREFILL_PRIOR), Steps(Fit(STEP_PRIOR)))
+        self._all = Speeds(Fit(PREFILL_PRIOR), StepFit(Fit(STEP_PRIOR)))
         self._steps: dict[str, Fit] = {}  # by what workers that are alike have in common
         self._alike: dict[str, str] = {}  # worker -> the same; "" for who has not joined
         self._between_all = Transfer(Fit(PULL_PRIOR), Fit(HANDOFF_PRIOR))
@@ -296,7 +296,7 @@ class CostModel:
     def _heir(self, alike: str) -> Speeds:
         if alike not in self._steps:
             self._steps[alike] = self._all.step.heir()
-        speeds = Speeds(self._all.prefill.heir(), Steps(self._steps[alike]))
+        speeds = Speeds(self._all.prefill.heir(), StepFit(self._steps[alike]))
         speeds.mean_compute_s = self._all.mean_compute_s
         return speeds
 

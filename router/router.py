@@ -15,7 +15,6 @@ from baton.control import (
     Beat,
     Ended,
     Hello,
-    Kind,
     Measured,
     Members,
     PageEvents,
@@ -54,6 +53,7 @@ from baton.router.reception import Reception
 from baton.router.redis_messages import AnyShared
 from baton.router.standing import Standing, worker_statuses
 from baton.router_config import RouterSettings
+from baton.wire_types import Kind
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
 

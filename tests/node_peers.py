@@ -2,10 +2,11 @@
 
 from typing import Any, TypeVar
 
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.control_wire import AnyMessage, encode
 from baton.node import Node
 from baton.request import Request, SamplingParams
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 MessageT = TypeVar("MessageT")

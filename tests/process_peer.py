@@ -13,11 +13,11 @@ import threading
 
 import msgspec
 
-from baton.cluster.process_spec import DRAINED, Alive, Assignment, Failed, Loading, Report, Started
+from baton.cluster.process_spec import DRAINED, Assignment, Failed, Loading, LoopAlive, Report, Started
 from baton.worker import Address
 
 
-def say(what: Report | Loading | Alive) -> None:
+def say(what: Report | Loading | LoopAlive) -> None:
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 
@@ -53,7 +53,7 @@ def main() -> None:
         case "lives":
             say(Started(Address("127.0.0.1", 1)))
             while not stop.wait(0.05):
-                say(Alive())
+                say(LoopAlive())
             sys.exit(0)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

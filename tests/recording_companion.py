@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine.step_marks import Steps
+from baton.engine.step_marks import StepMarks
 from baton.errors import ModelError
 
 
@@ -25,7 +25,7 @@ class RecordingCompanion:
         self._memory = mmap.mmap(-1, num_bytes)
         return torch.frombuffer(self._memory, dtype=dtype).view(tuple(shape))
 
-    def start(self, rank: int, pool: Tensor, steps: Steps) -> None:
+    def start(self, rank: int, pool: Tensor, steps: StepMarks) -> None:
         self._pool = pool
         self._steps = steps
         self._note(f"start {rank} {list(pool.shape)}")

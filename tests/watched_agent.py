@@ -11,13 +11,13 @@ from torch import Tensor
 
 from baton.companion import Companion
 from baton.kvtransfer.rank_agent import RankAgent
-from baton.kvtransfer.step_gate import Steps
+from baton.kvtransfer.step_gate import StepMarks
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 
 
 class WatchedAgent(RankAgent):
-    def start(self, rank: int, pool: Tensor, steps: Steps | None = None) -> None:
+    def start(self, rank: int, pool: Tensor, steps: StepMarks | None = None) -> None:
         super().start(rank, pool, steps)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(self._arguments.address, rank))

@@ -12,7 +12,7 @@ from typing import Any, Final
 from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.colleagues import Colleagues
-from baton.control import AttemptFailed, Cancel, Dispatch, Hello, Kind, Members, Reachable, Tokens
+from baton.control import AttemptFailed, Cancel, Dispatch, Hello, Members, Reachable, Tokens
 from baton.control_wire import AnyMessage
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.loading import load_engine
@@ -28,6 +28,7 @@ from baton.kvtransfer.page_memory import SharedPool
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer

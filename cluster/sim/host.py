@@ -9,11 +9,12 @@ from typing import Protocol
 from baton.cluster.sim.events import Call
 from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.control_wire import AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.node import TICK_S, Node
 from baton.wire import HANDSHAKE_TIMEOUT_S
+from baton.wire_types import Kind
 from baton.worker import Address
 
 

@@ -18,7 +18,7 @@ from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
 from baton.cluster.sim.shared import SharedStream
 from baton.colleagues import Colleagues
-from baton.control import Alive, Hello, Kind
+from baton.control import Alive, Hello
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.frontend import Frontend
 from baton.gateway.replay import Limits
@@ -29,8 +29,9 @@ from baton.prefill_worker.worker import PrefillWorker
 from baton.router.decision_log import LogFile
 from baton.router.router import Router
 from baton.router_config import RouterSettings
-from baton.steps import Steps
+from baton.steps import StepWatchdog
 from baton.wire import HANDSHAKE_TIMEOUT_S
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 from baton.worker_config import DRAIN_NOTICE_S
 
@@ -122,7 +123,7 @@ class WorkerLife:
         address, kv_address = site.new_address(), site.new_address()
         site.endpoints[kv_address] = self.endpoint
         self.worker = self._make_worker(self._hello(address, kv_address))
-        self._steps = Steps(process.clock)
+        self._steps = StepWatchdog(process.clock)
         process.turn = self._turn
         self._host.serve(self.worker, address)
         self._live()

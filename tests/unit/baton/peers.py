@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, ControlKeys, Role
-from baton.control import Hello, Kind, Tokens
+from baton.control import Hello, Tokens
 from baton.control_wire import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.errors import WireError
 from baton.frames import encode_frame
@@ -15,6 +15,7 @@ from baton.link_life import LINK_TIMEOUT_S, is_ping
 from baton.node import Peer
 from baton.seal import Seals
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address
 
 KEY = b"k" * 16

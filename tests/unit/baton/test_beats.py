@@ -5,9 +5,9 @@ from pathlib import Path
 from baton.beats import BEAT_S, Beats, load_of
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Beat, Hello, Kind
+from baton.control import Beat, Hello
 from baton.request import Request, SamplingParams
-from baton.wire_types import MAX_EVENTS
+from baton.wire_types import MAX_EVENTS, Kind
 from baton.worker import Address, Load
 from tests.fakes import Post, PostedPeer
 from tests.tiny_models import tiny_engine

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
-from baton.control import Cancel, Hello, Kind, Members, Reachable, Tokens
+from baton.control import Cancel, Hello, Members, Reachable, Tokens
 from baton.request import TokenLogprobs
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 from tests.fakes import Post, PostedPeer
 

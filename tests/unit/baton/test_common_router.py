@@ -3,8 +3,8 @@
 import msgspec
 
 from baton.colleagues import Colleagues, new_router_id
-from baton.control import Hello, Kind, Members
-from baton.wire_types import Id
+from baton.control import Hello, Members
+from baton.wire_types import Id, Kind
 from baton.worker import Address
 from tests.fakes import Post, PostedPeer
 

@@ -68,7 +68,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
     load = Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
     attempts = ((ID, 0), (OTHER_ID, 2**16))
     return [
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker()),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker()),
         c.Members(workers=(worker(), worker(id=ID)), is_complete=False),
         c.Reachable(workers=(ID, OTHER_ID)),
         c.Submit(request=request, beside=OTHER_ID, avoid=(ID,)),
@@ -187,9 +187,9 @@ def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
         c.Prefill(request=Request(request_id=ID, token_ids=(1,)), gateway=ID, transfer=b"short"),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=float("nan")),
         c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=-1.0),
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=Address("", 1))),
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(address=Address("h", 0))),
-        c.Hello(process=c.Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(address=Address("", 1))),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(address=Address("h", 0))),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
     ],
 )
 def test_what_a_sender_does_not_check_its_receiver_does(message: AnyMessage) -> None:

@@ -4,10 +4,11 @@ from typing import NamedTuple
 
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Hello, Kind, Measured
+from baton.control import Hello, Measured
 from baton.measurements import MAX_KEPT, STEP_S, TELL_S, Measurements
 from baton.page_news import PageNews
 from baton.times import PrefillTimes, StepTimes
+from baton.wire_types import Kind
 from baton.worker import Address
 from tests.fakes import Post, PostedPeer
 

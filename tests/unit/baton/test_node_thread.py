@@ -7,10 +7,11 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from baton.control import Cancel, Hello, Kind
+from baton.control import Cancel, Hello
 from baton.errors import WireError
 from baton.node import Peer
 from baton.node_thread import NodeThread
+from baton.wire_types import Kind
 from baton.worker import Address
 from tests.unit.baton.peers import KEY, Recorder, tokens
 

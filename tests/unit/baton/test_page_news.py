@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Hello, Kind, PageEvents
+from baton.control import Hello, PageEvents
 from baton.page_news import NEWS_S, PAGES_PER_MESSAGE, PageNews
+from baton.wire_types import Kind
 from baton.worker import Address, Tier
 from tests.fakes import Post, PostedPeer
 

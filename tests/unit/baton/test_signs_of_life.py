@@ -7,11 +7,12 @@ import pytest
 
 from baton.beats import BEAT_S, SignsOfLife
 from baton.clock import ManualClock, SystemClock
-from baton.control import Alive, Hello, Kind
+from baton.control import Alive, Hello
 from baton.control_wire import AnyMessage
 from baton.node import Peer
 from baton.node_thread import NodeThread
-from baton.steps import Steps
+from baton.steps import StepWatchdog
+from baton.wire_types import Kind
 from tests.unit.baton.peers import KEY, Recorder
 
 
@@ -35,7 +36,7 @@ def test_routers_are_told_every_second_and_at_once_of_an_overdue_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     clock, router = ManualClock(100.0), Listener()
-    steps = Steps(clock, 30.0)
+    steps = StepWatchdog(clock, 30.0)
     steps.sized(1)
     steps.begin()
     steps.sized(2048)
@@ -77,7 +78,7 @@ def test_worker_whose_own_thread_is_held_gives_signs_of_life_with_the_age_of_its
     try:
         address = routers.listen("127.0.0.1")
         routers.serve(node)
-        steps = Steps(SystemClock())
+        steps = StepWatchdog(SystemClock())
         steps.begin()
         steps.sized(2048)
         held.serve(worker, steps)

@@ -3,15 +3,15 @@
 import pytest
 
 from baton.clock import ManualClock
-from baton.steps import FACTOR, FIRST_STEP_S, Steps
+from baton.steps import FACTOR, FIRST_STEP_S, StepWatchdog
 
 
-def make_steps(timeout_s: float = 30.0) -> tuple[Steps, ManualClock]:
+def make_steps(timeout_s: float = 30.0) -> tuple[StepWatchdog, ManualClock]:
     clock = ManualClock(100.0)
-    return Steps(clock, timeout_s), clock
+    return StepWatchdog(clock, timeout_s), clock
 
 
-def run_step(steps: Steps, clock: ManualClock, num_tokens: int, seconds: float) -> None:
+def run_step(steps: StepWatchdog, clock: ManualClock, num_tokens: int, seconds: float) -> None:
     steps.begin()
     steps.sized(num_tokens)
     clock.advance(seconds)

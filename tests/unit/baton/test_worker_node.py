@@ -7,13 +7,14 @@ import pytest
 from baton.beats import Beats
 from baton.clock import ManualClock
 from baton.colleagues import Colleagues
-from baton.control import Beat, Cancel, Hello, Kind, Members, PagesWanted, Pressure, Reachable
+from baton.control import Beat, Cancel, Hello, Members, PagesWanted, Pressure, Reachable
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
 from baton.node import Peer
 from baton.operating import Drain
 from baton.pressure import Rung
 from baton.reports import WorkerReports
+from baton.wire_types import Kind
 from baton.worker import Address, Load, Worker, WorkerRole
 from baton.worker_node import WorkerNode
 from tests.fakes import Post, PostedPeer

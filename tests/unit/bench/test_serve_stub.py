@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from baton.bench.serve_stub import StubConfig, StubWorker, hello_of
-from baton.control import Beat, Cancel, Dispatch, Hello, Kind, Members, Prefill, Prefilled, Reachable, Tokens
+from baton.control import Beat, Cancel, Dispatch, Hello, Members, Prefill, Prefilled, Reachable, Tokens
 from baton.errors import WireError
 from baton.operating import StatusQuery
 from baton.request import FinishReason, Request, SamplingParams
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, WorkerRole
 from tests.fakes import Post, PostedPeer
 

@@ -1,6 +1,7 @@
 from baton.colleagues import Colleagues
-from baton.control import Hello, Kind
+from baton.control import Hello
 from baton.decode_worker.lost_gateways import LostGateways
+from baton.wire_types import Kind
 from baton.worker import Address
 from tests.fakes import Post, PostedPeer
 

@@ -9,7 +9,6 @@ from baton.control import (
     Dispatch,
     Failure,
     Hello,
-    Kind,
     Prefill,
     Prefilled,
     PrefillFailed,
@@ -22,6 +21,7 @@ from baton.link_life import LINK_TIMEOUT_S
 from baton.operating import Drain, StatusQuery
 from baton.request import Request
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import (

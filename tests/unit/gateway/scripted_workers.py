@@ -12,7 +12,6 @@ from baton.control import (
     Dispatch,
     Failure,
     Hello,
-    Kind,
     Members,
     PageEvents,
     PagesWanted,
@@ -24,6 +23,7 @@ from baton.node import Dial, Peer
 from baton.operating import Drain
 from baton.request import FinishReason, Request
 from baton.token_event import TokenEvent
+from baton.wire_types import Kind
 from baton.worker import Address, Load, Worker, WorkerRole
 
 

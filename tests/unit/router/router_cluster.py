@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.control import Beat, Kind, Reachable, Rejected, Routed, Submit
+from baton.control import Beat, Reachable, Rejected, Routed, Submit
 from baton.node import TICK_S
 from baton.request import Request
 from baton.router.router import Router
 from baton.router_config import RouterConfig
+from baton.wire_types import Kind
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 

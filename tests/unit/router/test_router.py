@@ -9,7 +9,6 @@ from baton.control import (
     Ended,
     Failure,
     Hello,
-    Kind,
     Members,
     Rejected,
     Routed,
@@ -35,6 +34,7 @@ from baton.request import Request
 from baton.router.router import SETTLE_S
 from baton.steps import RunningStep
 from baton.tenancy import Quotas, Standing
+from baton.wire_types import Kind
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster

@@ -6,11 +6,12 @@ from baton.cluster.sim.events import Events
 from baton.cluster.sim.host import Directory, Host
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
-from baton.control import Hello, Kind, Started
+from baton.control import Hello, Started
 from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError, WireError
 from baton.node import TICK_S, Peer
 from baton.operating import StatusQuery
+from baton.wire_types import Kind
 from baton.worker import Address
 from tests.node_peers import id_of
 
