@@ -31,7 +31,7 @@ from baton.steps import RunningStep
 from baton.tenancy import Refusal
 from baton.times import PrefillTimes, StepTimes
 from baton.token_event import TokenEvent
-from baton.wire_types import MAX_EVENTS, MAX_WORKERS
+from baton.wire_types import MAX_EVENTS, MAX_WORKERS, Kind
 from baton.worker import Address, Load, Tier, Worker, WorkerRole, WorkerStatus
 
 ID, OTHER_ID = "a" * 32, "b" * 32
