@@ -148,7 +148,7 @@ def shared_memory(config: ServeConfig) -> Iterator[Finding]:
     free = shutil.disk_usage(path).free if path.exists() else 0
     if free < MIN_SHM_BYTES:
         yield _warning(
-            f"/dev/shm has {free >> 20} MiB free: KV pages in shared memory may not fit",
+            f"/dev/shm has {free >> 20} MiB free: Ray's object store and NCCL's buffers may not fit",
             "docker run --shm-size=2g, or mount -o remount,size=2g /dev/shm",
         )
     else:

@@ -89,6 +89,12 @@ def expected(llm: LLM, request: Request) -> list[int]:
     return list(llm.generate([list(request.token_ids)], request.sampling)[0].outputs[0].token_ids)
 
 
+def replays(cluster: ProcessCluster) -> int:
+    """Times that the gateway has asked another worker."""
+    counters = cluster.frontend.counters
+    return sum(number for name, number in counters.items() if name.startswith("replays"))
+
+
 def finish(answers: Sequence[Answer], timeout_s: float = 60.0) -> None:
     wait_for(lambda: all(answer.has_ended for answer in answers), timeout_s)
 
@@ -108,6 +114,26 @@ def test_a_killed_prefill_worker_loses_nothing(cluster: ProcessCluster, llm: LLM
     finish(answers)
     assert [answer.token_ids for answer in answers] == golden
     cluster.wait_until_whole(PAGES_BACK_AFTER_KILL_S + 20)
+
+
+def test_prefill_workers_killed_after_their_last_page_interrupt_nothing(
+    cluster: ProcessCluster, llm: LLM
+) -> None:
+    cluster.wait_until_whole()
+    asked = [request(150 + i, num_prompt_tokens=200, max_tokens=400) for i in range(4)]
+    golden = [expected(llm, each) for each in asked]
+    num_replays = replays(cluster)
+    answers = [Watched() for _ in asked]
+    for each, answer in zip(asked, answers, strict=True):
+        cluster.begin(each, answer)
+    # The first token is a prefill worker's, the second is computed from all its pages.
+    wait_for(lambda: all(len(answer.events) >= 2 for answer in answers))
+    for name in ("prefill-0", "prefill-1"):
+        cluster.kill(name)
+    finish(answers)
+    assert [answer.token_ids for answer in answers] == golden
+    assert replays(cluster) == num_replays
+    cluster.wait_until_whole()
 
 
 @pytest.mark.parametrize("num_tokens", [slow(1), 2, slow(20), slow(39)])
