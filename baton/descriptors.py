@@ -1,7 +1,7 @@
-"""Limits of open descriptors for a process that serves clients.
+"""Limits of open descriptors for the processes of a cluster.
 
-A server without a free descriptor resets every new connection, also those of operators. The process raises
-its soft limit to the hard limit at its start, and accepts no more connections than the limit allows.
+A process without a free descriptor takes no new connection, also of operators. Every process raises its soft
+limit to the hard limit at its start; a gateway accepts no more connections than the limit allows.
 """
 
 import os

@@ -38,6 +38,7 @@ from baton.cluster.process_spec import (
     Report,
     Started,
 )
+from baton.descriptors import raise_descriptor_limit
 from baton.errors import BatonError
 from baton.keys import KeyRing
 from baton.wire_types import Kind
@@ -65,6 +66,7 @@ def run(
     `progress` hears of a worker's weights; `alive` is called every ALIVE_EVERY_S on the event loop of a
     router or a gateway, once it serves. Raises BatonError.
     """
+    raise_descriptor_limit()
     match given.kind:
         case "router":
             _run_router(given, _then(ready, alive), stop)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
@@ -18,6 +20,7 @@ THINKING = (
     "{% if enable_thinking is defined and not enable_thinking %}quietly {% endif %}{{ reasoning_effort }}"
 )
 MESSAGES = [{"role": "user", "content": "sort(3 1 2)="}]
+BEGIN = 0  # the token that this tokenizer writes before a text
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -26,6 +29,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     directory = Path(tool_model(tmp_path_factory.mktemp("model")))
     (directory / "chat_template.jinja").write_text(TEMPLATE + THINKING)
     (directory / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 50}')
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    begin = tokenizer.id_to_token(BEGIN)
+    tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, BEGIN)])
+    tokenizer.save(str(directory / "tokenizer.json"))
     with ServedGateway(lambda: ScriptedService(answer_at_once([300])), model=str(directory)) as gateway:
         yield gateway
 
@@ -57,6 +64,25 @@ def test_variables_of_the_template_change_the_prompt(served: Served) -> None:
     quiet = prompt_of(served, CHAT, messages=MESSAGES, chat_template_kwargs={"enable_thinking": False})
     high = prompt_of(served, CHAT, messages=MESSAGES, reasoning_effort="high")
     assert len({plain, quiet, high}) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "default"),
+    [(COMPLETIONS, {"prompt": "sort(3 1 2)="}, True), (CHAT, {"messages": MESSAGES}, False)],
+)
+def test_special_tokens_are_added_or_left_out_as_asked(
+    served: Served, path: str, prompt: dict[str, Any], default: bool
+) -> None:
+    bare = prompt_of(served, path, **prompt, add_special_tokens=False)
+    begun = prompt_of(served, path, **prompt, add_special_tokens=True)
+    assert begun == (BEGIN, *bare) and bare[0] != BEGIN
+    assert prompt_of(served, path, **prompt) == (begun if default else bare)
+    status, answer = post(served, "/tokenize", **prompt, add_special_tokens=True)
+    assert (status, tuple(answer["tokens"])) == (200, begun)
+
+
+def test_special_tokens_of_token_ids_are_nobodys_to_add(served: Served) -> None:
+    assert "add_special_tokens" in refused(served, COMPLETIONS, prompt=[5, 6], add_special_tokens=True)
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"])

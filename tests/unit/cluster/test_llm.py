@@ -1,8 +1,10 @@
 """The offline API over the real engine and the tiny model."""
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from baton.cluster.completion import Completion, TextDelta
 from baton.cluster.llm import LLM
 from baton.cluster.prompts import Prompt
 from baton.engine.layer_watch import LayerWatch
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
 from baton.request import FinishReason, SamplingParams, StepOutput
 from tests.unit.cluster.model_directories import with_config_alone, without_weights
 
@@ -342,6 +344,25 @@ def test_a_prompt_seen_before_is_cached(llm: LLM) -> None:
     (again,) = llm.generate(prompt, GREEDY)
     page_size = llm.engine.runner.layout.page_size
     assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // page_size * page_size > 0
+
+
+def test_sampling_that_is_not_given_is_the_models_own(tmp_path: Path) -> None:
+    directory = without_weights(tmp_path)
+    defaults = {"temperature": 0.0, "max_new_tokens": 5, "eos_token_id": []}
+    (directory / "generation_config.json").write_text(json.dumps(defaults))
+    settings: dict[str, Any] = {"load_format": "dummy", "cache": MEMORY, "max_model_len": 64}
+    with LLM(directory, **settings) as llm:
+        greedy = llm.generate([[5, 6]], SamplingParams(temperature=0.0, max_tokens=5))
+        assert [list(each.outputs[0].token_ids) for each in llm.generate([[5, 6]] * 2)] == [
+            list(greedy[0].outputs[0].token_ids)
+        ] * 2
+        (longer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=9))
+        assert len(longer.outputs[0].token_ids) == 9
+    with LLM(directory, generation_config="vllm", **settings) as llm:
+        (plain,) = llm.generate([[5, 6]])
+        assert len(plain.outputs[0].token_ids) == SamplingParams().max_tokens
+    with pytest.raises(ConfigError, match="generation_config: expected 'auto' or 'vllm', got 'none'"):
+        LLM(directory, generation_config="none", **settings)
 
 
 def test_progress_is_shown_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

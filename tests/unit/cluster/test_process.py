@@ -1,6 +1,7 @@
 """A router, the lightest of them, as its runtime starts it."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from baton.cluster.process import run
 from baton.cluster.process_spec import Assignment, Failed, ProcessSpec, Report, Started, assignment
+from baton.descriptors import WANTED
 from baton.gateway_config import GatewayConfig
 from baton.router_config import RouterConfig
 from baton.worker import Address
@@ -47,6 +49,14 @@ def test_it_says_where_it_serves_and_ends_with_0_when_told_to_drain(
     assert isinstance(report, Started) and report.address.host == "127.0.0.1"
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+def test_it_may_open_as_many_descriptors_as_the_machine_lets_it(process: "subprocess.Popen[bytes]") -> None:
+    _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    assert hard > 100
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (100, hard))
+    assert isinstance(give(process, router()), Started)
+    assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == min(hard, WANTED)
 
 
 def test_it_dies_when_its_parent_does(process: "subprocess.Popen[bytes]") -> None:

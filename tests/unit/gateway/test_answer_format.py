@@ -1,10 +1,13 @@
 import json
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.gateway.answer import Answer, Choice, Delta
 from baton.gateway.answer_format import AnswerFormat, answer_format
 from baton.gateway.call import Prompt
-from baton.gateway.logprobs_format import LogprobsFormat
+from baton.gateway.logprobs_format import LogprobsFormat, PackedLogprobs
 from baton.request import FinishReason, TokenLogprobs
 from baton.token_event import TokenEvent
 from tests.scripted_service import ScriptedService
@@ -218,3 +221,29 @@ def test_streamed_echoes_of_a_prompt_are_alike() -> None:
     assert firsts[0]["logprobs"] == firsts[1]["logprobs"] and firsts[1]["index"] == 1
     num_chars = len(LONG.text or "")
     assert [text["logprobs"]["text_offset"] for text in texts] == [[num_chars]] * 2
+
+
+TOKENS = st.integers(0, 2**31 - 1)
+VALUES = st.floats(max_value=0.0, allow_nan=False)
+ENTRIES = st.lists(
+    st.builds(
+        TokenLogprobs,
+        token_id=TOKENS,
+        logprob=VALUES,
+        rank=st.integers(1, 2**31 - 1),
+        top=st.lists(st.tuples(TOKENS, VALUES), max_size=20).map(tuple),
+    )
+)
+
+
+@given(batches=st.lists(ENTRIES, max_size=4), first=st.integers(-9, 9), end=st.integers(-9, 9))
+def test_packed_logprobs_are_what_was_packed(
+    batches: list[list[TokenLogprobs]], first: int, end: int
+) -> None:
+    packed, plain = PackedLogprobs(), [entry for batch in batches for entry in batch]
+    for batch in batches:
+        packed.extend(batch)
+    assert list(packed) == plain
+    assert packed[first:end] == plain[first:end]
+    if plain:
+        assert packed[-1] == plain[-1]

@@ -1,3 +1,4 @@
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from baton.gateway.api_errors import ApiError
 from baton.gateway.call import Call
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_counts import MAX_TENANTS, OTHERS, Tallies, TenantCounts
-from baton.gateway.tenants_door import Door, Visit
+from baton.gateway.tenants_door import Budget, Door, Visit
 from baton.tenancy import Quotas, Refusal, Sla, Standing
 from tests.unit.gateway.calls import PROMPT, call
 
@@ -193,3 +194,83 @@ def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
         for name, counts in tallies.counts().items():
             num_open = sum(number for owner, number, _ in visits if owner == name)
             assert door.num_open(name) == counts.num_open == num_open
+
+
+NUM_BYTES = 1000
+
+
+@pytest.fixture
+def budget(tallies: Tallies) -> Budget:
+    return Budget(tallies, NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+
+
+def test_a_charge_is_given_back_however_its_call_ends(budget: Budget) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyError), budget.charge("", Quotas()) as charge:
+            charge.add(NUM_BYTES)
+            with pytest.raises(Overloaded, match="0 are free, 1 are needed"):
+                charge.add(1)
+            assert charge.num_bytes == NUM_BYTES
+            raise KeyError
+
+
+def test_a_charge_that_shrinks_leaves_room_to_others(budget: Budget) -> None:
+    with budget.charge("", Quotas()) as one, budget.charge("", Quotas()) as other:
+        one.set(900)
+        with pytest.raises(Overloaded):
+            other.set(200)
+        one.set(800)
+        other.set(200)
+        assert (one.num_bytes, other.num_bytes) == (800, 200)
+
+
+def test_bytes_of_a_tenant_are_bounded_by_its_quota_over_all_its_calls(
+    budget: Budget, tallies: Tallies
+) -> None:
+    quotas = Quotas(max_input_bytes=100)
+    with budget.charge("acme", quotas) as one, budget.charge("acme", quotas) as other:
+        one.add(60)
+        with pytest.raises(Refused, match="60 are taken and 50 more are needed") as later:
+            other.add(50)
+        with pytest.raises(Refused) as never:
+            other.add(101)
+        assert later.value.retry_after_s > 0 and never.value.retry_after_s == 0
+        assert counted(tallies, "acme").calls == {"max_input_bytes": 2}
+    with budget.charge("acme", quotas) as again:
+        again.add(100)
+
+
+def test_a_tenant_that_wants_all_bytes_leaves_some_to_others(budget: Budget, tallies: Tallies) -> None:
+    with budget.charge("noisy", Quotas()) as noisy, budget.charge("quiet", Quotas()) as quiet:
+        with pytest.raises(Overloaded):
+            while True:
+                noisy.add(10)
+        assert noisy.num_bytes == 800
+        quiet.add(100)
+        assert counted(tallies, "noisy").calls == {"no_room": 1}
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["acme", "zeta", ""]), st.integers(0, 3), st.integers(0, 600)), max_size=40
+    )
+)
+def test_charges_never_add_up_to_more_than_the_budget(steps: list[tuple[str, int, int]]) -> None:
+    budget = Budget(Tallies(), NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+    with ExitStack() as ends:
+        charges = {
+            (tenant, number): ends.enter_context(budget.charge(tenant, Quotas(max_input_bytes=700)))
+            for tenant in ("acme", "zeta", "")
+            for number in range(4)
+        }
+        for tenant, number, num_bytes in steps:
+            before = charges[tenant, number].num_bytes
+            try:
+                charges[tenant, number].set(num_bytes)
+            except (Refused, Overloaded):
+                assert charges[tenant, number].num_bytes == before
+            assert sum(each.num_bytes for each in charges.values()) <= NUM_BYTES
+            for name in ("acme", "zeta", ""):
+                assert sum(each.num_bytes for (of, _), each in charges.items() if of == name) <= 700
+    with budget.charge("", Quotas()) as whole:
+        whole.add(NUM_BYTES)
