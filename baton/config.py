@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -24,6 +24,8 @@ MAX_NUM_BATCHED_TOKENS: Final = 2**20
 MAX_QUEUE_DELAY_MS: Final = 60_000  # nobody waits longer for company
 
 MAX_NODE_NAME: Final = 128  # characters
+LogFormat: TypeAlias = Literal["text", "json"]
+LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 
 PREFIX: Final = "BATON_"
 # Those that are no setting of a cluster, and are read here.
@@ -191,10 +193,10 @@ def log_level() -> int:
     return levels[name.upper()]
 
 
-def log_format() -> Literal["text", "json"]:
+def log_format() -> LogFormat:
     """Return the form of log lines that BATON_LOG_FORMAT names; text when it is unset."""
     name = os.environ.get("BATON_LOG_FORMAT", "text")
-    if name not in ("text", "json"):
+    if name not in LOG_FORMATS:
         raise ConfigError(f"BATON_LOG_FORMAT: expected text or json, got {name!r}")
     return "json" if name == "json" else "text"
 

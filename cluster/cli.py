@@ -20,7 +20,7 @@ from baton.cluster.command_line import FAILED, USER_ERROR, OneLineParser, parser
 from baton.cluster.flag_names import hint_for, in_flags
 from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
 from baton.cluster.installing import install
-from baton.cluster.logs import set_up_logging
+from baton.cluster.logs import set_up_logging, use_format_of
 from baton.errors import BatonError, ConfigError
 
 INTERRUPTED: Final = 130
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
             standard_output.flush()
             raise
-        set_up_logging()
         if arguments.command in COMMANDS:
             return _run(arguments.command, arguments.options)
         else:
+            set_up_logging()
             flags = flags_of_settings(arguments)
             _generate(arguments)
     except BatonError as error:
@@ -79,8 +79,11 @@ def _run(name: str, options: Sequence[str]) -> int:
     command = importlib.import_module(f"baton.cluster.{name}_command")
     parser = parser_of(name, command.__doc__)
     command.add_options(parser)
+    arguments = parser.parse(options)
+    use_format_of(arguments)
+    set_up_logging()
     with _needing_workers_libraries():
-        return int(command.run(parser.parse(options)) or 0)
+        return int(command.run(arguments) or 0)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

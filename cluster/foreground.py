@@ -8,7 +8,6 @@ What starts them, such as Kubernetes or compose, is what starts them again.
 import argparse
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from baton.cluster.cluster_record import find_record
+from baton.cluster.logs import add_format_option, say
 from baton.cluster.options import AnyOption, add_to, part_of
 from baton.cluster.process import STOPPED_TWICE, run
 from baton.cluster.process_spec import Assignment, ProcessKind, generations_of
@@ -48,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable[AnyOption], *
         groups[part_of(option.key)] = groups[title]
     add_to(groups, options)
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
+    add_format_option(parser)
     if needs_router:
         parser.add_argument(
             "--router",
@@ -79,7 +80,7 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
     def drain(number: int, frame: object) -> None:
         if stop.is_set():
             os._exit(STOPPED_TWICE)
-        print(f"baton: {name} drains; once more to stop at once", file=sys.stderr, flush=True)
+        say(f"{name} drains; once more to stop at once", name)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -88,7 +89,7 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
     setproctitle(f"baton {name}")
 
     def ready(where: Address) -> None:
-        print(f"baton: {name} serves at {where.host}:{where.port}", file=sys.stderr, flush=True)
+        say(f"{name} serves at {where.host}:{where.port}", name)
 
     raw = msgspec.Raw(msgspec.json.encode(config))
     generations = generations_of(kind, _key(config, arguments))

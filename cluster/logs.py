@@ -1,6 +1,7 @@
 """Log lines of Baton's processes, as text or as JSON.
 
-BATON_LOG_LEVEL sets the level (WARNING), BATON_LOG_FORMAT the form: `text`, or `json` with one object a line:
+BATON_LOG_LEVEL sets the level (WARNING), --log-format or BATON_LOG_FORMAT the form: `text`, or `json` with
+one object a line:
 
     {"time": "2026-01-31T12:00:00.123Z", "level": "WARNING", "process": "router-0", "pid": 17,
      "logger": "baton.router.router", "message": "decode-0 is gone: ...", "worker": "0123..."}
@@ -8,6 +9,7 @@ BATON_LOG_LEVEL sets the level (WARNING), BATON_LOG_FORMAT the form: `text`, or 
 Further keys are what the code attaches to a message, such as the ids of workers and requests.
 """
 
+import argparse
 import datetime
 import json
 import logging
@@ -15,40 +17,52 @@ import os
 import sys
 from typing import Final
 
-from baton.config import log_format, log_level
+from baton.config import LOG_FORMATS, LogFormat, log_format, log_level
 
 TEXT: Final = "%(levelname)s %(name)s %(message)s"
 # What every record has; anything else was attached by the code that logged.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def set_up_logging(process: str = "", *, force: bool = False) -> None:
+def add_format_option(parser: argparse.ArgumentParser) -> None:
+    """Add --log-format, which `use_format_of` reads."""
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help="of log lines (text)")
+
+
+def use_format_of(arguments: argparse.Namespace) -> None:
+    """Take the format that the command line names for this process and those that it starts."""
+    name: str | None = getattr(arguments, "log_format", None)
+    if name is not None:
+        os.environ["BATON_LOG_FORMAT"] = name
+
+
+def set_up_logging(process: str = "", *, format: LogFormat | None = None, force: bool = False) -> None:
     """Send the root logger's lines to stderr. process: the name that each line begins with, such as decode-0.
 
+    format: None for what BATON_LOG_FORMAT says.
     force: replace handlers that others, such as Ray, have installed. Raises ConfigError for a bad variable.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_formatter(process))
+    is_json = (format or log_format()) == "json"
+    handler.setFormatter(JsonLines(process) if is_json else logging.Formatter(_text_form(process)))
     logging.basicConfig(level=log_level(), handlers=[handler], force=force)
 
 
-def say(text: str) -> None:
-    """Tell the operator of `baton serve` something, whatever the level."""
+def say(text: str, process: str = "serve") -> None:
+    """Tell the operator who has started this process something, whatever the level."""
     if log_format() == "text":
         line = f"baton: {text}"
     else:
-        line = JsonLines("serve").format(logging.makeLogRecord(_record(text)))
+        line = JsonLines(process).format(logging.makeLogRecord(_record(text, process)))
     print(line, file=sys.stderr, flush=True)
 
 
-def _record(text: str) -> dict[str, object]:
-    return {"name": "baton.serve", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
+def _record(text: str, process: str) -> dict[str, object]:
+    return {"name": f"baton.{process}", "levelname": "INFO", "levelno": logging.INFO, "msg": text}
 
 
-def _formatter(process: str) -> logging.Formatter:
-    if log_format() == "json":
-        return JsonLines(process)
-    return logging.Formatter(f"{process} | {TEXT}" if process else TEXT)
+def _text_form(process: str) -> str:
+    return f"{process} | {TEXT}" if process else TEXT
 
 
 class JsonLines(logging.Formatter):

@@ -145,7 +145,7 @@ def main() -> int:
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")
-    set_up_logging(given.name)
+    set_up_logging(given.name, format=given.log_format)
     stop = threading.Event()
     _drain_on_sigterm(stop)
     threading.Thread(target=die_with_parent, name="parent", daemon=True).start()

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.config import LogFormat, log_format
 from baton.keys import ClusterKeys, Generations, KeyRing
 from baton.wire_types import Kind, Name
 from baton.worker import Address
@@ -38,6 +39,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: Name
     generations: Annotated[Generations, Meta(min_length=1, max_length=2)]
     config: msgspec.Raw
+    log_format: LogFormat | None = None  # None: as the environment says, which is the raylet's on Ray
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +78,13 @@ def generations_of(kind: ProcessKind, keys: ClusterKeys) -> Generations:
 def assignment(spec: ProcessSpec, keys: ClusterKeys) -> bytes:
     config = msgspec.Raw(msgspec.json.encode(spec.config))
     return msgspec.json.encode(
-        Assignment(kind=spec.kind, name=spec.name, generations=generations_of(spec.kind, keys), config=config)
+        Assignment(
+            kind=spec.kind,
+            name=spec.name,
+            generations=generations_of(spec.kind, keys),
+            config=config,
+            log_format=log_format(),
+        )
     )
 
 

@@ -42,7 +42,7 @@ class RayProcess:
         self._alive_s: float | None = None
         if parent is not None and started_at(parent[0]) == parent[1]:  # else it is not to be seen from here
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
-        set_up_logging(given.name, force=True)
+        set_up_logging(given.name, format=given.log_format, force=True)
 
     def serve(self) -> None:
         """Returns when it was asked to stop, and has. Raises nothing but for our bugs."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.cluster.engine_options import ENGINE_OPTIONS, ENGINE_SWITCHES
+from baton.cluster.logs import add_format_option
 from baton.cluster.options import AnyOption, Option, add_to, part_of
 from baton.cluster.settings import Settings, flags_given
 from baton.config import environment_settings
@@ -62,6 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
+    add_format_option(parser)
     cluster = parser.add_argument_group("cluster")
     engine = parser.add_argument_group("engine (of all workers)")
     parts = {part_of(option.key): cluster for option in SERVE_OPTIONS}

@@ -3,14 +3,18 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from baton.cluster.cli import main
+from baton.cluster.command_line import USER_ERROR
 from baton.cluster.logs import JsonLines, say
-from baton.cluster.process_spec import Assignment, generations_of
-from baton.config import log_format
+from baton.cluster.process_spec import Assignment, ProcessSpec, assignment, generations_of
+from baton.config import LOG_FORMATS, LogFormat, log_format
 from baton.errors import ConfigError
+from baton.router_config import RouterConfig
 
 
 def test_json_line_has_the_message_its_place_and_what_was_attached() -> None:
@@ -53,15 +57,22 @@ def test_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         log_format()
 
 
-def test_process_logs_in_json_and_shows_its_name() -> None:
+@pytest.mark.parametrize(
+    ("log_format", "variables"),
+    [(None, {"BATON_LOG_FORMAT": "json"}), ("json", {"BATON_LOG_FORMAT": "text"})],
+)
+def test_process_logs_in_json_and_shows_its_name(
+    log_format: LogFormat | None, variables: dict[str, str]
+) -> None:
     router = Assignment(
         kind="router",
         name="router-7",
         generations=generations_of("router", bytes(16)),
         config=msgspec.Raw(b'{"redis":"none"}'),
+        log_format=log_format,
     )
     given = msgspec.json.encode(router) + b"\n"
-    environment = os.environ | {"BATON_LOG_FORMAT": "json", "BATON_LOG_LEVEL": "INFO"}
+    environment = os.environ | variables | {"BATON_LOG_LEVEL": "INFO"}
     command = [sys.executable, "-m", "baton.cluster.process"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
@@ -74,3 +85,32 @@ def test_process_logs_in_json_and_shows_its_name() -> None:
         process.terminate()
         said = process.communicate(timeout=60)[1]
     assert any(json.loads(line)["process"] == "router-7" for line in said.splitlines())
+
+
+def test_processes_are_told_the_format_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ProcessSpec(kind="router", name="router-0", config=RouterConfig())
+    for name in LOG_FORMATS:
+        monkeypatch.setenv("BATON_LOG_FORMAT", name)
+        assert msgspec.json.decode(assignment(spec, bytes(16)), type=Assignment).log_format == name
+
+
+def test_process_started_by_hand_says_everything_in_the_format_of_its_option(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    command = [sys.executable, "-m", "baton.cluster.cli", "router", "--log-format", "json"]
+    command += ["--cluster-key-file", str(key)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        process.terminate()
+        said = [first, *process.communicate(timeout=60)[1].splitlines()]
+    messages = [json.loads(line)["message"] for line in said]
+    assert messages[0].startswith("router serves at 127.0.0.1:")
+    assert messages[-1] == "router drains; once more to stop at once"
+
+
+@pytest.mark.parametrize("command", ["serve", "router", "gateway", "worker"])
+def test_each_command_that_serves_has_the_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *["decode"][: command == "worker"], "--log-format", "xml"]) == USER_ERROR
+    assert "--log-format" in capsys.readouterr().err
