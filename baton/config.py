@@ -201,6 +201,11 @@ def log_format() -> LogFormat:
     return "json" if name == "json" else "text"
 
 
+def set_log_format(name: LogFormat) -> None:
+    """Have this process, and those that it starts, write log lines in this form."""
+    os.environ["BATON_LOG_FORMAT"] = name
+
+
 def _at_least(key: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value >= low):
         raise ConfigError(f"{key}: expected at least {low}, got {value}")

@@ -20,7 +20,8 @@ from baton.cluster.command_line import FAILED, USER_ERROR, OneLineParser, parser
 from baton.cluster.flag_names import hint_for, in_flags
 from baton.cluster.generate_options import add_options, flags_of_settings, option_flags
 from baton.cluster.installing import install
-from baton.cluster.logs import set_up_logging, use_format_of
+from baton.cluster.logs import set_up_logging
+from baton.config import set_log_format
 from baton.errors import BatonError, ConfigError
 
 INTERRUPTED: Final = 130
@@ -80,7 +81,8 @@ def _run(name: str, options: Sequence[str]) -> int:
     parser = parser_of(name, command.__doc__)
     command.add_options(parser)
     arguments = parser.parse(options)
-    use_format_of(arguments)
+    if getattr(arguments, "log_format", None):
+        set_log_format(arguments.log_format)
     set_up_logging()
     with _needing_workers_libraries():
         return int(command.run(arguments) or 0)

@@ -25,15 +25,8 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def add_format_option(parser: argparse.ArgumentParser) -> None:
-    """Add --log-format, which `use_format_of` reads."""
+    """Add --log-format, which names the `log_format` of this process and of those that it starts."""
     parser.add_argument("--log-format", choices=LOG_FORMATS, help="of log lines (text)")
-
-
-def use_format_of(arguments: argparse.Namespace) -> None:
-    """Take the format that the command line names for this process and those that it starts."""
-    name: str | None = getattr(arguments, "log_format", None)
-    if name is not None:
-        os.environ["BATON_LOG_FORMAT"] = name
 
 
 def set_up_logging(process: str = "", *, format: LogFormat | None = None, force: bool = False) -> None:

@@ -76,7 +76,9 @@ def settings_of(config: dict[str, Any]) -> ServeConfig:
 
 @pytest.mark.parametrize("given", [{}, EVERYTHING], ids=["defaults", "everything"])
 def test_rendered_documents_pass_strict_schemas(given: dict[str, Any]) -> None:
-    for document in render(copy.deepcopy(given)):
+    documents = render(copy.deepcopy(given))
+    assert len(documents) >= 4
+    for document in documents:
         check_document(document)
 
 
