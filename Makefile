@@ -2,7 +2,7 @@
 # make test    set up on first use, then run every test
 # make bench   the benches that need no model of yours
 # make parity  the full products of the equality tests
-# make faults  aborts at every point, a thousand times each; kills and stalls; each kind of link swallowed for a minute
+# make faults  aborts at every point, a thousand times each; kills and stalls; each kind of link swallowed for a minute, then slow
 # make sim     two thousand whole clusters with faults, half of them with ones that close nothing, in virtual time
 # make soak    half an hour of mixed load on a whole cluster, a fault every ten seconds
 # make fuzz    a million damaged frames and as many records, a hundred thousand interleavings of hand-offs

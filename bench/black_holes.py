@@ -1,10 +1,11 @@
-"""What clients notice when one link of a cluster swallows everything: real processes on this machine.
+"""What clients notice when one link of a cluster swallows everything, or is slow: real processes here.
 
-python -m baton.bench.black_holes [--seconds 60] [--links TEXT] [--json FILE]
+python -m baton.bench.black_holes [--seconds 60] [--links TEXT] [--troubles TEXT] [--json FILE]
 
 Two prefill and two decode workers of the tiny model, two gateways, two routers, a Redis that is reached over
 TCP, and a proxy of its own on every link (bench/switchboard.py). One link after the other lets nothing pass
-for a while, in neither direction, and no end is told. Six clients stream meanwhile, ask for whole answers and
+for a while, in neither direction, and no end is told; then it has a round trip of half a second, then
+1 Mbit/s a connection, each for a third of that while. Six clients stream meanwhile, ask for whole answers and
 hang up; every answer is compared with what one engine says.
 """
 
@@ -15,8 +16,9 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,7 +37,7 @@ from baton.operating import Status
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
 
-TITLE: Final = "One link swallows everything"
+TITLE: Final = "One link swallows everything, or is slow"
 HOST: Final = "127.0.0.1"
 NUM_CLIENTS: Final = 6
 BEFORE_S: Final = 3.0
@@ -43,6 +45,21 @@ AFTER_S: Final = 8.0
 MAX_GAP_S: Final = 12.0
 WHOLE_S: Final = 90.0
 REDIS: Final = "routers - Redis"
+
+
+class Trouble(NamedTuple):
+    """Whatever a link does to its connections, until its proxy restores them."""
+
+    name: str
+    begin: Callable[[LinkProxy], None]
+    share: float  # of --seconds
+
+
+TROUBLES: Final = (
+    Trouble("swallowed", lambda proxy: proxy.swallow(), 1.0),
+    Trouble("delayed", lambda proxy: proxy.slow(delay_s=0.25), 1 / 3),
+    Trouble("throttled", lambda proxy: proxy.slow(bytes_per_s=125_000), 1 / 3),
+)
 
 
 class Hole(NamedTuple):
@@ -94,33 +111,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="that a link swallows (60)")
     parser.add_argument("--links", default="", metavar="TEXT", help="only links whose name has this")
+    parser.add_argument("--troubles", default="", metavar="TEXT", help="only those whose name has this")
     parser.add_argument("--json", type=Path, default=RESULTS / "black_holes.json", metavar="FILE")
     options = parser.parse_args()
     print(one_line(machine_description()), flush=True)
-    rows = asyncio.run(_measure(make_questions(seed=1), options.seconds, options.links))
+    troubles = [each for each in TROUBLES if options.troubles in each.name]
+    rows = asyncio.run(_measure(make_questions(seed=1), options.seconds, options.links, troubles))
     print_table(f"{TITLE} for {options.seconds:g} s", rows)
     write_json(options.json, TITLE, rows, {"seconds": options.seconds})
     return 1 if any(row.met is False for row in rows) else 0
 
 
-async def _measure(questions: Sequence[Question], seconds: float, only: str) -> list[Row]:
+async def _measure(
+    questions: Sequence[Question], seconds: float, only: str, troubles: Sequence[Trouble]
+) -> list[Row]:
     rows: list[Row] = []
     async with _open_world() as world:
         clients = Clients(world.url, {"": ""}, questions, 0, NUM_CLIENTS)
         await clients.run(time.perf_counter() + BEFORE_S)  # until every kind of link is there
-        for number, hole in enumerate(await world.holes()):
-            if only not in hole.name:
-                continue
-            print(f"{hole.name} ...", file=sys.stderr, flush=True)
+        holes = [hole for hole in await world.holes() if only in hole.name]
+        for number, (hole, trouble) in enumerate(product(holes, troubles)):
+            name = f"{hole.name}, {trouble.name}"
+            print(f"{name} ...", file=sys.stderr, flush=True)
             clients = Clients(world.url, {"": ""}, questions, number + 1, NUM_CLIENTS)
-            end_s = time.perf_counter() + BEFORE_S + seconds + AFTER_S
+            end_s = time.perf_counter() + BEFORE_S + seconds * trouble.share + AFTER_S
             load = asyncio.create_task(clients.run(end_s))
             await asyncio.sleep(BEFORE_S)
-            hole.proxy.swallow()
-            await asyncio.sleep(seconds)
+            trouble.begin(hole.proxy)
+            await asyncio.sleep(seconds * trouble.share)
             hole.proxy.restore()
             await load
-            rows += _rows(hole.name, clients, is_whole=await world.until_whole())
+            rows += _rows(name, clients, is_whole=await world.until_whole())
     return rows
 
 

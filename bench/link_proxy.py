@@ -1,12 +1,13 @@
-"""A TCP proxy between two processes of a cluster, which can swallow a direction or cut all its connections.
+"""A TCP proxy between two processes of a cluster, which swallows, delays, throttles or cuts its connections.
 
 Swallowing holds bytes back, as a network does that drops packets: the sender's kernel takes some more,
 nothing arrives, no end of the stream is heard of, and new connections get no answer. Once it passes again,
-what was held arrives, in order.
+what was held arrives, in order. A slow link delivers each byte after a delay, and so many bytes a second.
 """
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from enum import Enum
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 CHUNK_BYTES: Final = 1 << 16
+MAX_UNDER_WAY: Final = 16  # chunks of one direction
 
 
 class Direction(Enum):
@@ -35,6 +37,7 @@ class LinkProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
+        self._delay_s, self._bytes_per_s = 0.0, math.inf
         future = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
         self.address: tuple[str, int] = future.result()
 
@@ -50,8 +53,17 @@ class LinkProxy:
         """Let nothing through in these directions, both if none is named, until `restore`."""
         self._set(directions or BOTH, passes=False)
 
+    def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        """Deliver bytes that come from now on so late, and each connection's so slowly, both ways."""
+
+        def change() -> None:
+            self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
+
+        self._call(change)
+
     def restore(self) -> None:
-        """Let everything through again, what was held first."""
+        """Let everything through again at full speed, what was held first."""
+        self.slow()
         self._set(BOTH, passes=True)
 
     def cut(self) -> None:
@@ -93,11 +105,10 @@ class LinkProxy:
             other_reader, other_writer = await asyncio.open_connection(*self.target)
             writers.append(other_writer)
             self._writers.add(other_writer)
-            await asyncio.gather(
-                self._carry(reader, other_writer, self._gates[Direction.FORTH]),
-                self._carry(other_reader, writer, self._gates[Direction.BACK]),
-            )
-        except OSError:
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._carry(reader, other_writer, self._gates[Direction.FORTH]))
+                ways.create_task(self._carry(other_reader, writer, self._gates[Direction.BACK]))
+        except* OSError:
             pass  # one of the ends is gone, and so is the other now
         finally:
             for each in writers:
@@ -107,13 +118,32 @@ class LinkProxy:
     async def _carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
     ) -> None:
-        while data := await reader.read(CHUNK_BYTES):
-            await gate.wait()
-            writer.write(data)
-            await writer.drain()
-        await gate.wait()
-        with contextlib.suppress(OSError):
-            writer.write_eof()
+        """Read on while bytes are under way: a delay alone takes no bandwidth. b"" is the end."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
+
+        async def deliver() -> None:
+            data = b" "
+            while data:
+                due_s, data = await under_way.get()
+                await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+                await gate.wait()
+                if data:
+                    writer.write(data)
+                    await writer.drain()
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
+            with contextlib.suppress(OSError):
+                writer.write_eof()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(deliver())
+            data = b" "
+            while data:
+                data = await reader.read(self._chunk_bytes())
+                await under_way.put((self._loop.time() + self._delay_s, data))
+
+    def _chunk_bytes(self) -> int:
+        """Return how many bytes are read at once: of a slow link, what passes in a tenth of a second."""
+        return int(min(CHUNK_BYTES, max(1.0, self._bytes_per_s / 10)))
 
     def _set(self, directions: tuple[Direction, ...], *, passes: bool) -> None:
         def change() -> None:

@@ -101,6 +101,10 @@ class Served:
         """Of those that answer."""
         return list(self._status().routers)
 
+    def gateways(self) -> set[int]:
+        """The process ids of those that listen for clients."""
+        return {gateway.pid for gateway in self._status().gateways if gateway.address is not None}
+
     def _status(self) -> Status:
         record = find_record(self.port)
 

@@ -5,6 +5,7 @@ is in the test's hands.
 """
 
 import contextlib
+import math
 import secrets
 import sys
 import threading
@@ -42,6 +43,7 @@ FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream
 MAX_WAIT_S: Final = 4.0  # of a call that no router takes
 LIMITS: Final = Limits(max_wait_s=MAX_WAIT_S)
+MEGABIT_PER_S: Final = 125_000.0  # in bytes
 SLACK_S: Final = 3.0  # of a machine that does much else
 
 
@@ -85,6 +87,12 @@ class Links:
         for proxy in list(self._proxies.values()):
             if carries in ("", self._carries[proxy]):
                 proxy.swallow(*directions)
+
+    def slow(self, carries: str = "", *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        """All links, or those that carry this; see LinkProxy.slow."""
+        for proxy in list(self._proxies.values()):
+            if carries in ("", self._carries[proxy]):
+                proxy.slow(delay_s=delay_s, bytes_per_s=bytes_per_s)
 
     def restore(self) -> None:
         for proxy in list(self._proxies.values()):
@@ -215,6 +223,39 @@ def test_one_swallowed_link_between_prefill_and_decode_never_leaves_a_stream_wai
         whole_s = time.monotonic() - begun_s
         assert tokens_of(answer) == tokens
         assert first_s < FIRST_TOKEN_S and whole_s - first_s < GAP_S
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("carries", "delay_s", "bytes_per_s"),
+    [
+        pytest.param("", 0.25, MEGABIT_PER_S, id="all"),
+        pytest.param("control", 0.25, math.inf, id="delayed words", marks=pytest.mark.slow),
+        pytest.param("pages", 0.0, MEGABIT_PER_S, id="throttled pages", marks=pytest.mark.slow),
+        pytest.param("pages", 0.0, MEGABIT_PER_S / 20, id="hardly moving pages"),
+    ],
+)
+def test_slow_links_between_prefill_and_decode_cost_time_and_nothing_else(
+    links: Links, carries: str, delay_s: float, bytes_per_s: float
+) -> None:
+    with Cluster([engine()], [engine()], transport="tcp", kind=ProxiedWorker) as cluster:
+        tokens = expected(cluster, named("before"))
+        operator = watching(cluster)
+        links.slow(carries, delay_s=delay_s, bytes_per_s=bytes_per_s)
+        for number in range(3):
+            begun_s = time.monotonic()
+            answer = cluster.begin(named(f"slow {number}", cache_salt=b"%d" % number))
+            wait_for(lambda: bool(answer.events), FIRST_TOKEN_S + SLACK_S)  # noqa: B023
+            first_s = time.monotonic() - begun_s
+            wait_for(lambda: answer.has_ended, GAP_S + SLACK_S)  # noqa: B023
+            print(f"{carries} {first_s:.2f} {time.monotonic() - begun_s:.2f}")
+            assert tokens_of(answer) == tokens
+            assert first_s < FIRST_TOKEN_S
+        assert operator.take(WorkerRemoved) == []
+        links.restore()
+        (later,) = cluster.ask([named("later", cache_salt=b"later")])
+        assert tokens_of(later) == tokens
+        cluster.check_nothing_is_held()
 
 
 def links_reached(cluster: Cluster) -> bool:

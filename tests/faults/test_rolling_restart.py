@@ -1,0 +1,60 @@
+"""Every process of a cluster is restarted in turn while clients ask: no answer is lost, broken off or wrong."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from baton.bench.soak_clients import Clients, make_questions
+from tests.served import Served, command_line, descendants, served, until
+
+NUM_CLIENTS = 4
+OPTIONS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--gateways", "2", "--drain-timeout", "60")
+
+
+def pids(cluster: Served) -> dict[str, int]:
+    """Process's name -> its id, by the title that it shows."""
+    titles = {pid: command_line(pid).split() for pid in descendants(cluster.process.pid)}
+    return {title[1]: pid for pid, title in titles.items() if title[:1] == ["baton"] and len(title) == 2}
+
+
+def gateways_of(found: dict[str, int]) -> set[int]:
+    return {found[name] for name in ("gateway-0", "gateway-1") if name in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_every_process_is_restarted_under_load_and_no_answer_is_lost() -> None:
+    questions = make_questions(seed=2)
+    with served("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", *OPTIONS) as cluster:
+        clients = Clients(cluster.url, {"": ""}, questions, 0, NUM_CLIENTS)
+        is_over = threading.Event()
+
+        async def ask_on() -> None:
+            while not is_over.is_set():
+                await clients.run(time.perf_counter() + 1.0)
+
+        load = threading.Thread(target=lambda: asyncio.run(ask_on()))
+        load.start()
+        try:
+            before = pids(cluster)
+            for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+                assert f"{name} serves again" in cluster.baton("restart", name, "--port", str(cluster.port))
+            for name in ("router-0", "router-1", "gateway-0", "gateway-1"):
+                os.kill(before[name], signal.SIGTERM)
+                until(lambda: pids(cluster).get(name, before[name]) != before[name], 60.0)  # noqa: B023
+                until(lambda: len(cluster.routers()) == 2, 60.0)
+                until(lambda: cluster.gateways() == gateways_of(pids(cluster)), 60.0)
+        finally:
+            is_over.set()
+            load.join()
+        after = pids(cluster)
+        print(clients.outcomes, clients.complaints)
+        assert before.keys() == after.keys() and not set(before.values()) & set(after.values())
+    counts = clients.outcomes
+    assert counts["answered"] > NUM_CLIENTS
+    # Connections that a gateway's kernel has, and it has not accepted yet, are reset and asked again.
+    assert (counts["lost"], counts["wrong"], counts["resumed"], counts["refused"]) == (0, 0, 0, 0)
