@@ -1,4 +1,4 @@
-"""Every process of a cluster is restarted in turn while clients ask: no answer is lost, broken off or wrong."""
+"""Every process of a cluster is restarted in turn under load: no answer is lost, broken off or wrong."""
 
 import asyncio
 import os
