@@ -263,7 +263,10 @@ class Challenge:
 
 def _stranger(peer: Preface) -> WireError:
     kind = f" of a {peer.kind.value}" if peer.kind is not None else ""
-    return WireError(f"the peer does not hold this cluster's key{kind}", reason="key")
+    return WireError(
+        f"the peer does not hold this cluster's key{kind}: one end has a key that is retired, or another's",
+        reason="key",
+    )
 
 
 def _check_length(message: bytes, expected: int) -> None:

@@ -148,9 +148,9 @@ class Hub:
             del self._dialing[address]
 
     def complain(self, name: str, error: WireError) -> None:
-        """Log why a peer is dropped; of mixed builds once, however often they meet."""
+        """Log why a peer is dropped; of mixed builds and keys once, however often they meet."""
         message = str(error)
-        if error.reason != "version":
+        if error.reason not in ("version", "key"):
             logger.warning("%s was dropped: %s", name, message)
         elif message not in self._complaints:
             self._complaints[message] = None

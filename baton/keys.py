@@ -5,12 +5,12 @@
 2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B).
 3. A ring may hold several generations, the current one first. The connecting end names its generation, which
    is the current one; the accepting end takes every generation that it holds.
-4. `replace` changes the generations of a running process; existing connections are kept. No command changes
-   the keys of a running cluster yet.
+4. `replace` changes the generations of a running process, as `baton cluster-key rotate` and `retire` have it
+   done; existing connections are kept.
 """
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -82,6 +82,7 @@ class KeyRing:
             raise ConfigError("expected a cluster key, got none")
         self.kind = kind
         self.generations = generations
+        self._followers: list[Callable[[], None]] = []
 
     @classmethod
     def of(cls, keys: "ClusterKeys", kind: Kind) -> "KeyRing":
@@ -109,6 +110,12 @@ class KeyRing:
         if not generations:
             raise ConfigError("expected a cluster key, got none")
         self.generations = generations
+        for follow in self._followers:
+            follow()
+
+    def follow(self, call: Callable[[], None]) -> None:
+        """Have this called after each `replace`, by the thread that replaces."""
+        self._followers.append(call)
 
 
 # A ring of one process kind, or the cluster key itself, or several of them, the current one first.

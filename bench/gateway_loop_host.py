@@ -19,7 +19,7 @@ from typing import Final, TextIO
 
 import msgspec
 
-from baton.cluster.process import run
+from baton.cluster.process import ring_of, run
 from baton.cluster.process_spec import Assignment, Started
 from baton.worker import Address
 
@@ -71,7 +71,7 @@ def main() -> None:
             sys.stdout.buffer.write(msgspec.json.encode(Started(address)) + b"\n")
             sys.stdout.buffer.flush()
 
-        run(given, ready, stop)
+        run(given, ring_of(given), ready, stop)
 
 
 async def _idle(file: TextIO) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from baton.beats import Beats
 from baton.clock import SystemClock
-from baton.cluster.process import die_with_parent
+from baton.cluster.process import hear_parent, ring_of
 from baton.cluster.process_spec import Assignment, Started
 from baton.colleagues import Colleagues
 from baton.control import Cancel, Dispatch, Hello, Members, PageEvents, PagesWanted, Prefill, Prefilled
@@ -222,7 +222,7 @@ async def serve(given: Assignment) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
-    threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=hear_parent, args=(ring_of(given),), name="parent", daemon=True).start()
     asyncio.run(serve(given))
 
 

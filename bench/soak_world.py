@@ -110,7 +110,7 @@ async def open_world(folder: Path, runtime: str) -> AsyncIterator[World]:
         async with asyncio.timeout(START_S):
             port = await _port(process, log_path)
         record = find_record(port)
-        async with connected(record.routers, record.key) as operator:
+        async with connected(record.routers, record.keys) as operator:
             world = World(f"http://127.0.0.1:{port}", keys, operator, process.pid)
             if not await world.is_whole_within(START_S):
                 raise WorkerLost("the cluster has not come together")

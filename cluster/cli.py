@@ -43,6 +43,7 @@ COMMANDS: Final = {
     "doctor": "what this machine lacks, and how to mend it",
     "config": "settings: show, schema, validate",
     "keys": "the keys that open the API: add, revoke, list",
+    "cluster-key": "the key that the cluster's processes share: rotate, retire",
     "worker": "run one worker, for a cluster that nobody else starts",
     "gateway": "run one gateway, likewise",
     "router": "run a router, likewise",
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, options: Sequence[str]) -> int:
-    command = importlib.import_module(f"baton.cluster.{name}_command")
+    command = importlib.import_module(f"baton.cluster.{name.replace('-', '_')}_command")
     parser = parser_of(name, command.__doc__)
     command.add_options(parser)
     arguments = parser.parse(options)

@@ -1,45 +1,120 @@
-"""The key that the processes of a cluster share; whoever holds it is one of them."""
+"""The key that the processes of a cluster share; whoever holds it is one of them.
 
+A key file holds one key, or two on a line each while the key is rotated: processes prove themselves with the
+first and accept both. Every process that was given a file reads it again each second (`KeyWatch`).
+"""
+
+import contextlib
+import logging
 import os
 import secrets
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
-from baton.config import cluster_key_file
+from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.keys import MIN_KEY_BYTES
 
 KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 1024
+MAX_KEYS: Final = 2
 NOT_OURS: Final = 0o027  # a group may read it: Kubernetes hands a secret to a user that is not root so
 
 
-def cluster_key(file: str | None) -> bytes:
-    """What is in `file`, or in the one that BATON_CLUSTER_KEY_FILE names, or a new key where neither is."""
-    name = file or cluster_key_file()
-    return secrets.token_hex(KEY_BYTES).encode() if name is None else read_key(Path(name))
+READ_EVERY_S: Final = 1.0
+SPEAK_AFTER_S: Final = 5.0  # of a new key: by then every process of the machine accepts it
+
+Keys: TypeAlias = tuple[bytes, ...]  # one or two cluster keys, the one to speak with first
+
+logger = logging.getLogger(__name__)
 
 
-def read_key(path: Path) -> bytes:
-    """ConfigError unless the file holds a key that others of this machine cannot read."""
+def new_key() -> bytes:
+    return secrets.token_hex(KEY_BYTES).encode()
+
+
+def read_keys(path: Path) -> Keys:
+    """ConfigError unless the file holds one or two keys that others of this machine cannot read."""
     try:
         if path.stat().st_mode & NOT_OURS:
             raise ConfigError(f"cluster key: {path} can be read by others of this machine: chmod 600 {path}")
-        key = path.read_bytes().strip()
+        keys = tuple(path.read_bytes().split())
     except OSError as error:
         raise ConfigError(f"cluster key: {path} cannot be read: {error.strerror}") from None
-    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-        raise ConfigError(
-            f"cluster key: {path}: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, got {len(key)}: "
-            f"make one with: (umask 077; openssl rand -hex {KEY_BYTES} > {path})"
-        )
-    return key
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"cluster key: {path}: expected one or two keys, a line each, got {len(keys)}")
+    for key in keys or (b"",):
+        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise ConfigError(
+                f"cluster key: {path}: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, got {len(key)}: "
+                f"make one with: (umask 077; openssl rand -hex {KEY_BYTES} > {path})"
+            )
+    return keys
+
+
+class KeyWatch:
+    """Cluster keys that may change while a process runs."""
+
+    def __init__(self, read: Callable[[], Keys], clock: Clock) -> None:
+        """read: returns the keys as they are now, or raises ConfigError, as it does here."""
+        self.keys = self._found = read()  # `keys`: to use now
+        self._read = read
+        self._clock = clock
+        self._interim = self.keys
+        self._speak_s = 0.0  # when `_found` follows `_interim`
+        self._complaint = ""
+
+    def look(self) -> bool:
+        """Read again. Return whether `keys` are others now.
+
+        A key that was unknown before is accepted at once, beside the one that was spoken, and spoken
+        SPEAK_AFTER_S later: other processes may hear of it after this one.
+        """
+        try:
+            found = self._read()
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("the cluster keys stay what they were: %s", error)
+            return False
+        now_s, before = self._clock.now_s(), self.keys
+        if found != self._found:
+            self._found, self._complaint = found, ""
+            self._interim = (before[0], found[0])
+            self._speak_s = now_s if found[0] in before else now_s + SPEAK_AFTER_S
+        self.keys = self._found if now_s >= self._speak_s else self._interim
+        return self.keys != before
 
 
 def write_secret(path: Path, secret: bytes) -> None:
-    """Readable by this user alone, from the first byte on."""
+    """Write a file that this user alone can read."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
+    replace_file(path, secret, mode=0o600)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int | None = None) -> None:
+    """Write a file in one step: readers see all of the old one or all of the new one. ConfigError: cannot.
+
+    mode: None: that of the old file, whose owner is kept too, or 0o600.
+    """
+    path = path.resolve()
+    try:
+        old = path.stat() if path.exists() else None
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(descriptor)
+            if mode is None and old is not None:
+                Path(name).chmod(old.st_mode & 0o777)
+                with contextlib.suppress(PermissionError):
+                    os.chown(name, old.st_uid, old.st_gid)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
-from baton.cluster.cluster_key import write_secret
+from baton.cluster.cluster_key import MAX_KEYS, Keys, write_secret
 from baton.config import cache_directory
 from baton.errors import ConfigError
 from baton.worker import Routers
@@ -23,7 +24,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str  # that the API listens on
     port: int
     routers: Routers
-    key: bytes
+    keys: Annotated[Keys, Meta(min_length=1, max_length=MAX_KEYS)]
 
     @property
     def url(self) -> str:

@@ -15,6 +15,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.cluster.cluster_key import Keys
 from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
 from baton.cluster.operator_node import connected
@@ -274,14 +275,14 @@ def ray_head(config: ServeConfig) -> Iterator[Finding]:
     )
 
 
-def routers(addresses: Routers, key: bytes) -> list[Finding]:
+def routers(addresses: Routers, keys: Keys) -> list[Finding]:
     """Ask each router for its status."""
-    return [_router_at(address, key) for address in addresses]
+    return [_router_at(address, keys) for address in addresses]
 
 
-def _router_at(address: Address, key: bytes) -> Finding:
+def _router_at(address: Address, keys: Keys) -> Finding:
     async def ask() -> Status:
-        async with connected((address,), key) as operator:
+        async with connected((address,), keys) as operator:
             return await operator.status()
 
     where = f"the router at {address.host}:{address.port}"

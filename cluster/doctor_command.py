@@ -10,9 +10,10 @@ import argparse
 import msgspec
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import read_keys
 from baton.cluster.command_line import FAILED
 from baton.cluster.doctor import Finding, examine, routers
-from baton.cluster.router_options import addresses, key_in
+from baton.cluster.router_options import addresses, key_file
 from baton.cluster.serve_options import add_options as add_serve_options
 from baton.cluster.serve_options import settings
 from baton.cluster.settings import Given
@@ -33,8 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     given.given.setdefault("model", Given("tiny", "default"))
     findings = examine(given.build())
     if arguments.router is not None:
-        key_file = given.given.get("cluster_key_file")
-        findings += routers(arguments.router, key_in(str(key_file.value) if key_file else None))
+        given_file = given.given.get("cluster_key_file")
+        findings += routers(
+            arguments.router, read_keys(key_file(str(given_file.value) if given_file else None))
+        )
     if arguments.json:
         standard_output.write(f"{msgspec.json.encode(findings).decode()}\n")
     else:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import Keys
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.errors import PeerGone, WorkerLost
@@ -25,9 +26,9 @@ def run(arguments: argparse.Namespace) -> None:
     standard_output.write(f"{arguments.worker} drains; `baton status` shows it until it has ended\n")
 
 
-async def _drain(worker: str, may_be_last: bool, routers: Routers, key: bytes) -> None:
+async def _drain(worker: str, may_be_last: bool, routers: Routers, keys: Keys) -> None:
     try:
-        async with connected(routers, key) as operator:
+        async with connected(routers, keys) as operator:
             await operator.drain(worker, may_be_last=may_be_last)
     except (TimeoutError, PeerGone):
         raise WorkerLost(f"the router at {spelled(routers)} does not answer") from None

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import Keys
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.decision import Decision, Weighed
@@ -93,9 +94,9 @@ def _pair(weighed: Weighed, names: dict[str, str]) -> str:
     return f"{decode} < {filled}{source}"
 
 
-async def _ask(routers: Routers, key: bytes, request_id: str) -> tuple[tuple[Decision, ...], Status]:
+async def _ask(routers: Routers, keys: Keys, request_id: str) -> tuple[tuple[Decision, ...], Status]:
     try:
-        async with connected(routers, key) as operator:
+        async with connected(routers, keys) as operator:
             return await operator.explain(request_id), await operator.status()
     except (TimeoutError, PeerGone):
         raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None

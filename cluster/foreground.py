@@ -6,29 +6,36 @@ What starts them, such as Kubernetes or compose, is what starts them again.
 """
 
 import argparse
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from setproctitle import setproctitle
 
+from baton.clock import SystemClock
+from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.cluster.logs import add_format_option, say
 from baton.cluster.options import AnyOption, add_to, part_of
-from baton.cluster.process import STOPPED_TWICE, run
+from baton.cluster.process import STOPPED_TWICE, ring_of, run
 from baton.cluster.process_spec import Assignment, ProcessKind, generations_of
-from baton.cluster.router_options import add_key_option, addresses, has_no_key, key_of
+from baton.cluster.router_options import add_key_option, addresses, has_no_key, key_file
 from baton.cluster.settings import Given, Settings, flags_given
 from baton.config import environment_settings
 from baton.config_tree import leaves
 from baton.errors import ConfigError
 from baton.gateway_config import GatewayConfig
+from baton.keys import KeyRing
 from baton.worker import Address, Routers
 from baton.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -92,14 +99,27 @@ def serve_here(kind: ProcessKind, name: str, config: msgspec.Struct, arguments: 
         say(f"{name} serves at {where.host}:{where.port}", name)
 
     raw = msgspec.Raw(msgspec.json.encode(config))
-    generations = generations_of(kind, _key(config, arguments))
-    run(Assignment(kind=kind, name=name, generations=generations, config=raw), ready, stop)
+    keys = KeyWatch(_key_reader(config, arguments), SystemClock())
+    given = Assignment(kind=kind, name=name, generations=generations_of(kind, keys.keys), config=raw)
+    ring = ring_of(given)
+    threading.Thread(target=_follow, args=(keys, ring), name="keys", daemon=True).start()
+    run(given, ring, ready, stop)
 
 
-def _key(config: msgspec.Struct, arguments: argparse.Namespace) -> bytes:
-    """Return the key that was named, or that of the cluster on this machine where its routers are meant."""
+def _follow(keys: KeyWatch, ring: KeyRing) -> None:
+    """Never return."""
+    while True:
+        time.sleep(READ_EVERY_S)
+        if keys.look():
+            logger.info("the cluster keys have changed: %d are accepted now", len(keys.keys))
+            ring.replace(generations_of(ring.kind, keys.keys))
+
+
+def _key_reader(config: msgspec.Struct, arguments: argparse.Namespace) -> Callable[[], Keys]:
+    """Read the file that was named, or what the cluster on this machine has left if its routers are meant."""
     if has_no_key(arguments) and isinstance(config, WorkerConfig | GatewayConfig):
         record = find_record()
         if record.routers == config.routers:
-            return record.key
-    return key_of(arguments)
+            return lambda: find_record(record.port).keys
+    path = key_file(arguments.cluster_key_file)
+    return lambda: read_keys(path)

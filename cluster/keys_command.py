@@ -15,12 +15,12 @@ import fcntl
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import replace_file
 from baton.cluster.command_line import parser_of
 from baton.config import environment_settings
 from baton.errors import ConfigError
@@ -63,7 +63,7 @@ def _add(path: Path, tenant: str) -> None:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     digest = f"sha256:{key_digest(key).hex()}"
     with _locked(path):
-        _replace(path, with_key(_text(path, may_be_new=True), tenant, digest))
+        replace_file(path, with_key(_text(path, may_be_new=True), tenant, digest).encode())
     _say(f"{path}: the key {_id(digest)} opens the API for {tenant}; it is shown this once:")
     standard_output.write(key + "\n")
 
@@ -72,7 +72,7 @@ def _revoke(path: Path, ids: list[str]) -> None:
     with _locked(path):
         file = read_tenants(path)
         found = [key for each in ids for key in _keys_of(file, each)]
-        _replace(path, without_keys(_text(path), found))
+        replace_file(path, without_keys(_text(path), found).encode())
     left = sum(len(entry.keys) for entry in file.tenants.values()) - len(set(found))
     for key in dict.fromkeys(found):
         _say(f"{path}: the key {_id(key)} opens nothing any more")
@@ -138,29 +138,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def _replace(path: Path, text: str) -> None:
-    """In one step: who reads the file reads all of the old one or all of the new one."""
-    path = path.resolve()
-    try:
-        old = path.stat() if path.exists() else None
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(descriptor)
-            if old is not None:  # whoever could read it still can
-                Path(name).chmod(old.st_mode & 0o777)
-                with contextlib.suppress(PermissionError):
-                    os.chown(name, old.st_uid, old.st_gid)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from baton.cluster.cluster_key import Keys
 from baton.cluster.process_spec import (
     DRAINED,
     Failed,
@@ -19,11 +20,13 @@ from baton.cluster.process_spec import (
     Report,
     Started,
     assignment,
+    generations_of,
     share_out_threads,
 )
 from baton.cluster.process_tree import kill_tree
 from baton.config import environment_of_child, visible_gpus
 from baton.errors import ConfigError, WorkerLost
+from baton.keys import ClusterKeys
 from baton.worker import Address
 
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
@@ -35,8 +38,9 @@ _LINES: Final[msgspec.json.Decoder[Report | Loading | LoopAlive]] = msgspec.json
 
 
 class LocalProcess:
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+        self.name = spec.name
+        self._kind = spec.kind
         self._process = process
         self._loading: Loading | None = None
         self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
@@ -71,6 +75,12 @@ class LocalProcess:
         if self._process.returncode is None:
             self._process.terminate()
 
+    def use_keys(self, keys: Keys) -> None:
+        """Have it replace its keys by those of its kind, derived from these."""
+        assert self._process.stdin is not None
+        if self._process.returncode is None:
+            self._process.stdin.write(msgspec.json.encode(generations_of(self._kind, keys)) + b"\n")
+
     def kill(self) -> None:
         if self._process.returncode is None:
             kill_tree(self._process.pid)
@@ -98,13 +108,13 @@ class LocalProcess:
 
 
 class LocalRuntime:
-    def __init__(self, key: bytes, *, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
         """command: what runs a process that reads an assignment, as process.py does."""
         self.host = self.worker_host = LOOPBACK
         self.num_gpus = 0
         self.head_away_s = 0.0
         self._gpus: Sequence[str] = ()
-        self._key = key
+        self._keys = keys
         self._command = command
         self._alive: set[LocalProcess] = set()
         self._watches: set[asyncio.Task[None]] = set()
@@ -142,13 +152,18 @@ class LocalRuntime:
             ),
         )
         assert process.stdin is not None
-        process.stdin.write(assignment(spec, self._key) + b"\n")  # and never closed: see process.py
-        local = LocalProcess(spec.name, process)
+        process.stdin.write(assignment(spec, self._keys) + b"\n")  # and never closed: see process.py
+        local = LocalProcess(spec, process)
         self._alive.add(local)
         watch = asyncio.create_task(self._forget_ended(local))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         return local
+
+    def use_keys(self, keys: Keys) -> None:
+        self._keys = keys
+        for process in self._alive:
+            process.use_keys(keys)
 
     async def close(self) -> None:
         alive = list(self._alive)

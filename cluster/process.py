@@ -1,6 +1,7 @@
 """One process of the cluster: `python -m baton.cluster.process`, started by a runtime and by nobody else.
 
-1. Its parent writes one line to its stdin, an Assignment, and keeps that open.
+1. Its parent writes one line to its stdin, an Assignment, and keeps that open. Each line that follows is
+   Generations: keys that replace those of the Assignment.
 2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed.
    A router or a gateway that serves writes LoopAlive every second, as long as its event loop runs.
 3. SIGTERM lets it drain, and end with status 0; a second one ends it at once. Only what `baton drain` has
@@ -11,6 +12,7 @@ What the processes do is imported here when it is known which one this is: a rou
 """
 
 import asyncio
+import io
 import logging
 import os
 import signal
@@ -40,7 +42,7 @@ from baton.cluster.process_spec import (
 )
 from baton.descriptors import raise_descriptor_limit
 from baton.errors import BatonError
-from baton.keys import KeyRing
+from baton.keys import Generations, KeyRing
 from baton.wire_types import Kind
 from baton.worker import Address
 from baton.worker_config import Ready, WorkerConfig
@@ -56,6 +58,7 @@ STOPPED_TWICE: Final = 143  # as of a process that SIGTERM ends
 
 def run(
     given: Assignment,
+    ring: KeyRing,
     ready: Ready,
     stop: threading.Event,
     progress: Progress | None = None,
@@ -63,17 +66,18 @@ def run(
 ) -> None:
     """Serve until `stop` is set, or a worker is drained, which leaves it unset; on any thread.
 
+    ring: of the process's keys, at first those of the assignment; the caller may replace them.
     `progress` hears of a worker's weights; `alive` is called every ALIVE_EVERY_S on the event loop of a
     router or a gateway, once it serves. Raises BatonError.
     """
     raise_descriptor_limit()
     match given.kind:
         case "router":
-            _run_router(given, _then(ready, alive), stop)
+            _run_router(given, ring, _then(ready, alive), stop)
         case "gateway":
-            _run_gateway(given, _then(ready, alive), stop)
+            _run_gateway(given, ring, _then(ready, alive), stop)
         case "worker":
-            _run_worker(given, ready, stop, progress)
+            _run_worker(given, ring, ready, stop, progress)
 
 
 def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
@@ -90,30 +94,33 @@ def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
     return say
 
 
-def _run_router(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+def _run_router(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
     from baton.router.process import serve_router
     from baton.router_config import RouterConfig
 
     config = _config(given, RouterConfig)
-    _run_loop(lambda stopping: serve_router(config, _ring(given), ready, stopping), stop)
+    _run_loop(lambda stopping: serve_router(config, ring, ready, stopping), stop)
 
 
-def _run_gateway(given: Assignment, ready: Ready, stop: threading.Event) -> None:
+def _run_gateway(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
     from baton.gateway.process import serve_gateway
     from baton.gateway_config import GatewayConfig
 
     config = _config(given, GatewayConfig)
     config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
-    _run_loop(lambda stopping: serve_gateway(config, _ring(given), ready, stopping), stop)
+    _run_loop(lambda stopping: serve_gateway(config, ring, ready, stopping), stop)
 
 
-def _run_worker(given: Assignment, ready: Ready, stop: threading.Event, progress: Progress | None) -> None:
+def _run_worker(
+    given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event, progress: Progress | None
+) -> None:
     from baton.cluster.worker_process import run_worker
 
-    run_worker(_config(given, WorkerConfig), _ring(given), ready, stop, progress)
+    run_worker(_config(given, WorkerConfig), ring, ready, stop, progress)
 
 
-def _ring(given: Assignment) -> KeyRing:
+def ring_of(given: Assignment) -> KeyRing:
+    """Make the ring of the process's keys."""
     return KeyRing(Kind(given.kind), given.generations)
 
 
@@ -142,17 +149,19 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
 
 
 def main() -> int:
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+    given = msgspec.json.decode(_stdin().readline(), type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")
     set_up_logging(given.name, format=given.log_format)
     stop = threading.Event()
     _drain_on_sigterm(stop)
-    threading.Thread(target=die_with_parent, name="parent", daemon=True).start()
+    ring = ring_of(given)
+    threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
     try:
         progress = _Throttled(lambda loading: _report(reports, loading))
         run(
             given,
+            ring,
             ready=lambda address: _report(reports, Started(address)),
             stop=stop,
             progress=progress,
@@ -203,10 +212,15 @@ def _drain_on_sigterm(stop: threading.Event) -> None:
     signal.signal(signal.SIGTERM, drain)
 
 
-def die_with_parent() -> None:
-    """Never returns: whoever holds the other end of stdin is gone when it ends."""
-    while os.read(0, 4096):
-        pass
+def _stdin() -> io.FileIO:
+    """Return stdin without a buffer, on whose lock a process that ends would wait for `hear_parent`."""
+    return io.FileIO(0, closefd=False)
+
+
+def hear_parent(ring: KeyRing) -> None:
+    """Take new keys; never return: the parent is gone when stdin ends."""
+    for line in _stdin():
+        ring.replace(msgspec.json.decode(line, type=Generations))
     os._exit(ORPHANED)
 
 

@@ -70,8 +70,8 @@ Report: TypeAlias = Started | Failed
 Progress: TypeAlias = Callable[[int, int], None]  # bytes read so far, and in all
 
 
-def generations_of(kind: ProcessKind, keys: ClusterKeys) -> Generations:
-    """Derive what a process of this kind is given of the cluster's keys."""
+def generations_of(kind: str, keys: ClusterKeys) -> Generations:
+    """Derive what a process of this kind, a ProcessKind or an operator, is given of the cluster's keys."""
     return KeyRing.of(keys, Kind(kind)).generations
 
 

@@ -13,11 +13,12 @@ import msgspec
 import ray
 
 from baton.cluster.logs import set_up_logging
-from baton.cluster.process import ORPHANED, run
+from baton.cluster.process import ORPHANED, ring_of, run
 from baton.cluster.process_spec import Assignment, Failed, Loading, Report, Started
 from baton.cluster.process_tree import started_at, wait_for_end
 from baton.config import set_node_name
 from baton.errors import BatonError
+from baton.keys import Generations
 
 # `serve` waits for the end in one thread, `report` for the start in another; the rest is heard meanwhile.
 NUM_THREADS = 4
@@ -34,6 +35,7 @@ class RayProcess:
         """
         given = msgspec.json.decode(assignment, type=Assignment)
         self._given = given if is_alone else _on_this_node(given)
+        self._ring = ring_of(given)
         self._stop = threading.Event()
         self._has_reported = threading.Event()
         self._report: Report | None = None
@@ -49,6 +51,7 @@ class RayProcess:
         try:
             run(
                 self._given,
+                self._ring,
                 ready=lambda address: self._tell(Started(address)),
                 stop=self._stop,
                 progress=self._keep_loading,
@@ -78,6 +81,10 @@ class RayProcess:
     def silent_s(self) -> float:
         """Seconds since the event loop ran; 0 before it serves."""
         return 0.0 if self._alive_s is None else time.monotonic() - self._alive_s
+
+    def use_keys(self, generations: bytes) -> None:
+        """Replace the keys: Generations."""
+        self._ring.replace(msgspec.json.decode(generations, type=Generations))
 
     def stop(self) -> None:
         self._stop.set()

@@ -28,11 +28,22 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from baton.cluster.cluster_key import Keys
 from baton.cluster.installing import install
-from baton.cluster.process_spec import Failed, Loading, ProcessSpec, Report, Started, assignment, share_out
+from baton.cluster.process_spec import (
+    Failed,
+    Loading,
+    ProcessSpec,
+    Report,
+    Started,
+    assignment,
+    generations_of,
+    share_out,
+)
 from baton.cluster.process_tree import kill_tree, started_at
 from baton.config import prepare_ray
 from baton.errors import ConfigError, WorkerLost
+from baton.keys import ClusterKeys
 from baton.worker import Address
 
 LOOPBACK: Final = "127.0.0.1"
@@ -73,13 +84,18 @@ class Room(NamedTuple):
 
 class RayRuntime:
     def __init__(
-        self, key: bytes, *, address: str | None = None, num_cpus: int = 0, place_timeout_s: float = 60.0
+        self,
+        keys: ClusterKeys,
+        *,
+        address: str | None = None,
+        num_cpus: int = 0,
+        place_timeout_s: float = 60.0,
     ) -> None:
         """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least.
 
         place_timeout_s: how long a cluster may take to have room, as one that grows does.
         """
-        self._key = key
+        self._keys = keys
         self._address = address
         self._num_cpus = num_cpus
         self._place_timeout_s = place_timeout_s
@@ -146,10 +162,18 @@ class RayRuntime:
             await asyncio.sleep(HEAD_LOOK_S)
         if spec.num_ranks:
             await self._move_if_needed(spec.name)
+        given = self._keys
         actor = await _in_thread(self._start_actor, spec)
         process = RayActor(spec, actor, self)
         self._alive.add(process)
+        if self._keys is not given:  # they have changed meanwhile
+            process.use_keys(self._keys)
         return process
+
+    def use_keys(self, keys: Keys) -> None:
+        self._keys = keys
+        for process in self._alive:
+            process.use_keys(keys)
 
     @property
     def errors(self) -> Any:
@@ -257,7 +281,7 @@ class RayRuntime:
             self._actor_class(spec.name)
             .options(name=None, **self._where(spec))
             .remote(
-                assignment(spec, self._key),
+                assignment(spec, self._keys),
                 is_alone=self._is_alone,
                 parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
             )
@@ -339,6 +363,7 @@ class RayActor:
         self.name = spec.name
         self.actor = actor
         self._runtime = runtime
+        self._kind = spec.kind
         self._errors = runtime.errors
         self._has_loop = not spec.num_ranks  # which says that it runs: of a router, or a gateway
         self._pid, self._node_id = 0, ""
@@ -375,6 +400,10 @@ class RayActor:
 
     def stop(self) -> None:
         self.actor.stop.remote()
+
+    def use_keys(self, keys: ClusterKeys) -> None:
+        """Have it replace its keys by those of its kind, derived from these."""
+        self.actor.use_keys.remote(msgspec.json.encode(generations_of(self._kind, keys)))
 
     def kill(self) -> None:
         self._runtime.ended(self)

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import Keys
 from baton.cluster.operator_node import connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.cluster.undrain_command import add_wait_option, find, until_it_serves
@@ -26,10 +27,10 @@ def run(arguments: argparse.Namespace) -> None:
     standard_output.write(f"{name} serves again\n")
 
 
-async def _restart(worker: str, wait_s: float, routers: Routers, key: bytes) -> str:
+async def _restart(worker: str, wait_s: float, routers: Routers, keys: Keys) -> str:
     """Return the worker's name."""
     try:
-        async with connected(routers, key) as operator:
+        async with connected(routers, keys) as operator:
             former = await find(operator, worker)
             name, former_id = (worker, "") if former is None else (former.name, former.id)
             await operator.restart(name)

@@ -4,7 +4,7 @@ import argparse
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from baton.cluster.cluster_key import read_key
+from baton.cluster.cluster_key import Keys, read_keys
 from baton.cluster.cluster_record import find_record
 from baton.config import cluster_key_file
 from baton.errors import ConfigError
@@ -26,12 +26,12 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def routers_of(arguments: argparse.Namespace) -> tuple[Routers, bytes]:
-    """Where the routers listen, and the cluster's key."""
+def routers_of(arguments: argparse.Namespace) -> tuple[Routers, Keys]:
+    """Where the routers listen, and the cluster's keys."""
     if arguments.router is None:
         record = find_record(arguments.port)
-        return record.routers, record.key
-    return arguments.router, key_of(arguments)
+        return record.routers, record.keys
+    return arguments.router, read_keys(key_file(arguments.cluster_key_file))
 
 
 def has_no_key(arguments: argparse.Namespace) -> bool:
@@ -39,16 +39,12 @@ def has_no_key(arguments: argparse.Namespace) -> bool:
     return arguments.cluster_key_file is None and cluster_key_file() is None
 
 
-def key_of(arguments: argparse.Namespace) -> bytes:
-    return key_in(arguments.cluster_key_file)
-
-
-def key_in(file: str | None) -> bytes:
-    """Return the key in `file`, or in the one that BATON_CLUSTER_KEY_FILE names."""
+def key_file(file: str | None) -> Path:
+    """Return `file`, or the one that BATON_CLUSTER_KEY_FILE names. ConfigError: there is neither."""
     name = file or cluster_key_file()
     if name is None:
         raise ConfigError("--cluster-key-file: expected the file with the cluster's key, got none")
-    return read_key(Path(name))
+    return Path(name)
 
 
 def addresses(text: str) -> Routers:

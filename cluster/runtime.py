@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from baton.cluster.cluster_key import Keys
 from baton.cluster.process_spec import Loading, ProcessSpec
 from baton.worker import Address
 
@@ -62,6 +63,9 @@ class Runtime(Protocol):
 
     async def spawn(self, spec: ProcessSpec) -> Process:
         """Start it, and return at once."""
+
+    def use_keys(self, keys: Keys) -> None:
+        """Hand these cluster keys to every process from now on, also to those that run; returns at once."""
 
     async def close(self) -> None:
         """End everything that was started and is still there."""

@@ -11,20 +11,24 @@ from typing import Any, Final, TypeAlias, TypeVar
 import msgspec
 
 from baton.clock import Clock, SystemClock
+from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
 from baton.cluster.cluster_record import url
 from baton.cluster.kept_redis import KeptRedis
 from baton.cluster.kernel_builds import are_compiled_now
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.ports import KeptPort
+from baton.cluster.process_spec import generations_of
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve_plan import Site, router_ports, specs
 from baton.cluster.supervisor import Supervised
 from baton.cluster.verdicts import Verdicts
 from baton.control import Members
 from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.keys import ClusterKeys, KeyRing
 from baton.operating import RestartWorker, Status, Undrain, WorkerRemoved
 from baton.router.redis_server import find_program
 from baton.serve_config import ServeConfig
+from baton.wire_types import Kind
 from baton.worker import Address, Routers
 
 ASK_EVERY_S: Final = 0.1
@@ -58,10 +62,10 @@ class Cluster:
     hang, and starts again those that an operator calls back.
     """
 
-    def __init__(self, config: ServeConfig, runtime: Runtime, key: bytes, say: Say) -> None:
+    def __init__(self, config: ServeConfig, runtime: Runtime, keys: ClusterKeys, say: Say) -> None:
         self._config = config
         self._runtime = runtime
-        self._key = key
+        self._ring = KeyRing.of(keys, Kind.OPERATOR)
         self._say = say
         self._clock: Clock = SystemClock()
         self._processes: list[Supervised] = []
@@ -84,6 +88,20 @@ class Cluster:
         for kind in STOPPING_ORDER:
             of_kind = [process for process in self._processes if process.spec.kind == kind]
             await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
+
+    def follow_keys(self, watch: KeyWatch, changed: Callable[[], None]) -> None:
+        """Have every process use the keys that `watch` finds, and call `changed` then."""
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(READ_EVERY_S)
+                if await asyncio.to_thread(watch.look):
+                    logger.info("the cluster keys have changed: %d are accepted now", len(watch.keys))
+                    self._ring.replace(generations_of(Kind.OPERATOR, watch.keys))
+                    self._runtime.use_keys(watch.keys)
+                    changed()
+
+        self._keep(look())
 
     async def _watch_head(self, operator: Operator) -> None:
         """Tell logs and routers when Ray's head is away, and when it is back."""
@@ -190,7 +208,7 @@ class Cluster:
                 await self._start_all()
                 for process in self._processes:
                     self._keep(process.keep())
-                connecting = connected(site.routers, self._key, self)
+                connecting = connected(site.routers, self._ring, self)
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._watch_head(operator))
                 await self._until_all_have_met(operator)
@@ -250,19 +268,24 @@ async def _status(operator: Operator) -> Status | None:
 async def serve(
     config: ServeConfig,
     runtime: Runtime,
-    key: bytes,
+    keys: KeyWatch,
     *,
     stop: asyncio.Event,
     say: Say,
     on_ready: Callable[[Serving], None],
+    on_keys: Callable[[Serving], None],
 ) -> bool:
-    """Serve until `stop` is set; whether it came to that. ConfigError or WorkerLost: it could not."""
-    cluster = Cluster(config, runtime, key, say)
+    """Serve until `stop` is set; whether it came to that. ConfigError or WorkerLost: it could not.
+
+    on_keys: called when `keys` has others, which every process is told of then.
+    """
+    cluster = Cluster(config, runtime, keys.keys, say)
     try:
         serving = await _unless(stop, cluster.start())
         if serving is None:
             return False
         on_ready(serving)
+        cluster.follow_keys(keys, lambda: on_keys(serving))
         await stop.wait()
         say("draining: what runs may end; interrupt once more to stop at once")
         await cluster.drain()

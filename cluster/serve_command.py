@@ -9,16 +9,19 @@ import asyncio
 import signal
 from pathlib import Path
 
+from baton.clock import SystemClock
 from baton.cluster.banner import banner
-from baton.cluster.cluster_key import cluster_key
+from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.local_runtime import LocalRuntime
 from baton.cluster.logs import say
 from baton.cluster.ray_runtime import RayRuntime
+from baton.cluster.router_options import key_file
 from baton.cluster.runtime import Runtime
 from baton.cluster.serve import Serving, serve
 from baton.cluster.serve_checks import check_model, check_tenants, speech_of
 from baton.cluster.serve_options import add_options, settings
+from baton.config import cluster_key_file
 from baton.errors import ConfigError
 from baton.serve_config import ServeConfig
 
@@ -36,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     except ConfigError as error:
         raise ConfigError(given.in_words_of_origin(str(error))) from None
     try:
-        has_served = asyncio.run(_serve(config, cluster_key(config.cluster_key_file)))
+        has_served = asyncio.run(_serve(config, _keys(config)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if not has_served:
@@ -52,27 +55,41 @@ def _check(config: ServeConfig) -> None:
             say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
-async def _serve(config: ServeConfig, key: bytes) -> bool:
+def _keys(config: ServeConfig) -> KeyWatch:
+    """Watch the key file, or keep a new key where none is named."""
+    if config.cluster_key_file is None and cluster_key_file() is None:
+        keys = (new_key(),)
+        return KeyWatch(lambda: keys, SystemClock())
+    path = key_file(config.cluster_key_file)
+    return KeyWatch(lambda: read_keys(path), SystemClock())
+
+
+async def _serve(config: ServeConfig, keys: KeyWatch) -> bool:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     with recorded() as record:
 
+        def leave_record(serving: Serving) -> None:
+            record(
+                ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, keys=keys.keys)
+            )
+
         def on_ready(serving: Serving) -> None:
-            record(ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, key=key))
+            leave_record(serving)
             print(banner(config, serving), flush=True)
 
-        runtime = make_runtime(config, key)
+        runtime = make_runtime(config, keys.keys)
         say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
-        return await serve(config, runtime, key, stop=stop, say=say, on_ready=on_ready)
+        return await serve(config, runtime, keys, stop=stop, say=say, on_ready=on_ready, on_keys=leave_record)
 
 
-def make_runtime(config: ServeConfig, key: bytes) -> Runtime:
+def make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
     if config.runtime == "local":
-        return LocalRuntime(key)
+        return LocalRuntime(keys)
     pools = (config.prefill, config.decode)
     num_ranks = sum(pool.num_workers * pool.engine(config.engine).tensor_parallel_size for pool in pools)
     return RayRuntime(
-        key, address=config.ray_address, num_cpus=num_ranks, place_timeout_s=config.start_timeout_s
+        keys, address=config.ray_address, num_cpus=num_ranks, place_timeout_s=config.start_timeout_s
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import msgspec
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import Keys
 from baton.cluster.operator_node import connected
 from baton.cluster.queue_lines import queue_lines, refusals
 from baton.cluster.router_options import add_router_options, routers_of, spelled
@@ -112,9 +113,9 @@ def _row(entry: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-async def _ask(routers: Routers, key: bytes) -> Status:
+async def _ask(routers: Routers, keys: Keys) -> Status:
     try:
-        async with connected(routers, key) as operator:
+        async with connected(routers, keys) as operator:
             return await operator.status()
     except (TimeoutError, PeerGone):
         raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None

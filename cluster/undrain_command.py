@@ -9,6 +9,7 @@ import asyncio
 from typing import Final
 
 from baton.cluster import standard_output
+from baton.cluster.cluster_key import Keys
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.router_options import add_router_options, routers_of, spelled
 from baton.errors import PeerGone, WorkerLost
@@ -34,9 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
     standard_output.write(f"{arguments.worker} serves again\n")
 
 
-async def _undrain(name: str, wait_s: float, routers: Routers, key: bytes) -> None:
+async def _undrain(name: str, wait_s: float, routers: Routers, keys: Keys) -> None:
     try:
-        async with connected(routers, key) as operator:
+        async with connected(routers, keys) as operator:
             await operator.undrain(name)
             await until_it_serves(operator, name, wait_s)
     except (TimeoutError, PeerGone):

@@ -33,7 +33,7 @@ from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.errors import TransferFailed
-from baton.keys import PAGES, ClusterKeys, KeyRing
+from baton.keys import ClusterKeys, KeyRing
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.kv_links import KvLinks
@@ -82,7 +82,7 @@ class HostedWorker:
             self._steps = StepWatchdog(SystemClock(), config.step_timeout_s)
             self.engine.on_batch = self._steps.sized
             admission = _Admission()
-            self.endpoint = self._open_endpoint(ring.derived(PAGES), shared, agents, admission)
+            self.endpoint = self._open_endpoint(ring, shared, agents, admission)
             ends.callback(self.endpoint.close)
             thread = NodeThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
             ends.callback(thread.close)
@@ -113,11 +113,11 @@ class HostedWorker:
         self._ends.close()
 
     def _open_endpoint(
-        self, key: bytes, shared: SharedPool, agents: RankAgents, admission: "_Admission"
+        self, ring: KeyRing, shared: SharedPool, agents: RankAgents, admission: "_Admission"
     ) -> KvEndpoint:
         pool = self.engine.runner.pool.device
         settings = EndpointSettings(
-            key=key,
+            key=ring,
             fingerprint=self.engine.fingerprint,
             layout=self.engine.runner.layout,
             host=self._config.host,

@@ -17,14 +17,14 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from baton.errors import ConfigError
 from baton.gateway.api_errors import ApiError
+from baton.keys import EVENT_IDS, ClusterKeys, KeyRing
 from baton.request import MAX_CHOICES
+from baton.wire_types import Kind
 
 TAG_BYTES: Final = 16
 NAME_BYTES: Final = 16  # of an answer
@@ -68,13 +68,11 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class EventIds:
     """Seals resume points into ids, and opens ids. Keeps nothing of any stream."""
 
-    def __init__(self, cluster_keys: Sequence[bytes]) -> None:
-        """cluster_keys: the first seals; ids that any of them has sealed can be opened."""
-        if not cluster_keys:
-            raise ConfigError("expected a cluster key, got none")
-        self._keys = [
-            (_derived(cluster_key, b"tag"), _derived(cluster_key, b"stream")) for cluster_key in cluster_keys
-        ]
+    def __init__(self, keys: ClusterKeys) -> None:
+        """keys: a gateway's. The current one seals; ids that any of them has sealed can be opened."""
+        self._ring = KeyRing.of(keys, Kind.GATEWAY)
+        self._use_keys()
+        self._ring.follow(self._use_keys)
         self._decoder = msgspec.msgpack.Decoder(ResumePoint)
 
     def seal(self, point: ResumePoint, tenant: str) -> bytes:
@@ -104,6 +102,11 @@ class EventIds:
             )
         return point
 
+    def _use_keys(self) -> None:
+        self._keys = [
+            (_derived(key, b"tag"), _derived(key, b"stream")) for key in self._ring.all_derived(EVENT_IDS)
+        ]
+
     def _point(self, text: str, tenant: str) -> ResumePoint | None:
         if len(text) > MAX_ID_CHARS:
             return None
@@ -127,8 +130,8 @@ class EventIds:
             return None
 
 
-def _derived(cluster_key: bytes, purpose: bytes) -> bytes:
-    return hmac.digest(cluster_key, _CONTEXT + b" " + purpose, "sha256")
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(key, _CONTEXT + b" " + purpose, "sha256")
 
 
 def _tag(key: bytes, tenant: str, payload: bytes) -> bytes:

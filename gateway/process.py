@@ -44,7 +44,7 @@ from baton.gateway.text_work import TextWork
 from baton.gateway.tokenizer import Tokenizer
 from baton.gateway_config import GatewayConfig
 from baton.hub import Hub
-from baton.keys import CACHE_SALTS, EVENT_IDS, ClusterKeys, KeyRing
+from baton.keys import ClusterKeys, KeyRing
 from baton.operating import MAX_TENANTS_TOLD, GatewayStatus
 from baton.wire_types import Kind
 from baton.worker import Address
@@ -68,7 +68,6 @@ class Gateway:
         Raises ModelError and ConfigError, which say what to change.
         """
         ring = KeyRing.of(keys, Kind.GATEWAY)
-        salt_key = ring.derived(CACHE_SALTS)
         self.is_draining = False
         self._address: Address | None = None
         self._shares_port = config.shares_port
@@ -91,11 +90,11 @@ class Gateway:
         )
         self._watch: TenantsWatch | None = None
         self._watching: asyncio.Task[None] | None = None
-        tenants = Tenants(salt_key)
+        tenants = Tenants(ring)
         if config.tenants_file is not None:
-            self._watch = TenantsWatch(Path(config.tenants_file), salt_key, clock)
+            self._watch = TenantsWatch(Path(config.tenants_file), ring, clock)
             tenants, metrics.tenants_file = self._watch.tenants, self._watch.counters
-        parts = _parts(config, model, exporter, clock, tenants, EventIds(ring.all_derived(EVENT_IDS)))
+        parts = _parts(config, model, exporter, clock, tenants, EventIds(ring))
         self._inference = parts.inference
         self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
 

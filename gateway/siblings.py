@@ -1,14 +1,12 @@
 """The gateways behind one port of this machine: each tells the others what it has counted.
 
 The kernel hands a scrape of the port to any one of them, so whoever gets it asks the others first. Each
-listens on an abstract unix socket, whose name begins with what their port and the cluster's key make of it;
-both ends prove that they hold the key. A process that ends takes its socket along: nothing is left behind.
+listens on an abstract unix socket, whose name begins with their address; both ends prove that they hold the
+key. A process that ends takes its socket along: nothing is left behind.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -44,7 +42,6 @@ class Siblings:
 
     def __init__(self, keys: KeyRing, own: Callable[[], Counts]) -> None:
         """keys: a gateway's. own: what this one has counted by now."""
-        self._name_key = keys.derived(GATEWAYS)
         self._keys = PurposeKeys(keys, GATEWAYS)
         self._own = own
         self._prefix = self._name = ""
@@ -55,8 +52,7 @@ class Siblings:
 
     def listen(self, address: Address) -> None:
         """address: the one that all of them share."""
-        group = hmac.new(self._name_key, f"gateways {address.host}:{address.port}".encode(), hashlib.sha256)
-        self._prefix = f"baton-gateway/{group.hexdigest()[:32]}/"
+        self._prefix = f"baton-gateway/{address.host}:{address.port}/"
         self._name = self._prefix + secrets.token_hex(8)
         listener = socket.socket(socket.AF_UNIX)
         try:

@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.gateway.tenants import Tenants
 from baton.gateway.tenants_file import read_tenants
+from baton.keys import ClusterKeys
 
 LOOK_EVERY_S: Final = 0.2
 SETTLE_S: Final = 0.2
@@ -47,15 +48,15 @@ class Signature(NamedTuple):
 class TenantsWatch:
     """`look` does all its work on the thread that calls it; `tenants` may be asked on another meanwhile."""
 
-    def __init__(self, path: Path, cluster_key: bytes, clock: Clock) -> None:
-        """Raises ConfigError for a file that is wrong: there is no earlier one to go on with."""
+    def __init__(self, path: Path, keys: ClusterKeys, clock: Clock) -> None:
+        """keys: a gateway's. Raises ConfigError for a file that is wrong: there is no earlier one."""
         self.counters: Counter[str] = Counter()  # changes that were "taken", and "refused"
         self._path = path
         self._clock = clock
         self._known = Signature.of(path)  # of what was read last, for better or worse; taken before reading
         self._seen = self._known  # by the last look
         self._seen_s = clock.now_s()  # since when it has looked like that
-        self.tenants = Tenants.from_file(path, cluster_key)
+        self.tenants = Tenants.from_file(path, keys)
 
     def look(self) -> bool:
         """Whether the tenants are others now."""

@@ -15,6 +15,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.errors import TransferFailed, WireError
 from baton.kernels.copy_pages import copy_pages
@@ -128,7 +129,7 @@ class CudaIpcTransport(DirectTransport):
     def __init__(
         self,
         address: str,
-        key: bytes,
+        key: LinkSecret,
         pool: Tensor,
         incarnation: bytes,
         *,
@@ -184,7 +185,7 @@ class CudaIpcDoor(PoolDoor):
         self,
         pool: SharedDevicePool,
         landings: Landings,
-        key: bytes,
+        key: LinkSecret,
         on_death: Callable[[list[bytes]], None],
         *,
         clock: Clock | None = None,

@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.page_memory import PeerGenerations, as_words
@@ -42,7 +43,7 @@ class DirectTransport:
     def __init__(
         self,
         address: str,
-        key: bytes,
+        key: LinkSecret,
         num_pages: int,
         incarnation: bytes,
         part_bytes: int,

@@ -32,6 +32,7 @@ from typing import Final
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
+from baton.keys import KeyRing
 from baton.kvtransfer.choose import TransportCounters
 from baton.kvtransfer.ended import Ended
 from baton.kvtransfer.endpoint_settings import Admit, EndpointSettings, refuse_all
@@ -87,7 +88,7 @@ class KvEndpoint(PageEndpoint):
         try:
             self._peers = Peers(
                 (settings.host, settings.port),
-                settings.key,
+                settings.secret,
                 settings.hello(incarnation),
                 ranks.doors,
                 settings.transport,
@@ -102,6 +103,8 @@ class KvEndpoint(PageEndpoint):
             ranks.close()
             raise
         ranks.start(inbox, self._hear, self._lost_rank)
+        if isinstance(ring := settings.key, KeyRing):
+            ring.follow(lambda: self.post(lambda: ranks.use(ring.generations)))
 
     @property
     def address(self) -> tuple[str, int]:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton.challenge import LinkSecret, PurposeKeys
 from baton.clock import Clock
+from baton.keys import PAGES, KeyRing
 from baton.kvtransfer.choose import AUTO
 from baton.kvtransfer.handoff import Terms, Timing
 from baton.kvtransfer.ledger import Owner, PageLedger
@@ -17,7 +19,7 @@ from baton.link_life import LINK_TIMEOUT_S
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: bytes  # the cluster's
+    key: bytes | KeyRing  # of page links: a worker's ring, or one key that never changes
     fingerprint: str  # of the model
     layout: PageLayout
     host: str = "127.0.0.1"
@@ -35,9 +37,14 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             layout=self.layout,
         )
 
+    @property
+    def secret(self) -> LinkSecret:
+        """What links to other replicas are proved with."""
+        return self.key if isinstance(self.key, bytes) else PurposeKeys(self.key, PAGES)
+
     def for_rank(self, rank: int) -> RankSettings:
         return RankSettings(
-            key=self.key,
+            key=self.key if isinstance(self.key, bytes) else self.key.generations,
             layout=self.layout,
             rank=rank,
             host=self.host,

@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.acceptor import Acceptor
@@ -51,7 +52,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def ask_for_meeting(
     address: tuple[str, int],
-    key: bytes,
+    key: LinkSecret,
     knock: Knock,
     timeout_s: float,
     *,
@@ -82,7 +83,7 @@ class GroupDoor:
         receiver: GroupReceiver,
         layout: PageLayout,
         rank: int,
-        key: bytes,
+        key: LinkSecret,
         *,
         clock: Clock | None = None,
         dropped: DroppedPeers | None = None,

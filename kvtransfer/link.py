@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.compatibility import check, check_doors
@@ -62,7 +63,7 @@ class Link:
 
 def dial(
     address: tuple[str, int],
-    key: bytes,
+    key: LinkSecret,
     hello: Hello,
     doors: Doors,
     clock: Clock,
@@ -87,7 +88,7 @@ def dial(
 
 def answer(
     sock: socket.socket,
-    key: bytes,
+    key: LinkSecret,
     hello: Hello,
     doors: Doors,
     clock: Clock,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, TransferFailed, WireError
 from baton.kvtransfer.acceptor import Acceptor
@@ -30,7 +31,7 @@ class Peers:
     def __init__(
         self,
         listen: tuple[str, int],
-        key: bytes,
+        key: LinkSecret,
         hello: Hello,
         doors: Doors,
         transport: str,

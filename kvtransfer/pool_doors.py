@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.kvtransfer.choose import this_host
 from baton.kvtransfer.cuda_ipc import CudaIpcDoor, SharedDevicePool
@@ -36,6 +37,7 @@ class PoolDoors:
         pool: Tensor,
         shared: SharedPool | None,
         settings: RankSettings,
+        key: LinkSecret,
         incarnation: bytes,
         on_death: Callable[[list[bytes]], None],
         *,
@@ -50,7 +52,7 @@ class PoolDoors:
         self.pages = RankPages(pool)
         self.landings = Landings(self.pages.num_pages)
         self.generations: PageGenerations | None = None
-        key, host, landings = settings.key, settings.host, self.landings
+        host, landings = settings.host, self.landings
         tcp_pool = self.pages.for_sockets()
         self._receiver = TcpReceiver(landings, tcp_pool, key, host=host, clock=clock, dropped=dropped)
         self._direct: PoolDoor | None = None

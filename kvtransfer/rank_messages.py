@@ -21,6 +21,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from baton.keys import Generations as KeyGenerations
 from baton.kvtransfer.messages import (
     Digests,
     Epoch,
@@ -54,7 +55,7 @@ class RankMessage(
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    key: bytes  # the cluster's
+    key: bytes | KeyGenerations  # of page links; bytes: one that never changes
     layout: PageLayout
     rank: Rank
     host: str  # where its doors listen
@@ -144,6 +145,12 @@ class DropLink(RankMessage, frozen=True):
     link: Count
 
 
+class UseKeys(RankMessage, frozen=True):
+    """Prove new connections with these keys; those that are open stay."""
+
+    generations: Annotated[KeyGenerations, Meta(min_length=1, max_length=2)]
+
+
 class TellCounts(RankMessage, frozen=True):
     """Counted."""
 
@@ -223,7 +230,7 @@ class PartStopped(OfPart, frozen=True):
 PartCommand: TypeAlias = (
     OpenPart | ClosePart | HashUnits | VerifyPart | ReachPeer | GrantPart | PushPart | StopPart | ForgetPart
 )
-Command: TypeAlias = PartCommand | DropLink
+Command: TypeAlias = PartCommand | DropLink | UseKeys
 PartEvent: TypeAlias = (
     PartOpened
     | WriterStopped

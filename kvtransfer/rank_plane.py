@@ -12,7 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from baton.challenge import LinkSecret, PurposeKeys
 from baton.clock import Clock
+from baton.keys import PAGES, KeyRing
 from baton.kvtransfer.arriving_part import ArrivingPart, RankTools
 from baton.kvtransfer.choose import TransportCounters
 from baton.kvtransfer.departing_part import DepartingPart
@@ -38,6 +40,7 @@ from baton.kvtransfer.rank_messages import (
     RankSettings,
     ReachPeer,
     StopPart,
+    UseKeys,
     VerifyPart,
     WriterDied,
 )
@@ -45,6 +48,7 @@ from baton.kvtransfer.rank_transports import RankTransports
 from baton.kvtransfer.step_gate import NoSteps, StepGate, StepMarks
 from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.wire import DroppedPeers
+from baton.wire_types import Kind
 
 Emit = Callable[[PartEvent], None]
 
@@ -101,11 +105,19 @@ class RankPlane:
         """
         self.is_lost = False  # and never will be: we would not know
         self._settings = settings
+        self._ring: KeyRing | None = None  # None: the key never changes
+        key: LinkSecret
+        if isinstance(settings.key, bytes):
+            key = settings.key
+        else:
+            self._ring = KeyRing(Kind.WORKER, settings.key)
+            key = PurposeKeys(self._ring, PAGES)
         self._hashing = Hashing(settings.num_hashing_threads, may_inline=not pool.is_cuda)
         self.pool_doors = PoolDoors(
             pool,
             shared,
             settings,
+            key,
             incarnation,
             lambda landings: post(partial(self._bury, landings)),
             clock=clock,
@@ -114,7 +126,7 @@ class RankPlane:
         self._dropped = dropped
         self.doors = self.pool_doors.message()
         self._transports = RankTransports(
-            settings, self.doors, self.pool_doors.pages, post, clock=clock, dropped=dropped
+            settings, key, self.doors, self.pool_doors.pages, post, clock=clock, dropped=dropped
         )
         self._emit = emit
         self._tools = RankTools(self.pool_doors, self._hashing, post, emit)
@@ -136,6 +148,9 @@ class RankPlane:
     def perform(self, command: Command) -> None:
         if isinstance(command, DropLink):
             self._transports.drop(command.link)
+        elif isinstance(command, UseKeys):
+            if self._ring is not None:
+                self._ring.replace(command.generations)
         else:
             self._gate.perform(command)
 

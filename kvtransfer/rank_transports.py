@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.kvtransfer.choose import Place, TransportCounters, TransportName, order
 from baton.kvtransfer.cuda_ipc import CudaIpcTransport
@@ -39,6 +40,7 @@ class RankTransports:
     def __init__(
         self,
         settings: RankSettings,
+        key: LinkSecret,
         doors: RankDoors,
         pages: RankPages,
         post: Post,
@@ -49,6 +51,7 @@ class RankTransports:
         """doors: the rank's own."""
         self.counters = TransportCounters()
         self._settings = settings
+        self._key = key
         self._doors = doors
         self._pages = pages
         self._post = post
@@ -91,7 +94,7 @@ class RankTransports:
         return transports_between(self._doors, peer.doors, self._settings.transport)
 
     def _make(self, peer: PeerRank, name: TransportName, on_end: OnEnd) -> Transport:
-        key, pages, clock, dropped = self._settings.key, self._pages, self._clock, self._dropped
+        key, pages, clock, dropped = self._key, self._pages, self._clock, self._dropped
         doors, incarnation = peer.doors, self._doors.incarnation
         match name:
             case "shm":
@@ -133,7 +136,7 @@ class RankTransports:
             knock = Knock(name=name, layout=ours.layout, rank=ours.rank, payload_bytes=payload_bytes(plan))
             address, timeout_s = (peer.host, port), settings.connect_s
             return ask_for_meeting(
-                address, ours.key, knock, timeout_s, clock=self._clock, dropped=self._dropped
+                address, self._key, knock, timeout_s, clock=self._clock, dropped=self._dropped
             )
 
         return GroupTransport(

@@ -5,13 +5,14 @@ from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.errors import ConfigError
+from baton.keys import Generations as KeyGenerations
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.landing import Landings
 from baton.kvtransfer.link import Link
 from baton.kvtransfer.message_stream import Post
 from baton.kvtransfer.messages import Doors
 from baton.kvtransfer.rank_agents import RankAgents
-from baton.kvtransfer.rank_messages import Command, DropLink, PeerRank
+from baton.kvtransfer.rank_messages import Command, DropLink, PeerRank, UseKeys
 from baton.kvtransfer.rank_plane import Emit, Performer, Plane, RankPlane
 from baton.kvtransfer.remote_rank import OnLost, RemoteRank
 
@@ -100,6 +101,10 @@ class Ranks:
     def drop(self, link: Link) -> None:
         """What the link's transports had to move has come to its end before."""
         self._perform(DropLink(link=link.number))
+
+    def use(self, generations: KeyGenerations) -> None:
+        """Have every rank prove its new connections with these keys."""
+        self._perform(UseKeys(generations=generations))
 
     def stop(self) -> bool:
         """No page leaves any rank, now and later. Whether that is certain: a rank that hangs can't say so."""

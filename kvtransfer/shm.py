@@ -6,6 +6,7 @@ outside the interpreter's lock.
 
 from typing import Final
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.errors import WireError
 from baton.kernels.copy_runs import copy_runs
@@ -26,7 +27,7 @@ class ShmTransport(DirectTransport):
     def __init__(
         self,
         address: str,
-        key: bytes,
+        key: LinkSecret,
         memory: PageMemory,
         incarnation: bytes,
         *,

@@ -19,6 +19,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
 from baton.kvtransfer.acceptor import Acceptor
@@ -53,7 +54,7 @@ class PoolDoor:
         offer: Offer,
         generations: PageGenerations,
         landings: Landings,
-        key: bytes,
+        key: LinkSecret,
         on_death: Callable[[list[bytes]], None],
         *,
         clock: Clock | None = None,
@@ -145,7 +146,7 @@ class ShmDoor(PoolDoor):
         self,
         pool: SharedPool,
         landings: Landings,
-        key: bytes,
+        key: LinkSecret,
         on_death: Callable[[list[bytes]], None],
         *,
         clock: Clock | None = None,

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, ConfigError, PeerGone, TransferFailed
 from baton.kvtransfer.page_memory import PageMemory
@@ -57,7 +58,7 @@ class TcpTransport:
     def __init__(
         self,
         address: tuple[str, int],
-        key: bytes,
+        key: LinkSecret,
         pool: PageMemory | PagePacking,
         *,
         settings: TcpSettings | None = None,

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from baton.challenge import LinkSecret
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError, WireError
 from baton.kvtransfer.acceptor import Acceptor
@@ -51,7 +52,7 @@ class TcpReceiver:
         self,
         landings: Landings,
         pool: PageMemory | PagePacking,
-        key: bytes,
+        key: LinkSecret,
         *,
         host: str = "127.0.0.1",
         port: int = 0,

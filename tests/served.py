@@ -109,7 +109,7 @@ class Served:
         record = find_record(self.port)
 
         async def ask() -> Status:
-            async with connected(record.routers, record.key) as operator:
+            async with connected(record.routers, record.keys) as operator:
                 return await operator.status()
 
         return asyncio.run(ask())

@@ -121,7 +121,9 @@ def test_the_cluster_of_a_port_is_found_where_it_listens(
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
     port = int(url.rpartition(":")[2])
     with recorded() as record:
-        record(ClusterRecord(host="0.0.0.0", port=port, routers=(Address("127.0.0.1", 7000),), key=b"k" * 16))
+        record(
+            ClusterRecord(host="0.0.0.0", port=port, routers=(Address("127.0.0.1", 7000),), keys=(b"k" * 16,))
+        )
         assert main(["chat", "--port", str(port), "hello"]) == 0
         assert capsys.readouterr().out == "1:hello\n"
         assert main(["chat", "--port", "1", "hello"]) == 2

@@ -9,7 +9,7 @@ from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, u
 from baton.errors import ConfigError
 from baton.worker import Address
 
-RECORD = ClusterRecord(host="127.0.0.1", port=8000, routers=(Address("127.0.0.1", 7000),), key=b"k" * 16)
+RECORD = ClusterRecord(host="127.0.0.1", port=8000, routers=(Address("127.0.0.1", 7000),), keys=(b"k" * 16,))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from baton.cluster.cli import main
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
-from baton.cluster.process import run
+from baton.cluster.process import ring_of, run
 from baton.cluster.process_spec import Assignment, generations_of
 from baton.config_tree import build
 from baton.router import redis_server
@@ -238,19 +238,19 @@ def test_routers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     given = Assignment(
         kind="router", name="router-0", generations=generations, config=msgspec.Raw(b'{"redis":"none"}')
     )
-    thread = Thread(target=run, args=(given, tell, stop))
+    thread = Thread(target=run, args=(given, ring_of(given), tell, stop))
     thread.start()
     try:
         assert ready.wait(60)
         (address,) = where
-        (empty,) = doctor.routers((address,), key)
+        (empty,) = doctor.routers((address,), (key,))
         assert empty.what.endswith("answers: 0 workers, 0 gateways: nothing is served")
-        (stranger,) = doctor.routers((address,), b"another key of 16")
+        (stranger,) = doctor.routers((address,), (b"another key of 16",))
         assert (stranger.verdict, "another key or version" in stranger.what) == ("error", True)
     finally:
         stop.set()
         thread.join(60)
-    (silent,) = doctor.routers((address,), key)
+    (silent,) = doctor.routers((address,), (key,))
     assert (silent.verdict, "cannot be reached" in silent.what) == ("error", True)
     options = ("--router", f"127.0.0.1:{address.port}", "--cluster-key-file", str(tmp_path / "key"))
     assert main(["doctor", "tiny", "--runtime", "local", *options]) == 1

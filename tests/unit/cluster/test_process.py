@@ -12,7 +12,7 @@ from subprocess import PIPE
 import msgspec
 import pytest
 
-from baton.cluster.process import run
+from baton.cluster.process import ring_of, run
 from baton.cluster.process_spec import Assignment, Failed, ProcessSpec, Report, Started, assignment
 from baton.descriptors import WANTED
 from baton.gateway_config import GatewayConfig
@@ -102,7 +102,7 @@ def test_it_may_run_on_any_thread() -> None:
         stop.set()
 
     given = msgspec.json.decode(assignment(router(), KEY), type=Assignment)
-    thread = threading.Thread(target=run, args=(given, ready, stop))
+    thread = threading.Thread(target=run, args=(given, ring_of(given), ready, stop))
     thread.start()
     thread.join(20)
     assert len(addresses) == 1 and not thread.is_alive()

@@ -7,6 +7,8 @@ import pytest
 from baton.errors import ConfigError
 from baton.gateway.api_errors import ApiError
 from baton.gateway.event_ids import MAX_ID_CHARS, MAX_RESUMABLE_CHOICES, EventIds, ResumePoint, Shown
+from baton.keys import KeyRing
+from baton.wire_types import Kind
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 NOW_S = 1_700_000_000.0
@@ -93,6 +95,17 @@ def test_while_keys_are_rotated_ids_of_both_are_opened() -> None:
     anew = between.seal(POINT, "acme").decode()
     assert EventIds([OTHER_KEY]).open(anew, "acme", NOW_S) == POINT
     refusal(before, anew)
+
+
+def test_a_running_gateway_opens_ids_of_both_keys_until_one_is_retired() -> None:
+    ring = KeyRing.of(KEY, Kind.GATEWAY)
+    ids = EventIds(ring)
+    text = ids.seal(POINT, "acme").decode()
+    ring.replace(KeyRing.of((OTHER_KEY, KEY), Kind.GATEWAY).generations)
+    assert ids.open(text, "acme", NOW_S) == POINT
+    assert EventIds([OTHER_KEY]).open(ids.seal(POINT, "acme").decode(), "acme", NOW_S) == POINT
+    ring.replace(KeyRing.of(OTHER_KEY, Kind.GATEWAY).generations)
+    assert refusal(ids, text)[0] == "unknown_event_id"
 
 
 def test_without_a_key_nothing_is_sealed() -> None:

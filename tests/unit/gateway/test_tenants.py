@@ -4,8 +4,10 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.gateway.tenants import Tenants, cache_salt, key_digest
+from baton.keys import KeyRing
+from baton.wire_types import Kind
 
-KEY = b"k" * 32
+KEY, NEW_KEY = b"k" * 32, b"n" * 32
 GOOD = f"sha256:{key_digest('good').hex()}"
 OTHER = f"sha256:{key_digest('other').hex()}"
 
@@ -13,6 +15,12 @@ OTHER = f"sha256:{key_digest('other').hex()}"
 def tenants(path: Path, text: str) -> Tenants:
     (path / "tenants.yaml").write_text(text)
     return Tenants.from_file(path / "tenants.yaml", KEY)
+
+
+def salt_of(found: Tenants) -> bytes:
+    tenant = found.find("good")
+    assert tenant is not None
+    return tenant.cache_salt
 
 
 def test_keys_find_their_tenant(tmp_path: Path) -> None:
@@ -76,3 +84,15 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, complaint: str) -> N
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Tenants.from_file(tmp_path / "none.yaml", KEY)
+
+
+def test_after_a_rotation_the_salts_are_those_of_the_new_key(tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text(f'tenants: {{acme: {{keys: ["{GOOD}"]}}}}')
+    ring = KeyRing.of(KEY, Kind.GATEWAY)
+    found = [Tenants.from_file(tmp_path / "tenants.yaml", ring), Tenants.from_file(None, ring)]
+    before = [salt_of(each) for each in found]
+    ring.replace(KeyRing.of((NEW_KEY, KEY), Kind.GATEWAY).generations)
+    after = [salt_of(each) for each in found]
+    ring.replace(KeyRing.of(NEW_KEY, Kind.GATEWAY).generations)
+    assert [salt_of(each) for each in found] == after
+    assert not {*before} & {*after}

@@ -45,6 +45,7 @@ def doors(transport: str = "auto", *, is_shared: bool = False) -> PoolDoors:
         zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8),
         shared,
         settings.for_rank(0),
+        b"k" * 32,
         b"i" * 16,
         lambda transfers: None,
         clock=SystemClock(),

@@ -137,7 +137,7 @@ def test_a_rank_that_is_none_or_here_already_is_dropped(agents: RankAgents, rank
 
 def test_who_does_not_know_the_secret_of_the_meeting_is_not_let_in(agents: RankAgents) -> None:
     with pytest.raises(WireError):
-        knock(agents, SETTINGS.key).handshake()
+        knock(agents, b"k" * 32).handshake()
     come(agents, 1), come(agents, 2)
     assert len(agents.meet(SETTINGS)) == 2
 

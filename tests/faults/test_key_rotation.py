@@ -1,0 +1,129 @@
+"""The cluster key of a live cluster is rotated: no request fails, and the retired key opens nothing."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from baton.cluster.cluster_key import Keys, new_key, read_keys, write_secret
+from baton.cluster.cluster_record import find_record
+from tests.event_stream import joined, read_all, stream
+from tests.served import Served, served, stop, until
+
+OPTIONS: Final = (
+    *("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
+    *("--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2"),
+    *("--router-policy", "prefix"),  # which has prefill workers compute prompts
+)
+BODY: Final[dict[str, Any]] = {
+    "model": "tiny",
+    "prompt": "the sun and the moon and a star; " * 6,
+    "max_tokens": 60,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True, "resumable": True},
+}
+NUM_CLIENTS: Final = 3
+RESTARTED_S: Final = 120.0
+REFUSED_FOR_S: Final = 8.0
+
+
+class Load:
+    """Clients that ask the same again and again, and compare the answers."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._expected = joined(read_all(port, BODY))["choices"]
+        self._is_over = threading.Event()
+        self.num_answers = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(self._ask) for _ in range(NUM_CLIENTS)]
+            try:
+                yield
+            finally:
+                self._is_over.set()
+            for client in clients:
+                client.result()
+
+    def _ask(self) -> None:
+        while not self._is_over.is_set():
+            assert joined(read_all(self._port, BODY))["choices"] == self._expected
+            self.num_answers += 1
+
+
+def change(cluster: Served, action: str, path: Path) -> Keys:
+    """Rotate or retire, and wait until the cluster uses what the file has then."""
+    cluster.baton("cluster-key", action, "--cluster-key-file", str(path))
+    keys = read_keys(path)
+    until(lambda: find_record(cluster.port).keys == keys)
+    return keys
+
+
+def restart(cluster: Served, name: str) -> None:
+    """Return when a successor of the worker is one of the cluster, and has met the others."""
+    before = cluster.status()[name].worker.id
+    cluster.baton("restart", name, "--port", str(cluster.port))
+    until(lambda: cluster.has_replaced(name, before), RESTARTED_S)
+
+
+def complaints_of(worker: list[str]) -> list[str]:
+    """What a worker says in a while that no router lets in, of keys."""
+    process = subprocess.Popen(worker, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    said: list[str] = []
+    assert process.stderr is not None
+    errors = process.stderr
+    listening = threading.Thread(target=lambda: said.extend(errors), daemon=True)
+    listening.start()
+    try:
+        until(lambda: any("key" in line for line in said), RESTARTED_S)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(REFUSED_FOR_S)
+    finally:
+        stop(process)
+        listening.join(10.0)
+        errors.close()
+    return [line for line in said if "key" in line]
+
+
+@pytest.mark.timeout(600)
+def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_path: Path) -> None:
+    path, retired = tmp_path / "cluster.key", tmp_path / "retired.key"
+    old = new_key()
+    write_secret(path, old)
+    write_secret(retired, old)
+    with served(*OPTIONS, "--cluster-key-file", str(path)) as cluster:
+        load = Load(cluster.port)
+        with load.running():
+            events = stream(cluster.port, BODY)
+            begun = [next(events) for _ in range(3)]
+            events.close()  # type: ignore[attr-defined]
+
+            new, second = change(cluster, "rotate", path)
+            assert second == old != new
+            resumed = joined([*begun, *read_all(cluster.port, BODY, begun[-1].id)])
+            assert resumed["choices"] == load._expected  # by an id that the old key has sealed
+            restart(cluster, "prefill-1")
+            restart(cluster, "decode-1")
+
+            assert change(cluster, "retire", path) == (new,)
+            restart(cluster, "decode-0")
+            num_before = load.num_answers
+            until(lambda: load.num_answers >= num_before + NUM_CLIENTS, RESTARTED_S)
+
+            (router, *_) = find_record(cluster.port).routers
+            command = [sys.executable, "-m", "baton.cluster.cli", "worker", "decode", "tiny"]
+            where = ["--router", f"{router.host}:{router.port}", "--name", "stranger"]
+            (complaint,) = complaints_of([*command, *where, "--cluster-key-file", str(retired)])
+            assert "does not hold this cluster's key of a router" in complaint
+            assert "stranger" not in cluster.status()
+    assert load.num_answers > NUM_CLIENTS
