@@ -1,9 +1,12 @@
 """Tenants of a whole cluster: one router keeps the quotas, whichever gateway is asked."""
 
+import math
+import random
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -18,6 +21,7 @@ from tests.served import free_port, served, until
 from tests.tenant_clients import ask, keys
 
 BURST = 60  # tokens
+NUM_TRIALS, NUM_WARM = 12, 1  # of a probe for others' prompts; the first ones load and compile
 OPTIONS = ("--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
 SEVERAL = ("--gateways", "2", "--routers", "2")
 
@@ -72,6 +76,56 @@ def test_a_tenant_over_its_quota_is_refused_and_others_are_not(tmp_path: Path) -
         _check_each_refused_call_is_counted_once(cluster.url, operators, statuses.count(429))
         keys("revoke", "free/all", "--tenants", str(file))
         until(lambda: all(ask(cluster.url, key["free"]).status_code == 401 for _ in range(8)))
+
+
+def test_whether_another_tenant_has_sent_a_prompt_can_not_be_told(tmp_path: Path) -> None:
+    """Neither by what is cached nor by the time to the first token; a tenant's own prompts are cached."""
+    file = tmp_path / "tenants.yaml"
+    key = {name: keys("add", name, "--tenants", str(file)) for name in ("acme", "zeta")}
+    new, others, own = list[float](), list[float](), list[float]()
+    options = (
+        *OPTIONS,
+        "--router-policy",
+        "prefix",
+        "--tenants",
+        str(file),
+    )  # by which hits are used at once
+    with served("tiny", *options) as cluster, httpx2.Client(timeout=60) as client:
+
+        def probe(tenant: str, prompt: list[int]) -> tuple[float, int]:
+            """Seconds to the first token, and tokens of the prompt that were cached."""
+            body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+            headers = {"authorization": f"Bearer {key[tenant]}"}
+            begun_s = time.perf_counter()
+            answer = client.post(f"{cluster.url}/v1/completions", json=body, headers=headers)
+            took_s = time.perf_counter() - begun_s
+            details = answer.json()["usage"].get("prompt_tokens_details") or {}
+            return took_s, int(details.get("cached_tokens") or 0)
+
+        for trial in range(NUM_TRIALS + NUM_WARM):
+            rng = random.Random(trial)
+            prompt = [rng.randrange(2, 1024) for _ in range(600)]
+            first, second = ("acme", "zeta") if trial % 2 else ("zeta", "acme")
+            (new_s, of_new), (others_s, of_others) = probe(first, prompt), probe(second, prompt)
+            own_s, of_own = probe(second, prompt)
+            assert (of_new, of_others) == (0, 0)
+            assert of_own > 0, trial
+            if trial >= NUM_WARM:
+                new.append(new_s)
+                others.append(others_s)
+                own.append(own_s)
+    # Two samples of one distribution are further apart once in a thousand times (Kolmogorov and Smirnov).
+    most = 1.95 * math.sqrt(2 / NUM_TRIALS)
+    assert _distance(new, others) < most < _distance(new, own)
+
+
+def _distance(one: list[float], other: list[float]) -> float:
+    """The largest difference between the shares of both that no value passes."""
+
+    def share(values: list[float], most: float) -> float:
+        return sum(value <= most for value in values) / len(values)
+
+    return max(abs(share(one, value) - share(other, value)) for value in (*one, *other))
 
 
 def _check_each_refused_call_is_counted_once(url: str, operators: str, num_limited: int) -> None:

@@ -82,6 +82,10 @@ class Links:
                 self._carries[self._proxies[address]] = carries
             return self._proxies[address].address
 
+    def swallow_to(self, address: Address) -> None:
+        """All links that were dialled to this address; both ways."""
+        self._proxies[address.host, address.port].swallow()
+
     def swallow(self, carries: str = "", *directions: Direction) -> None:
         """All links, or those that carry this; both ways, or in these directions alone."""
         for proxy in list(self._proxies.values()):
@@ -356,14 +360,14 @@ def is_alive(pid: int) -> bool:
 class OtherGateway:
     """A second gateway of a cluster, which reaches routers and workers through `links`."""
 
-    def __init__(self, cluster: Cluster, links: Links) -> None:
+    def __init__(self, cluster: Cluster, links: Links, limits: Limits = LIMITS) -> None:
         self._thread = Threads("other gateway")
         (router,) = cluster.workers[0].config.routers
 
         def dial(address: Address) -> None:
             self._thread.net.dial(Address(*links.through((address.host, address.port))))
 
-        self.frontend = Frontend(secrets.token_hex(16), [router], dial, SystemClock(), LIMITS)
+        self.frontend = Frontend(secrets.token_hex(16), [router], dial, SystemClock(), limits)
         self._thread.net.serve(self.frontend)
 
     def begin(self, request: Request) -> Answer:
@@ -373,6 +377,26 @@ class OtherGateway:
 
     def close(self) -> None:
         self._thread.close()
+
+
+@pytest.mark.timeout(180)
+def test_first_token_that_a_swallowed_link_holds_comes_from_another_attempt() -> None:
+    with (
+        Cluster([engine()], [engine()]) as cluster,
+        contextlib.closing(Links()) as links,
+        contextlib.closing(OtherGateway(cluster, links, Limits())) as other,
+    ):
+        tokens = expected(cluster, named("before"))
+        wait_for(lambda: len(other.frontend.workers) == 2 and other.frontend.is_ready)
+        (prefill,) = (m.worker for m in cluster.router.members.all() if m.worker.role is WorkerRole.PREFILL)
+        links.swallow_to(prefill.address)
+        begun_s = time.monotonic()
+        for number in range(2):
+            answer = other.begin(named(f"after {number}", cache_salt=b"%d" % number))
+            wait_for(lambda: answer.has_ended)  # noqa: B023
+            assert tokens_of(answer) == tokens
+        assert time.monotonic() - begun_s < LINK_TIMEOUT_S + 2.0 + SLACK_S
+        cluster.check_nothing_is_held()
 
 
 @pytest.mark.timeout(180)
