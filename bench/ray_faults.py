@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,7 +136,8 @@ class Served:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         errors, banner = self.process.stderr, ""
-        threading.Thread(target=lambda: self.said.extend(errors), daemon=True).start()
+        self._listening = threading.Thread(target=lambda: self.said.extend(errors), daemon=True)
+        self._listening.start()
         for line in self.process.stdout:
             banner += line
             if line.startswith("curl"):
@@ -147,11 +148,9 @@ class Served:
         self.port = int(found[1])
 
     def get(self, path: str) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", path)
-        body = connection.getresponse().read()
-        connection.close()
-        return json.loads(body)
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
 
     def workers(self) -> dict[str, tuple[str, int]]:
         """Name of each worker -> its id and its process, as `baton status` tells."""
@@ -166,6 +165,11 @@ class Served:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             kill_tree(self.process.pid)
+            self.process.wait()
+        self._listening.join(10)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 class Stream(threading.Thread):
@@ -182,7 +186,10 @@ class Stream(threading.Thread):
             self._read()
 
     def _read(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)) as connection:
+            self._read_over(connection)
+
+    def _read_over(self, connection: http.client.HTTPConnection) -> None:
         body = {
             "model": "tiny", "prompt": f"stream {self._number}:", "max_tokens": MAX_TOKENS,
             "temperature": 0, "ignore_eos": True, "stream": True,

@@ -1,0 +1,24 @@
+"""Ray's head dies and comes back: what lives goes on, and what was lost meanwhile is started again."""
+
+import shutil
+
+import pytest
+
+from baton.bench import ray_faults
+
+NUM_STREAMS = 4
+AWAY_S = 15.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="there is no redis-server on PATH")
+def test_streams_outlive_rays_head_and_a_killed_worker_is_back_with_the_next() -> None:
+    pytest.importorskip("ray")
+    with ray_faults.world() as (nodes, served):
+        undisturbed = ray_faults.begin(served.port, NUM_STREAMS)
+        for stream in undisturbed:
+            stream.join(400)
+        golden = [stream.text for stream in undisturbed]
+        assert all(golden)
+        assert ray_faults.head_away(nodes, served, golden, AWAY_S)
