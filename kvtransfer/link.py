@@ -2,8 +2,8 @@
 
 The life of a link:
 
-1. Both ends prove that they hold the cluster key (wire.py), then each says Hello and, if the two are
-   compatible, Doors. A mismatch is refused at both ends, with the reason.
+1. Both ends prove that they hold the cluster key and are of one build (wire.py), then each says Hello and,
+   if the two are compatible, Doors. A mismatch is refused at both ends, with the reason.
 2. Messages are heard as of any message_stream.py: nobody waits for the peer.
 3. A peer that breaks a rule, closes or dies ends the link. `on_lost` is called once, after everything that
    was received before. Nothing else ends with it: other peers' links go on.
@@ -13,16 +13,23 @@ import hmac
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from baton.challenge import LinkSecret
 from baton.clock import Clock
 from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.compatibility import check, check_doors
+from baton.kvtransfer.cuda_ipc import CudaOffer
+from baton.kvtransfer.group_door import Knock, Welcome
 from baton.kvtransfer.message_stream import Call, MessageStream, Post
 from baton.kvtransfer.messages import AnyMessage, Doors, Hello, decode, encode
+from baton.kvtransfer.shm_door import PoolOffer
 from baton.link_life import LINK_TIMEOUT_S
+from baton.schema import schema_hash
 from baton.wire import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
+
+# Of all that two replicas say to each other, at the doors of their pools too, which only a link leads to.
+KV_SCHEMA: Final = schema_hash(AnyMessage, CudaOffer, Knock, PoolOffer, Welcome)
 
 OnMessage: TypeAlias = Callable[["Link", AnyMessage], None]
 
@@ -77,7 +84,13 @@ def dial(
     except OSError as error:
         raise TransferFailed(f"{host}:{port} cannot be reached: {error}") from error
     connection = Connection(
-        sock, key, Role.CONNECTING, dropped=dropped, clock=clock, link_timeout_s=link_timeout_s
+        sock,
+        key,
+        Role.CONNECTING,
+        dropped=dropped,
+        clock=clock,
+        link_timeout_s=link_timeout_s,
+        schema=KV_SCHEMA,
     )
     try:
         return _greet(connection.handshake(), host, hello, doors, link_timeout_s)
@@ -97,7 +110,13 @@ def answer(
 ) -> Link:
     """The other end of `dial`. Raises BatonError or TimeoutError, and the socket is closed then."""
     connection = Connection(
-        sock, key, Role.ACCEPTING, dropped=dropped, clock=clock, link_timeout_s=link_timeout_s
+        sock,
+        key,
+        Role.ACCEPTING,
+        dropped=dropped,
+        clock=clock,
+        link_timeout_s=link_timeout_s,
+        schema=KV_SCHEMA,
     )
     try:
         host = sock.getpeername()[0]

@@ -24,6 +24,7 @@ from baton.kvtransfer.message_stream import Call, MessageStream
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import AgentArguments
 from baton.kvtransfer.rank_messages import (
+    RANK_SCHEMA,
     AllStopped,
     Came,
     Counted,
@@ -78,7 +79,9 @@ class RankAgent:
         except OSError as error:
             sock.close()
             raise WorkerLost(f"rank 0 is not there to be met: {error}") from error
-        connection = Connection(sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped)
+        connection = Connection(
+            sock, self._arguments.secret, Role.CONNECTING, dropped=self._dropped, schema=RANK_SCHEMA
+        )
         connection.handshake(CONNECT_S)
         connection.send(encode(Came(rank=rank)))
         self._stream = MessageStream(connection, decode_for_follower, "kv-rank-0")

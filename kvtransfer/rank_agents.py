@@ -21,7 +21,7 @@ from baton.errors import BatonError, WireError, WorkerLost
 from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.process_watch import ProcessWatch, peer_process, peer_user
-from baton.kvtransfer.rank_messages import Came, decode_for_rank_zero
+from baton.kvtransfer.rank_messages import RANK_SCHEMA, Came, decode_for_rank_zero
 from baton.kvtransfer.remote_rank import RemoteRank
 from baton.wire import Connection, DroppedPeers, Role
 
@@ -116,7 +116,9 @@ class RankAgents:
                 self._dropped.add("user")
                 raise WireError(f"user {peer_user(sock)} has no rank here", reason="user")
             process = peer_process(sock)
-            connection = Connection(sock, self._secret, Role.ACCEPTING, dropped=self._dropped)
+            connection = Connection(
+                sock, self._secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA
+            )
             self._let_in(_Newcomer(connection.handshake(COME_S), process))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("an agent was not let in: %s", error)

@@ -38,6 +38,7 @@ from baton.kvtransfer.messages import (
 )
 from baton.kvtransfer.transport import Spans
 from baton.layout import PageLayout
+from baton.schema import schema_hash
 
 MAX_COUNTS: Final = 256  # of a rank, each with a name
 
@@ -243,6 +244,8 @@ PartEvent: TypeAlias = (
 )
 ToFollower: TypeAlias = SetUp | Command | StopAll | TellCounts
 ToRankZero: TypeAlias = Came | Ready | AllStopped | Counted | PartEvent
+
+RANK_SCHEMA: Final = schema_hash(ToFollower, ToRankZero)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_FOLLOWER: Final[msgspec.msgpack.Decoder[ToFollower]] = msgspec.msgpack.Decoder(ToFollower)

@@ -4,6 +4,7 @@ import secrets
 import socket
 from typing import Final, Self, TypeVar
 
+from baton.kvtransfer.link import KV_SCHEMA
 from baton.kvtransfer.messages import (
     PROTOCOL,
     AnyMessage,
@@ -38,7 +39,8 @@ class RoguePeer:
         shm_address: str = "",
     ) -> None:
         """host, tcp_port, shm_address: what it says about the ways to its pages."""
-        self.connection = Connection(socket.create_connection(address), KEY, Role.CONNECTING).handshake()
+        sock = socket.create_connection(address)
+        self.connection = Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake()
         self.incarnation = incarnation or secrets.token_bytes(16)
         self.say(Hello(protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()))
         self.hello = self.hear(Hello)

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.kvtransfer.link import Link
+from baton.clock import SystemClock
+from baton.errors import WireError
+from baton.kvtransfer.link import KV_SCHEMA, Link, answer
 from baton.kvtransfer.message_stream import Call
 from baton.kvtransfer.messages import (
     PROTOCOL,
@@ -157,3 +159,28 @@ def test_pings_leave_and_nobody_is_dropped_while_the_owner_is_busy() -> None:
     finally:
         ends.peer.close()
         ends.link.close()
+
+
+def test_end_of_another_build_is_refused_and_both_ends_name_both_builds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    peer = Connection(theirs, KEY, Role.CONNECTING, schema=b"schema-2")
+    complaints: list[str] = []
+
+    def prove() -> None:
+        with pytest.raises(WireError) as caught:
+            peer.handshake()
+        complaints.append(str(caught.value))
+
+    proving = threading.Thread(target=prove)
+    proving.start()
+    dropped = DroppedPeers()
+    with pytest.raises(WireError) as caught:
+        answer(ours, KEY, HELLO, DOORS, SystemClock(), dropped)
+    proving.join()
+    assert dropped.counts() == {"version": 1}
+    for complaint in (str(caught.value), *complaints):
+        assert "mixed builds" in complaint
+        assert KV_SCHEMA.hex() in complaint and b"schema-2".hex() in complaint
+    assert len(complaints) == 1

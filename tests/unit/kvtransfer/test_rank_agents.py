@@ -14,7 +14,7 @@ from baton.errors import PeerGone, WireError, WorkerLost
 from baton.kvtransfer.endpoint_settings import EndpointSettings
 from baton.kvtransfer.rank_agent import RankAgent
 from baton.kvtransfer.rank_agents import AgentArguments, RankAgents, _Newcomer
-from baton.kvtransfer.rank_messages import Came, StopAll, encode
+from baton.kvtransfer.rank_messages import RANK_SCHEMA, Came, StopAll, encode
 from baton.kvtransfer.remote_rank import RemoteRank
 from baton.layout import PageLayout
 from baton.wire import Connection, Role
@@ -25,6 +25,7 @@ NUM_PAGES = 4
 LAYOUT = PageLayout(
     tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS, head_dim=8, dtype="float32"
 )
+OTHER_SCHEMA = b"schema-2"
 SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
 
 
@@ -43,7 +44,7 @@ def come(agents: RankAgents, rank: int) -> RankAgent:
     return agent
 
 
-def knock(agents: RankAgents, secret: bytes | None = None) -> Connection:
+def knock(agents: RankAgents, secret: bytes | None = None, schema: bytes = RANK_SCHEMA) -> Connection:
     arguments = msgspec.json.decode(agents.companion.arguments, type=AgentArguments)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -51,7 +52,7 @@ def knock(agents: RankAgents, secret: bytes | None = None) -> Connection:
     except ConnectionRefusedError:
         sock.close()
         raise
-    return Connection(sock, secret or arguments.secret, Role.CONNECTING)
+    return Connection(sock, secret or arguments.secret, Role.CONNECTING, schema=schema)
 
 
 def is_reachable(rank: RemoteRank) -> bool:
@@ -133,6 +134,16 @@ def test_a_rank_that_is_none_or_here_already_is_dropped(agents: RankAgents, rank
     come(agents, 2)
     assert len(agents.meet(SETTINGS)) == 2
     first.close()
+
+
+def test_agent_of_another_build_is_refused_and_both_are_named(
+    agents: RankAgents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WireError, match=rf"mixed builds.*{RANK_SCHEMA.hex()}.*{OTHER_SCHEMA.hex()}"):
+        knock(agents, schema=OTHER_SCHEMA).handshake()
+    wait_for(lambda: bool(caplog.messages))
+    (complaint,) = caplog.messages
+    assert f"{OTHER_SCHEMA.hex()}, we are" in complaint and RANK_SCHEMA.hex() in complaint
 
 
 def test_who_does_not_know_the_secret_of_the_meeting_is_not_let_in(agents: RankAgents) -> None:
