@@ -14,7 +14,6 @@ import pytest
 
 from baton.errors import PeerGone
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.link import KV_SCHEMA
 from baton.kvtransfer.messages import Abort, Pull, Released, Reserve, Wrote
 from baton.kvtransfer.peers import MAX_LINKS_OF_PEER
 from baton.link_life import is_ping
@@ -225,7 +224,7 @@ def test_without_files_or_threads_the_doors_wait_and_live_on(
         with socket.create_connection(("127.0.0.1", port), timeout=5.0) as sock:
             assert sock.recv(1) == b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake().close()
+        Connection(sock, KEY, Role.CONNECTING).handshake().close()
 
 
 def test_a_stale_word_about_units_that_never_were_changes_nothing(host: Host) -> None:

@@ -1,0 +1,218 @@
+"""A cluster is replaced by one of another build, as docs/operations.md says, while clients ask."""
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from baton.cluster.cluster_key import new_key, write_secret
+from baton.cluster.cluster_record import find_record
+from baton.control_wire import CONTROL_SCHEMA
+from tests.event_stream import joined, stream
+from tests.served import ROOT, served, stop, until
+
+OPTIONS: Final = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "60")
+BODY: Final[dict[str, Any]] = {
+    "model": "tiny",
+    "prompt": "the sun and the moon and a star; " * 6,
+    "max_tokens": 60,
+    "temperature": 0,
+    "ignore_eos": True,
+    "stream": True,
+}
+NUM_CLIENTS: Final = 3
+SOON_S: Final = 120.0
+DIALS_S: Final = 10.0
+MOST_DIALS: Final = 8  # at 0 s, at once again, and after pauses of 0.5 s, 1 s, 2 s and 4 s; two to spare
+
+
+class Balancer:
+    """Clients that ask the same again and again, at the clusters in `ports` in turn."""
+
+    def __init__(self, port: int) -> None:
+        self.num_answers = 0
+        self._ports = [port]
+        self._choosing = threading.Lock()
+        self._is_over = threading.Event()
+        self._expected = joined(list(stream(port, BODY)))["choices"]
+
+    def add(self, port: int) -> None:
+        with self._choosing:
+            self._ports.append(port)
+
+    def remove(self, port: int) -> None:
+        """On return no request goes there; those that have begun go on."""
+        with self._choosing:
+            self._ports.remove(port)
+
+    def until_more(self) -> None:
+        """Wait until each client has been answered, and more."""
+        wanted = self.num_answers + 2 * NUM_CLIENTS
+        until(lambda: self.num_answers >= wanted or self._is_over.is_set(), SOON_S)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(self._ask) for _ in range(NUM_CLIENTS)]
+            try:
+                yield
+            finally:
+                self._is_over.set()
+            for client in clients:
+                client.result()
+
+    def _ask(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                with self._choosing:
+                    self._ports.append(self._ports.pop(0))
+                    events = stream(self._ports[-1], BODY)
+                    first = next(events)
+                assert joined([first, *events])["choices"] == self._expected
+                self.num_answers += 1
+        except BaseException:
+            self._is_over.set()
+            raise
+
+
+@pytest.fixture(scope="module")
+def other_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose Hello has one more field."""
+    folder = tmp_path_factory.mktemp("build")
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "tests", "docs", "deploy")
+    shutil.copytree(ROOT, folder / "checkout", ignore=ignored, symlinks=True)
+    control = folder / "checkout" / "baton" / "control.py"
+    text = control.read_text()
+    line = "    worker: Worker | None = None  # of a worker\n"
+    assert text.count(line) == 1
+    control.write_text(text.replace(line, f'{line}    motto: str = ""\n'))
+    return folder / "checkout"
+
+
+def is_healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_of_another_build_takes_over_under_load(tmp_path: Path, other_build: Path) -> None:
+    keys = [tmp_path / "old.key", tmp_path / "new.key"]
+    for path in keys:
+        write_secret(path, new_key())
+    with contextlib.ExitStack() as clusters:
+        old = clusters.enter_context(served(*OPTIONS, "--cluster-key-file", str(keys[0])))
+        balancer = Balancer(old.port)
+        with balancer.asking():
+            environment = {"PYTHONPATH": str(other_build), "PYTHONSAFEPATH": "1"}
+            new_options = (*OPTIONS, "--cluster-key-file", str(keys[1]))
+            new = clusters.enter_context(served(*new_options, **environment))
+            with pytest.raises(subprocess.CalledProcessError):
+                new.baton("status", "--port", str(new.port))  # by this build
+            until(lambda: any("mixed builds" in line for line in new.said))
+            until(lambda: is_healthy(new.port), SOON_S)
+            balancer.add(new.port)
+            balancer.until_more()
+            balancer.remove(old.port)
+            old.process.send_signal(signal.SIGTERM)
+            assert old.process.wait(SOON_S) == 0
+            balancer.until_more()
+
+
+def test_a_worker_of_another_build_is_refused_by_name_and_dials_seldom(
+    tmp_path: Path, other_build: Path
+) -> None:
+    key = tmp_path / "cluster.key"
+    write_secret(key, new_key())
+    with (
+        served(*OPTIONS, "--cluster-key-file", str(key)) as cluster,
+        Forwarder(find_record(cluster.port).routers[0].port) as forwarder,
+    ):
+        process = subprocess.Popen(
+            [
+                *(
+                    sys.executable,
+                    "-m",
+                    "baton.cluster.cli",
+                    "worker",
+                    "decode",
+                    "tiny",
+                    "--name",
+                    "stranger",
+                ),
+                *("--router", f"127.0.0.1:{forwarder.port}", "--cluster-key-file", str(key)),
+            ],
+            env=os.environ | {"PYTHONPATH": str(other_build)},
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            until(lambda: forwarder.num_dials > 0, SOON_S)
+            time.sleep(DIALS_S)
+            num_dials = forwarder.num_dials
+            assert "stranger" not in cluster.status()
+        finally:
+            stop(process)
+        assert process.stderr is not None
+        with process.stderr:
+            said = [line for line in process.stderr if "mixed builds" in line]
+        assert len(said) == 1 and CONTROL_SCHEMA.hex() in said[0], said
+        assert said[0].count("message schema") == 2
+        assert 2 <= num_dials <= MOST_DIALS
+        assert sum("mixed builds" in line for line in cluster.said) == 1
+
+
+class Forwarder:
+    """Counts the connections to a port of this machine, and forwards them."""
+
+    def __init__(self, port: int) -> None:
+        self.num_dials = 0
+        self._target = port
+        self._ends = contextlib.ExitStack()
+        self._listener = self._ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Forwarder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._ends.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._ends.enter_context(self._listener.accept()[0])
+                self.num_dials += 1
+                far = self._ends.enter_context(socket.create_connection(("127.0.0.1", self._target)))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=_copy, args=(one, other), daemon=True).start()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
