@@ -9,6 +9,7 @@ meanwhile, and a head comes back. Every answer is compared with what an undistur
 """
 
 import argparse
+import asyncio
 import http.client
 import json
 import os
@@ -27,6 +28,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from baton.cluster.cluster_record import find_record
+from baton.cluster.operator_node import connected
 from baton.cluster.process_tree import descendants, kill_tree
 
 START_S: Final = 180.0
@@ -153,11 +156,15 @@ class Served:
             return json.loads(connection.getresponse().read())
 
     def workers(self) -> dict[str, tuple[str, int]]:
-        """Name of each worker -> its id and its process, as `baton status` tells."""
-        command = [sys.executable, "-m", "baton.cluster.cli", "status", "--json", "--port", str(self.port)]
-        status = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
-        workers = [entry["worker"] for entry in status["workers"]]
-        return {worker["name"]: (worker["id"], worker["pid"]) for worker in workers}
+        """Name of each worker -> its id and its process, as routers list them."""
+        return asyncio.run(self._workers())
+
+    async def _workers(self) -> dict[str, tuple[str, int]]:
+        record = find_record(self.port)
+        async with connected(record.routers, record.key) as operator:
+            status = await operator.status()
+        workers = [entry.worker for entry in status.workers]
+        return {worker.name: (worker.id, worker.pid) for worker in workers}
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -10,8 +10,8 @@ the seed draws. At the end nothing may be lost, wrong or held, and no process ma
 1. An accepted request has one terminal event. A stream whose gateway is killed is resumed at another, with
    the id of its last event; a call without a stream is asked again. Both are counted apart.
 2. A refusal (429, or 503 with Retry-After) is asked again, as openai-python does, and counted.
-3. RSS is sampled from WARM_UP_S of each process's life on. The slope is the least-squares one within lives,
-   all lives of one name together.
+3. One process of each kind is stopped now and then, never killed. RSS counts from the fifth minute of a
+   process on; the slope is the least-squares one of a process.
 """
 
 import argparse
@@ -60,7 +60,8 @@ async def _soak(options: argparse.Namespace) -> tuple[list[Row], dict[str, objec
     with tempfile.TemporaryDirectory(prefix="baton-soak-") as folder:
         async with open_world(Path(folder), options.runtime) as world:
             clients = Clients(world.url, world.keys, questions, options.seed, options.clients)
-            faults = Faults(world, random.Random(f"{options.seed} faults"))
+            firsts = [pid for name, pid in (await world.pids()).items() if name.endswith("-0")]
+            faults = Faults(world, random.Random(f"{options.seed} faults"), firsts)
             memory = Memory()
             await _run(world, clients, faults, memory, options)
             is_whole = await world.is_whole_within(WHOLE_S)
@@ -73,6 +74,7 @@ async def _soak(options: argparse.Namespace) -> tuple[list[Row], dict[str, objec
         "complaints": clients.complaints[:100],
         "faults": faults.done,
         "slopes_mib_per_min": memory.slopes(),
+        "memory": memory.curves(),
         "longest_gaps_s": sorted(clients.gaps_s, reverse=True)[:20],
     }
 

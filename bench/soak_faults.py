@@ -1,4 +1,8 @@
-"""The faults of bench/soak.py: processes are killed, or stopped and continued, as a seed draws it."""
+"""The faults of bench/soak.py: processes are killed, or stopped and continued, as a seed draws it.
+
+One process of each kind lives as long as the load, so that its memory can be watched: faults stop it for a
+short while and never end it.
+"""
 
 import asyncio
 import contextlib
@@ -6,12 +10,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from baton.bench.soak_world import World
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
+ENDED_BY_S: Final = 8.0  # a worker stopped for longer is given up and replaced
 
 
 class Kind(NamedTuple):
@@ -41,10 +46,12 @@ FAULTS: Final[Sequence[Kind]] = (
 
 
 class Faults:
-    def __init__(self, world: World, rng: random.Random) -> None:
+    def __init__(self, world: World, rng: random.Random, lasting: Collection[int]) -> None:
+        """lasting: ids of the processes that no fault may end."""
         self.done: list[dict[str, object]] = []
         self._world = world
         self._rng = rng
+        self._lasting = frozenset(lasting)
         self._stopped: set[int] = set()
         self._begin_s = time.perf_counter()
 
@@ -59,7 +66,12 @@ class Faults:
                 self._rng.choice(STOPPED_S),
             )
             found = sorted((await self._world.pids()).items())
-            victims = [(name, pid) for name, pid in found if name.startswith(kind.prefix)]
+            is_ended = kind.signal is KILL or seconds > ENDED_BY_S
+            victims = [
+                (name, pid)
+                for name, pid in found
+                if name.startswith(kind.prefix) and not (is_ended and pid in self._lasting)
+            ]
             if not victims:  # it is being started
                 continue
             name, pid = victims[int(choice * len(victims))]

@@ -1,6 +1,8 @@
-"""How the memory of a cluster's processes grows: resident set sizes, process by process and life by life."""
+"""The growth of a cluster's processes: resident set sizes by process id, judged once a process is warm."""
 
 import asyncio
+import math
+import statistics
 import time
 from collections import defaultdict
 from typing import Final
@@ -8,45 +10,53 @@ from typing import Final
 from baton.bench.soak_world import World, resident_mib
 
 SAMPLE_EVERY_S: Final = 5.0
-WARM_UP_S: Final = 60.0  # of each life: caches and pools fill
-MIN_SAMPLES: Final = 12  # of a name, in all its lives, for a slope to mean something
+WARM_UP_S: Final = 300.0  # of each process: caches and pools fill
+MIN_SAMPLES: Final = 36  # of a process, past its warm-up, for a slope to mean something: three minutes
 
 
 class Memory:
+    """Samples of each process, and the slope of those that lived long enough."""
+
     def __init__(self) -> None:
-        self._began_s: dict[tuple[str, int], float] = {}  # (name, pid) -> when it was first seen
-        self._samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)  # (s, MiB)
+        self._names: dict[int, str] = {}  # process id -> the name under which it was first seen
+        self._samples: dict[int, list[tuple[float, float]]] = defaultdict(list)  # (s since the first, MiB)
+        self._begin_s = time.perf_counter()
 
     async def run(self, world: World) -> None:
+        """Sample until cancelled."""
         while True:
             await self.sample(world)
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def sample(self, world: World) -> None:
-        """Note the size of each process that is known, if it is past its warm-up."""
-        now_s = time.perf_counter()
+        """Note the size of each process that is known."""
+        now_s = time.perf_counter() - self._begin_s
         for name, pid in (await world.pids()).items():
-            began_s = self._began_s.setdefault((name, pid), now_s)
             size_mib = resident_mib(pid)
-            if size_mib is not None and now_s - began_s >= WARM_UP_S:
-                self._samples[name, pid].append((now_s, size_mib))
+            if size_mib is not None:
+                self._names.setdefault(pid, name)
+                self._samples[pid].append((round(now_s, 1), round(size_mib, 2)))
 
     def slopes(self) -> dict[str, float]:
-        """Name -> MiB a minute: least squares, each life with an offset of its own."""
-        products, squares, numbers = (defaultdict[str, float](float) for _ in range(3))
-        for (name, _), samples in self._samples.items():
-            mean_s = sum(at_s for at_s, _ in samples) / len(samples)
-            mean_mib = sum(mib for _, mib in samples) / len(samples)
-            products[name] += sum((at_s - mean_s) * (mib - mean_mib) for at_s, mib in samples)
-            squares[name] += sum((at_s - mean_s) ** 2 for at_s, _ in samples)
-            numbers[name] += len(samples)
-        return {
-            name: 60 * products[name] / squares[name]
-            for name in sorted(products)
-            if numbers[name] >= MIN_SAMPLES and squares[name] > 0
-        }
+        """Name -> MiB a minute, by least squares; the steepest, where several processes had the name."""
+        slopes: dict[str, float] = {}
+        for pid, samples in self._samples.items():
+            warm = [(at_s, mib) for at_s, mib in samples if at_s - samples[0][0] >= WARM_UP_S]
+            if len(warm) >= MIN_SAMPLES:
+                slope, _ = statistics.linear_regression(*zip(*warm, strict=True))
+                name = self._names[pid]
+                slopes[name] = max(60 * slope, slopes.get(name, -math.inf))
+        return dict(sorted(slopes.items()))
+
+    def curves(self) -> list[dict[str, object]]:
+        """Each process with a sample a minute: seconds since the load began, and MiB."""
+        every = round(60 / SAMPLE_EVERY_S)
+        return [
+            {"process": name, "rss_mib": self._samples[pid][::every]} for pid, name in self._names.items()
+        ]
 
     def steepest(self) -> str:
+        """The process that grows fastest, in words."""
         slopes = self.slopes()
         if not slopes:
             return "not known yet"
