@@ -17,7 +17,7 @@ from baton.worker import Load, WorkerRole
 from baton.worker_config import TransportChoice
 from tests.cluster_threads import Cluster
 
-NUM_CASES = 40
+NUM_CASES = 20
 
 
 @pytest.fixture(scope="module")

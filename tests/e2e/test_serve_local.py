@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
+from baton.config import cache_directory
 from baton.router.redis_server import find_program
 from tests.served import Served, are_gone, descendants, served, until
 
@@ -154,6 +156,8 @@ def test_worker_that_is_restarted_ends_its_requests_first() -> None:
 def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for kernels in cache_directory().glob("kernels-*.so"):  # or they would be compiled anew
+        shutil.copy2(kernels, tmp_path)
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # other tests' clusters run on this machine too
     with served(*OPTIONS) as cluster:
         command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
