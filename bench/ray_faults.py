@@ -1,6 +1,6 @@
 """What streams notice when a node of Ray stands still, and when its head dies: four nodes on one machine.
 
-python -m baton.bench.ray_faults [--streams 30] [--head-away 300]
+python -m baton.bench.ray_faults [--streams 30] [--head-away 300] [--json FILE]
 
 The head, a node without cores where `baton serve` runs, and two nodes for its workers, on loopback addresses
 of their own; Ray keeps its tables in a Redis of this benchmark. First every process of the node that has the
@@ -28,6 +28,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from baton.bench.report import RESULTS, Row, at_most, print_table, write_json
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
 from baton.cluster.process_tree import descendants, kill_tree
@@ -36,6 +37,8 @@ START_S: Final = 180.0
 MAX_TOKENS: Final = 400
 REPLACED_S: Final = 20.0
 NOTICED_S: Final = 5.0
+BACK_S: Final = 60.0
+TITLE: Final = "A node of Ray that stands still, and a head that is away"
 HEAD, SERVE, FIRST, SECOND = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 # On one machine Ray takes other nodes' raylets for its own: each program is told which node it is on.
 RAY: Final = """
@@ -262,8 +265,8 @@ def world() -> Iterator[tuple[RayNodes, Served]]:
         yield nodes, served
 
 
-def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -> bool:
-    """Stop every process of the node with the decode worker, under streams; whether all bars are met."""
+def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -> list[Row]:
+    """Stop every process of the node with the decode worker, under streams."""
     streams = begin(served.port, len(golden))
     until(lambda: all(stream.num_chunks > 5 for stream in streams), START_S, "the first tokens")
     before, pid = served.workers()["decode-0"]
@@ -279,12 +282,15 @@ def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -
         for each in frozen:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGCONT)
-    print(f"frozen node, {len(streams)} streams: {failed} failed, {wrong} wrong, back in {replaced_s:.0f} s")
-    return failed == wrong == 0 and replaced_s <= REPLACED_S
+    return [
+        at_most("frozen node: failed", failed, f"of {len(streams)} streams", 0),
+        at_most("frozen node: wrong", wrong, f"of {len(streams)} streams", 0),
+        at_most("frozen node: new worker after", replaced_s, "s", REPLACED_S),
+    ]
 
 
-def head_away(nodes: RayNodes, served: Served, golden: Sequence[str | None], away_s: float) -> bool:
-    """Kill the head, and a worker meanwhile, under streams; whether all bars are met once a head is back."""
+def head_away(nodes: RayNodes, served: Served, golden: Sequence[str | None], away_s: float) -> list[Row]:
+    """Kill the head, and a worker meanwhile, under streams; a head comes back after `away_s`."""
     streams = begin(served.port, len(golden))
     until(lambda: all(stream.num_chunks > 5 for stream in streams), START_S, "the first tokens")
     nodes.kill(HEAD)
@@ -292,27 +298,27 @@ def head_away(nodes: RayNodes, served: Served, golden: Sequence[str | None], awa
     noticed_s = until(lambda: "warnings" in served.get("/health"), START_S, "a warning in /health")
     before, pid = served.workers()["prefill-0"]
     os.kill(pid, signal.SIGKILL)
-    failed, wrong = judge(streams, golden)
-    late = begin(served.port, len(golden))
-    late_failed, late_wrong = judge(late, golden)
+    found = [judge(streams, golden), judge(begin(served.port, len(golden)), golden)]
     time.sleep(max(0.0, away_s - (time.monotonic() - killed_s)))
     nodes.start(HEAD, num_cpus=0)
     back_s = until(
         lambda: served.workers().get("prefill-0", (before, 0))[0] != before, START_S, "the killed worker"
     )
-    last_failed, last_wrong = judge(begin(served.port, len(golden)), golden)
-    failed, wrong = failed + late_failed + last_failed, wrong + late_wrong + last_wrong
-    print(
-        f"head away {away_s:.0f} s | {3 * len(golden)} streams | {failed} failed | {wrong} wrong | "
-        f"noticed in {noticed_s:.1f} s | worker back {back_s:.1f} s after the head"
-    )
-    return failed == wrong == 0 and noticed_s <= NOTICED_S
+    found.append(judge(begin(served.port, len(golden)), golden))
+    unit = f"of {len(found) * len(golden)} streams"
+    return [
+        at_most(f"head away {away_s:.0f} s: failed", sum(failed for failed, _ in found), unit, 0),
+        at_most(f"head away {away_s:.0f} s: wrong", sum(wrong for _, wrong in found), unit, 0),
+        at_most("head away: noticed after", noticed_s, "s", NOTICED_S),
+        at_most("killed worker, back after the head", back_s, "s", BACK_S),
+    ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=30)
     parser.add_argument("--head-away", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--json", type=Path, default=RESULTS / "ray_faults.json", metavar="FILE")
     arguments = parser.parse_args()
     with world() as (nodes, served):
         undisturbed = begin(served.port, arguments.streams)
@@ -320,12 +326,16 @@ def main() -> None:
             stream.join(400)
         golden = [stream.text for stream in undisturbed]
         try:
-            is_met = frozen_node(nodes, served, golden)
-            is_met &= head_away(nodes, served, golden, arguments.head_away)
-        finally:
-            print("".join(line for line in served.said if "baton.cluster" in line or "Ray" in line))
-    sys.exit(0 if is_met else 1)
+            rows = frozen_node(nodes, served, golden)
+            print_table(TITLE, rows)
+            rows += head_away(nodes, served, golden, arguments.head_away)
+        except Exception:
+            print("".join(served.said), file=sys.stderr)
+            raise
+    print_table(TITLE, rows)
+    write_json(arguments.json, TITLE, rows, {"streams": arguments.streams})
+    return 1 if any(row.met is False for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
