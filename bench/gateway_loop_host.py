@@ -1,11 +1,10 @@
 """A real gateway process that writes down how long its event loop was held.
 
-    python -m baton.bench.gateway_loop_host          started by bench/gateway_loop.py, reads its assignment
-    python -m baton.bench.gateway_loop_host --idle   the same monitor on a loop that has nothing else to do
+    python -m baton.bench.gateway_loop_host    started by bench/gateway_loop.py, reads its assignment
 
 A timer is due every TICK_S. A tick that is late by more than REPORTED_S becomes a line of the file that the
-environment names: when the tick ran, how late it was, and how much CPU time the process took meanwhile. What
-the machine does to every process shows in the lines of the idle one, which runs beside it.
+environment names: when the tick ran, how late it was, and how long the loop's thread meanwhile waited for a
+core that other processes had. That wait is the machine's, and no hold of the loop.
 """
 
 import asyncio
@@ -33,35 +32,36 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     at_s: float  # of the monotonic clock, which all processes of a machine share
     late_s: float
-    cpu_s: float  # of all threads of the process, since the tick before
+    waited_s: float  # for a core, since the tick before, as the kernel counts it for the loop's thread
 
 
 class LoopMonitor:
-    """To be started on the loop that it watches."""
+    """Watches the loop on which it is made."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._loop = asyncio.get_running_loop()
-        self._due_s = time.monotonic()
-        self._cpu_s = time.process_time()
+        # proc(5): nanoseconds on a core, nanoseconds of waiting for one, times it ran
+        self._schedule = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
+        self._due_s, self._waited_s = time.monotonic(), self._waited()
         self._tick()
 
     def _tick(self) -> None:
-        now_s, cpu_s = time.monotonic(), time.process_time()
+        now_s, waited_s = time.monotonic(), self._waited()
         if now_s - self._due_s > REPORTED_S:
-            held = Held(now_s, now_s - self._due_s, cpu_s - self._cpu_s)
+            held = Held(now_s, now_s - self._due_s, waited_s - self._waited_s)
             self._file.write(msgspec.json.encode(held).decode() + "\n")
             self._file.flush()
-        self._due_s, self._cpu_s = time.monotonic() + TICK_S, time.process_time()
+        self._due_s, self._waited_s = time.monotonic() + TICK_S, self._waited()
         self._loop.call_later(TICK_S, self._tick)
+
+    def _waited(self) -> float:
+        return int(os.pread(self._schedule.fileno(), 100, 0).split()[1]) / 1e9
 
 
 def main() -> None:
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
-        if "--idle" in sys.argv:
-            asyncio.run(_idle(file))
-            return
         given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
@@ -72,12 +72,6 @@ def main() -> None:
             sys.stdout.buffer.flush()
 
         run(given, ring_of(given), ready, stop)
-
-
-async def _idle(file: TextIO) -> None:
-    """Until the standard input ends."""
-    LoopMonitor(file)
-    await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":
