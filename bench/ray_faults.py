@@ -164,7 +164,7 @@ class Served:
 
     async def _workers(self) -> dict[str, tuple[str, int]]:
         record = find_record(self.port)
-        async with connected(record.routers, record.key) as operator:
+        async with connected(record.routers, record.keys) as operator:
             status = await operator.status()
         workers = [entry.worker for entry in status.workers]
         return {worker.name: (worker.id, worker.pid) for worker in workers}
@@ -221,6 +221,14 @@ def begin(port: int, num_streams: int) -> list[Stream]:
     for stream in streams:
         stream.start()
     return streams
+
+
+def undisturbed(port: int, num_streams: int) -> list[str | None]:
+    """The text of each stream where nothing goes wrong."""
+    streams = begin(port, num_streams)
+    for stream in streams:
+        stream.join(400)
+    return [stream.text for stream in streams]
 
 
 def judge(streams: Sequence[Stream], golden: Sequence[str | None]) -> tuple[int, int]:
@@ -321,10 +329,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=RESULTS / "ray_faults.json", metavar="FILE")
     arguments = parser.parse_args()
     with world() as (nodes, served):
-        undisturbed = begin(served.port, arguments.streams)
-        for stream in undisturbed:
-            stream.join(400)
-        golden = [stream.text for stream in undisturbed]
+        golden = undisturbed(served.port, arguments.streams)
         try:
             rows = frozen_node(nodes, served, golden)
             print_table(TITLE, rows)
