@@ -1,17 +1,19 @@
 """One call being answered: its choices are requests of the cluster, their tokens become text here.
 
 1. `start` opens choice 0 of every prompt. Its first token opens the other choices, beside it: the worker that
-   computed the prompt has its pages.
+   computed the prompt has its pages. Each turn of the event loop opens a few choices.
 2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
 3. A choice ends by its last event, or at a stop string, which no worker knows: it is cancelled there.
 4. The call ends once: when all choices have, by the first failure of one, or by `cancel`. Nothing of it runs
    on afterwards.
 """
 
+import asyncio
 import hashlib
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -29,6 +31,9 @@ from baton.gateway.tool_reading import reader_of
 from baton.page_keys import with_public
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
+
+CHOICES_PER_TURN: Final = 16  # that are opened in one turn of the event loop
+TOKENS_PER_TURN: Final = 65_536  # of their prompts
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +98,7 @@ class Answer:
             for index, prompt in enumerate(call.prompts)
             for number in range(call.num_choices)
         ]
+        self._unopened: deque[tuple[Choice, str]] = deque()  # with the worker that has the prompt
         self._num_running = len(self.choices)
         self.is_over = False
 
@@ -132,11 +138,14 @@ class Answer:
         return any(self._service.decode_worker(choice.request_id) for choice in self.choices)
 
     def start(self, listener: Listener) -> None:
-        """Raises what `Service.open` raises; nothing runs then."""
+        """Open the choices, a few in each turn of the loop; the listener is told of a failure in a later one.
+
+        Raises what `Service.open` raises; nothing runs then.
+        """
         self.listener = listener
+        self._unopened.extend((choice, "") for choice in self.choices[:: self.call.num_choices])
         try:
-            for choice in self.choices[:: self.call.num_choices]:
-                self._open(choice)
+            self._open_few()
         except BatonError:
             self.cancel()
             raise
@@ -145,6 +154,7 @@ class Answer:
         """Let go of whatever still runs; the listener hears nothing more."""
         self.is_over = True
         self.listener = None
+        self._unopened.clear()
         for choice in self.choices:
             if choice.is_running:
                 choice.is_running = False
@@ -187,13 +197,27 @@ class Answer:
     def _open_others(self, first: "Choice") -> None:
         beside = self._service.decode_worker(first.request_id)
         others = self.choices[first.index + 1 : first.index + self.call.num_choices]
-        for choice in others:
-            if self.is_over:
+        is_opening = bool(self._unopened)  # which goes on in later turns
+        self._unopened.extend((choice, beside) for choice in others)
+        if not is_opening:
+            self._open_next()
+
+    def _open_next(self) -> None:
+        try:
+            self._open_few()
+        except BatonError as error:
+            self.fail(error)
+
+    def _open_few(self) -> None:
+        num_choices = num_tokens = 0
+        while self._unopened:
+            if num_choices >= CHOICES_PER_TURN or num_tokens >= TOKENS_PER_TURN:
+                asyncio.get_running_loop().call_soon(self._open_next)
                 return
-            try:
-                self._open(choice, beside)
-            except BatonError as error:
-                self.failed(choice, error)
+            choice, beside = self._unopened.popleft()
+            self._open(choice, beside)
+            num_choices += 1
+            num_tokens += len(choice.prompt.token_ids)
 
     def _open(self, choice: "Choice", beside: str = "") -> None:
         call, sampling = self.call, self.call.sampling

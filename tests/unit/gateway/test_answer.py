@@ -1,9 +1,10 @@
+import asyncio
 from typing import Any
 
 import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
-from baton.gateway.answer import Answer, Choice, Delta
+from baton.gateway.answer import CHOICES_PER_TURN, Answer, Choice, Delta
 from baton.request import FinishReason, TokenLogprobs
 from baton.token_event import TokenEvent
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
@@ -125,6 +126,42 @@ def test_what_cannot_be_opened_leaves_nothing() -> None:
     with pytest.raises(Overloaded):
         answer.start(Heard())
     assert service.cancelled == [service.requests[0].request_id] and not service.sinks
+
+
+def test_choices_are_opened_over_several_turns_of_the_loop() -> None:
+    async def run() -> None:
+        service = ScriptedService()
+        answer = calls.answer(service, prompts=(calls.PROMPT,) * (2 * CHOICES_PER_TURN + 1))
+        answer.start(Heard())
+        for num_opened in (CHOICES_PER_TURN, 2 * CHOICES_PER_TURN, 2 * CHOICES_PER_TURN + 1):
+            assert len(service.requests) == num_opened
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_cannot_be_opened_in_a_later_turn_fails_the_call() -> None:
+    async def run() -> None:
+        service, heard = ScriptedService(), Heard()
+        answer = calls.answer(service, prompts=(calls.PROMPT,) * (CHOICES_PER_TURN + 1))
+        answer.start(heard)
+        service.refusal = Overloaded("full", retry_after_s=1)
+        await asyncio.sleep(0)
+        assert heard.error is service.refusal and not service.sinks
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_opens_nothing_more() -> None:
+    async def run() -> None:
+        service = ScriptedService()
+        answer = calls.answer(service, prompts=(calls.PROMPT,) * (CHOICES_PER_TURN + 1))
+        answer.start(Heard())
+        answer.cancel()
+        await asyncio.sleep(0)
+        assert len(service.requests) == CHOICES_PER_TURN and not service.sinks
+
+    asyncio.run(run())
 
 
 def test_later_choices_that_cannot_be_opened_fail_the_call() -> None:
