@@ -8,7 +8,6 @@
 4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each.
 """
 
-import secrets
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Final
@@ -21,7 +20,7 @@ from baton.wire_types import Kind
 from baton.worker import Address, Worker, WorkerRole
 
 ID_DIGITS: Final = 32
-TIME_DIGITS: Final = 12  # of a router's id
+AGE_DIGITS: Final = 12  # of a router's id
 EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
 
 NOTHING_YET: Final = Members(workers=(), is_complete=False)
@@ -170,16 +169,20 @@ class Colleagues:
         self._chosen = max(knowing or self._lists, key=lambda id_: _rank(own, id_), default="")
 
 
-def new_router_id(calendar_s: float) -> str:
-    """Of a life that begins now, `calendar_s` after 1970: its last digits say when, the others are chance."""
-    began_ms = round(calendar_s * 1000)
-    chance = secrets.token_hex((ID_DIGITS - TIME_DIGITS) // 2)
-    return f"{chance}{began_ms % 16**TIME_DIGITS:0{TIME_DIGITS}x}"
+def new_router_id(incarnation: int, began_s: float, chance: bytes) -> str:
+    """Return the id of a router that starts now; of two routers the older one has the lower last digits.
+
+    incarnation: starts that its supervisor has counted, itself included. 0: it was started by hand, and is
+    taken to be younger than those of supervisors; `began_s`, seconds since 1970, orders it among its like.
+    chance: ID_DIGITS bytes or more.
+    """
+    age = incarnation or round(began_s * 1000)
+    return f"{chance.hex()[: ID_DIGITS - AGE_DIGITS]}{age % 16**AGE_DIGITS:0{AGE_DIGITS}x}"
 
 
 def _age_rank(router_id: str) -> tuple[str, str]:
     """The least is that of the oldest."""
-    return router_id[-TIME_DIGITS:], router_id
+    return router_id[-AGE_DIGITS:], router_id
 
 
 def _rank(whose: str, router_id: str) -> bytes:

@@ -19,7 +19,6 @@ Attempt: TypeAlias = Annotated[int, Meta(ge=0, le=2**16)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=86_400)]
 PageId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-UnixSeconds: TypeAlias = Annotated[float, Meta(ge=0, le=2**40)]
 Ids: TypeAlias = Annotated[tuple[Id, ...], Meta(max_length=MAX_WORKERS)]
 LinkTimeout: TypeAlias = Annotated[float, Meta(ge=2, le=600)]  # seconds; see link_life.py
 StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see steps.py

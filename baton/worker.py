@@ -6,7 +6,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.wire_types import MAX_ROUTERS, Count, Id, Name, Seconds, UnixSeconds
+from baton.wire_types import MAX_ROUTERS, Count, Id, Name, Seconds
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -27,7 +27,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     id: Id
     name: Name  # the operator's, as "decode-0": the same after a restart
-    started_s: UnixSeconds = 0.0  # by its own clock; of two processes of one name the later one is the worker
+    # The starts that its supervisor had counted, or 0 where it was started by hand. Of two processes of one
+    # name the higher number is the worker; of equal numbers, the one that joins last.
+    incarnation: Count = 0
     role: WorkerRole
     model: Name  # as the API names it
     fingerprint: Name  # of the weights; requests move only between equal ones

@@ -99,7 +99,7 @@ def _run_router(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.
     from baton.router_config import RouterConfig
 
     config = _config(given, RouterConfig)
-    _run_loop(lambda stopping: serve_router(config, ring, ready, stopping), stop)
+    _run_loop(lambda stopping: serve_router(config, ring, ready, stopping, given.incarnation), stop)
 
 
 def _run_gateway(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
@@ -116,7 +116,7 @@ def _run_worker(
 ) -> None:
     from baton.cluster.worker_process import run_worker
 
-    run_worker(_config(given, WorkerConfig), ring, ready, stop, progress)
+    run_worker(_config(given, WorkerConfig), ring, ready, stop, progress, given.incarnation)
 
 
 def ring_of(given: Assignment) -> KeyRing:

@@ -30,6 +30,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     cores_per_rank: int | None = None  # None: an even share of the machine's
     gpus_per_rank: float = 0.0  # 0: the ranks compute on the CPU
     resources: dict[str, float] = {}  # of Ray, beside those
+    incarnation: int = 0  # starts that the supervisor has counted, with this one; 0: it has none
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +40,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     name: Name
     generations: Annotated[Generations, Meta(min_length=1, max_length=2)]
     config: msgspec.Raw
+    incarnation: int = 0  # as in ProcessSpec
     log_format: LogFormat | None = None  # None: as the environment says, which is the raylet's on Ray
 
 
@@ -83,6 +85,7 @@ def assignment(spec: ProcessSpec, keys: ClusterKeys) -> bytes:
             name=spec.name,
             generations=generations_of(spec.kind, keys),
             config=config,
+            incarnation=spec.incarnation,
             log_format=log_format(),
         )
     )

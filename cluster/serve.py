@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -80,7 +81,8 @@ class Cluster:
         planned = specs(self._config, site)
         async with self._saying_what_is_missing():
             await self._runtime.place(planned)
-            self._processes = [Supervised(spec, self._runtime, self._clock) for spec in planned]
+            starts = itertools.count(1)
+            self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
             await self._start_in_time(site)
         return Serving(host=self._config.host, port=site.port, routers=site.routers)
 

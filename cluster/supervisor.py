@@ -11,7 +11,10 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Final
+
+import msgspec
 
 from baton.clock import Clock
 from baton.cluster.back_off import BackOff
@@ -30,13 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 class Supervised:
-    def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock) -> None:
+    def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock, starts: Iterator[int]) -> None:
+        """starts: counts the starts of all processes of the cluster; no clock tells which of two is later."""
         self.spec = spec
         self.is_ready = False
         self.is_away = False  # it was drained
         self.num_restarts = 0
         self._runtime = runtime
         self._clock = clock
+        self._starts = starts
         self._back_off = BackOff()
         self._process: Process | None = None
         self._is_stopping = False
@@ -53,7 +58,9 @@ class Supervised:
         """Where it serves. ConfigError or WorkerLost when it ends before."""
         self._started_s = self._clock.now_s()
         self._hangs.clear()
-        self._process = await self._runtime.spawn(self.spec)
+        self._process = await self._runtime.spawn(
+            msgspec.structs.replace(self.spec, incarnation=next(self._starts))
+        )
         address = await self._process.ready()
         self._ready_s = self._clock.now_s()
         self.is_ready = True

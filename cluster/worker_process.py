@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -60,9 +59,13 @@ def run_worker(
     ready: Ready,
     stop: threading.Event,
     progress: Progress | None = None,
+    incarnation: int = 0,
 ) -> None:
-    """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does."""
-    with contextlib.closing(HostedWorker(config, keys, progress)) as worker, collector.calm():
+    """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does.
+
+    incarnation: as in Worker.
+    """
+    with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, collector.calm():
         ready(worker.address)
         worker.serve(stop)
 
@@ -70,8 +73,15 @@ def run_worker(
 class HostedWorker:
     """A worker with all that it needs; one thread makes it, serves and closes it."""
 
-    def __init__(self, config: WorkerConfig, keys: ClusterKeys, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        keys: ClusterKeys,
+        progress: Progress | None = None,
+        incarnation: int = 0,
+    ) -> None:
         self._config = config
+        self._incarnation = incarnation
         with contextlib.ExitStack() as ends:
             ring = KeyRing.of(keys, Kind.WORKER)
             shared = SharedPool()
@@ -161,7 +171,7 @@ class HostedWorker:
         worker = Worker(
             id=secrets.token_hex(16),
             name=config.name,
-            started_s=time.time(),  # the one date that leaves a process: monotonic clocks of two hosts differ
+            incarnation=self._incarnation,
             role=config.role,
             model=config.model_name,
             fingerprint=engine.fingerprint,

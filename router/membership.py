@@ -94,7 +94,7 @@ class Membership:
         if known is not None and known.worker.name != worker.name:
             raise ProtocolError(f"{worker.name} has the id of {known.worker.name}, {worker.id}")
         former = self._members.get(self._names.get(worker.name, ""))
-        if former is not None and former.worker.started_s > worker.started_s:
+        if former is not None and former.worker.incarnation > worker.incarnation:
             message = f"{worker.name} {former.id}, which is here, has started after {worker.id}"
             raise WireError(message, reason="fenced")
         if former is None and len(self._members) >= MAX_WORKERS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing, suppress
@@ -26,15 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 async def serve_router(
-    config: RouterConfig, keys: ClusterKeys, ready: Callable[[Address], None], stopping: asyncio.Event
+    config: RouterConfig,
+    keys: ClusterKeys,
+    ready: Callable[[Address], None],
+    stopping: asyncio.Event,
+    incarnation: int = 0,
 ) -> None:
     """Route until `stopping` is set. keys: a router's, or the cluster key. ready: told where it listens.
 
+    incarnation: starts that its supervisor has counted, 0 where there is none; see `new_router_id`.
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
     hub = Hub(keys, link_timeout_s=config.link_timeout_s)
-    router = Router(config, SystemClock(), new_router_id(time.time()))
+    router = Router(config, SystemClock(), new_router_id(incarnation, time.time(), secrets.token_bytes(16)))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
         if config.redis == "auto":

@@ -1,5 +1,6 @@
 """One life of each kind of process, from its start to its death: production nodes on simulated parts."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from baton.cluster.sim.host import Directory, Host, Trace
 from baton.cluster.sim.network import Network
 from baton.cluster.sim.process import Process
 from baton.cluster.sim.shared import SharedStream
-from baton.colleagues import Colleagues
+from baton.colleagues import Colleagues, new_router_id
 from baton.control import Alive, Hello
 from baton.decode_worker.worker import DecodeWorker
 from baton.gateway.frontend import Frontend
@@ -57,6 +58,7 @@ class Site:
     def __post_init__(self) -> None:
         self.files = ExitStack()  # that its processes have open
         self.calendar = Calendar(self.events, FIRST_DATE_S)
+        self.starts = itertools.count(1)  # of workers, as their supervisor counts them
         self.directory = Directory()
         self.endpoints: dict[Address, SimEndpoint] = {}
         self.names: dict[str, str] = {}  # id of a process -> its name
@@ -73,6 +75,12 @@ class Site:
         self.names[minted] = name
         return minted
 
+    def new_router_id(self, name: str) -> str:
+        """The id of a router started by hand: the calendar orders such routers."""
+        minted = new_router_id(0, self.calendar.now_s(), self.random.randbytes(16))
+        self.names[minted] = name
+        return minted
+
     def new_address(self) -> Address:
         self._last_port += 1
         return Address("sim", self._last_port)
@@ -82,7 +90,7 @@ class RouterLife:
     def __init__(self, site: Site, name: str, settings: RouterSettings, address: Address) -> None:
         self.process = site.new_process(name)
         self._files = site.files
-        id_, clock = site.new_id(name), self.process.clock
+        id_, clock = site.new_router_id(name), self.process.clock
         self.router = Router(settings, clock, id_, max_index_pages=MAX_INDEX_PAGES)
         if site.num_routers > 1:
             self.router.knowledge.link(site.stream.join(self.process, self.router.heard))
@@ -163,7 +171,7 @@ class WorkerLife:
         worker = Worker(
             id=self._site.new_id(plan.name),
             name=plan.name,
-            started_s=self._site.calendar.now_s(),
+            incarnation=next(self._site.starts),
             role=plan.role,
             model="numbers",
             fingerprint=FINGERPRINT,

@@ -1,5 +1,7 @@
 """The router that everybody asks for what one alone is to see all of."""
 
+import secrets
+
 import msgspec
 
 from baton.colleagues import Colleagues, new_router_id
@@ -32,7 +34,7 @@ class Desk:
 
 
 def a_router(age: float) -> Hello:
-    return Hello(process=Kind.ROUTER, id=new_router_id(START_S - age))
+    return Hello(process=Kind.ROUTER, id=new_router_id(0, START_S - age, secrets.token_bytes(16)))
 
 
 def test_without_routers_nobody_is_asked() -> None:
@@ -65,7 +67,19 @@ def test_who_comes_again_takes_over_nothing() -> None:
 
 
 def test_ids_of_routers_are_ids_that_differ() -> None:
-    ids = {new_router_id(START_S) for _ in range(100)}
+    ids = {new_router_id(0, START_S, secrets.token_bytes(16)) for _ in range(100)}
     assert len({id_[:8] for id_ in ids}) > 90
     for id_ in ids:
         assert msgspec.convert(id_, Id) == id_
+
+
+def test_no_calendar_orders_routers_that_a_supervisor_starts() -> None:
+    """The calendar jumps back by a day between the two starts."""
+    older, newer = (
+        Hello(process=Kind.ROUTER, id=new_router_id(number, START_S - day * 86_400, secrets.token_bytes(16)))
+        for number, day in ((3, 0), (4, 1))
+    )
+    by_hand = a_router(age=86_400.0)
+    desk = Desk()
+    joined = {hello: desk.join(hello, is_complete=True) for hello in (by_hand, newer, older)}
+    assert desk.colleagues.common_router is joined[older]

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Callable, Coroutine
@@ -23,11 +24,13 @@ class Watched(LocalRuntime):
     def __init__(self) -> None:
         super().__init__(KEY, command=PEER)
         self.spawned: list[LocalProcess] = []
+        self.incarnations: list[int] = []
         self.obstacles: list[Exception] = []
 
     async def spawn(self, spec: ProcessSpec) -> LocalProcess:
         if self.obstacles:
             raise self.obstacles.pop()
+        self.incarnations.append(spec.incarnation)
         self.spawned.append(await super().spawn(spec))
         return self.spawned[-1]
 
@@ -36,7 +39,7 @@ def supervised(what: ProcessSpec, test: Callable[[Supervised, Watched], Coroutin
     async def run() -> None:
         runtime = Watched()
         try:
-            await test(Supervised(what, runtime, SystemClock()), runtime)
+            await test(Supervised(what, runtime, SystemClock(), itertools.count(1)), runtime)
         finally:
             await runtime.close()
 
@@ -71,6 +74,7 @@ def test_what_could_not_be_started_again_is_tried_once_more() -> None:
         await process.stop(1.0)
         await keeping
         assert process.num_restarts == 2
+        assert runtime.incarnations == [1, 3], "a start that failed counts, too"
 
     supervised(spec("serves"), test)
 

@@ -8,15 +8,15 @@ from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
 
-def join(c: Cluster, which: str, started_s: float) -> TestPeer:
-    worker = msgspec.structs.replace(a_worker(which), name="d", started_s=started_s)
+def join(c: Cluster, which: str, incarnation: int) -> TestPeer:
+    worker = msgspec.structs.replace(a_worker(which), name="d", incarnation=incarnation)
     return TestPeer.worker(c.router, worker)
 
 
 def test_later_one_takes_the_place_of_the_earlier() -> None:
     c = cluster()
-    earlier = join(c, "earlier", 1.0)
-    join(c, "later", 2.0)
+    earlier = join(c, "earlier", 1)
+    join(c, "later", 2)
     assert not earlier.is_open
     assert c.router.members.find("d") is c.router.members.get(id_of("later"))
 
@@ -24,9 +24,9 @@ def test_later_one_takes_the_place_of_the_earlier() -> None:
 def test_earlier_one_that_comes_later_is_not_let_in() -> None:
     """As after a restart of the router, when one that stood still wakes up."""
     c = cluster()
-    later = join(c, "later", 2.0)
+    later = join(c, "later", 2)
     with pytest.raises(WireError, match="has started after") as refused:
-        join(c, "earlier", 1.0)
+        join(c, "earlier", 1)
     assert refused.value.reason == "fenced"
     assert later.is_open
     assert c.router.members.get(id_of("later")) is not None
@@ -34,9 +34,18 @@ def test_earlier_one_that_comes_later_is_not_let_in() -> None:
 
 def test_earlier_one_is_let_in_while_the_later_is_away() -> None:
     c = cluster()
-    join(c, "later", 2.0).leave()
-    earlier = join(c, "earlier", 1.0)
+    join(c, "later", 2).leave()
+    earlier = join(c, "earlier", 1)
     assert c.router.members.get(id_of("earlier")) is not None
-    join(c, "later", 2.0)
+    join(c, "later", 2)
     assert not earlier.is_open
     assert c.router.members.get(id_of("later")) is not None
+
+
+def test_of_two_that_were_started_by_hand_the_last_to_join_is_the_worker() -> None:
+    c = cluster()
+    first = join(c, "first", 0)
+    join(c, "second", 0)
+    assert not first.is_open
+    with pytest.raises(WireError, match="has been replaced"):
+        join(c, "first", 0)
