@@ -64,7 +64,7 @@ class HandoffWorld(SimulatedRanks):
             (unit, part): self._number() for unit in range(num_units) for part in range(self.num_parts)
         }
         for (unit, part), value in contents.items():
-            host.write(pages, unit, part, value)
+            host.launch(pages, unit, part, value)
         return Sequence(name, pages, contents)
 
     def _let_go(self, host: Host, key: str) -> None:
@@ -92,6 +92,8 @@ class HandoffWorld(SimulatedRanks):
         if host.make_room(host.num_pages_for(num_units)):
             name = f"local-{self._number()}"
             host.sequences[name] = self._new_sequence(host, name, num_units)
+            if self.pick(2):  # cancelled: its pages are free before its step has written them
+                self._let_go(host, name)
 
     def step_tick(self) -> None:
         """Time passes; each host looks at its leases, or is stalled and does not."""
@@ -167,6 +169,7 @@ class HandoffWorld(SimulatedRanks):
             for step in (self.step_write, self.step_arrive, self.step_verify, self.step_fence, self.bury):
                 step()
             for host in (self.source, self.destination):
+                self._go_on(host)
                 self._deliver_to(host)
             if not any(before) and not any(self._backlog()):
                 return
@@ -174,6 +177,7 @@ class HandoffWorld(SimulatedRanks):
     def _backlog(self) -> tuple[int, ...]:
         hosts = (self.source, self.destination)
         waiting = [len(host.inbox) + host.has_lost_peer + len(host.verifications) for host in hosts]
+        waiting += [len(host.device.unwritten) for host in hosts]
         unburied = [host.lost_rank is not None and not host.is_rank_dead for host in hosts]
         return len(self.jobs), len(self.flights), len(self.fences), *waiting, *unburied
 

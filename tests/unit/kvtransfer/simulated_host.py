@@ -1,5 +1,9 @@
-"""A process of the simulation: a real ledger, memory whose contents are numbers, and its hand-offs."""
+"""A process of the simulation: a real ledger, memory whose contents are numbers, and its hand-offs.
 
+What its steps write comes to the memory late, in the order of the steps: see Device.
+"""
+
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -7,12 +11,13 @@ from typing import TypeAlias
 from baton.clock import ManualClock
 from baton.engine.pages import PagePool
 from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.handoff import Terms, Timing
+from baton.kvtransfer.handoff import Action, Terms, Timing
 from baton.kvtransfer.source_handoff import SourceHandoff
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
 Ranks: TypeAlias = tuple[int, ...]
 Place: TypeAlias = tuple[int, int]  # page, slot in it
+Slot: TypeAlias = tuple[int, int, int]  # page, slot in it, part
 TIMING = Timing(lease_s=30.0, heartbeat_s=5.0)
 NUM_PAGES = 10
 
@@ -36,6 +41,33 @@ class Landing:
     num_inside: int = 0
 
 
+class Device:
+    """Writes what steps were launched to write, in their order and late. A StepMarks."""
+
+    def __init__(self) -> None:
+        self.memory: dict[Slot, int] = {}
+        self.launched = 0
+        self.unwritten: deque[tuple[Slot, int]] = deque()
+
+    def launch(self, slot: Slot, contents: int) -> None:
+        self.launched += 1
+        self.unwritten.append((slot, contents))
+
+    def write(self, num: int) -> None:
+        """Write the next `num` of what was launched."""
+        for _ in range(num):
+            slot, contents = self.unwritten.popleft()
+            self.memory[slot] = contents
+
+    def has_passed(self, mark: int) -> bool:
+        return self.launched - len(self.unwritten) >= mark
+
+    def read_by_step(self, slot: Slot) -> int:
+        """What a step reads that is launched now: it comes after all that was launched before."""
+        late = (contents for other, contents in reversed(self.unwritten) if other == slot)
+        return next(late, self.memory.get(slot, 0))
+
+
 class Host:
     """Dies as a whole: a new Host takes its place, with nothing of the old one. Or one of its ranks dies."""
 
@@ -43,18 +75,19 @@ class Host:
         """ranks: of ours that moves each part. Rank 0 is where the host's calls are made."""
         self.name = name
         self.incarnation = incarnation.to_bytes(16, "big")
-        self.pool = PagePool(NUM_PAGES, units_per_page)
+        self.device = Device()
+        self.pool = PagePool(NUM_PAGES, units_per_page, self.device)
         self.units_per_page = units_per_page
         self.ranks = ranks
         self.lost_rank: int | None = None  # it is heard no more
         self.is_rank_dead = False  # and known to be dead
-        self.memory: dict[tuple[int, int, int], int] = {}  # (page, slot, part) -> contents
         self.sequences: dict[str, Sequence] = {}
         self.sources: dict[bytes, SourceHandoff] = {}
         self.destinations: dict[bytes, DestinationHandoff] = {}
         self.landings: dict[tuple[bytes, int], Landing] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
+        self.waiting: dict[bytes, list[Action]] = {}  # of transfers whose landing waits for the device
         self.verifications: list[tuple[bytes, int, bytes]] = []
         self.finished: dict[bytes, str] = {}
         self.num_epochs = 0
@@ -71,10 +104,14 @@ class Host:
         return pages[unit // self.units_per_page], unit % self.units_per_page
 
     def read(self, pages: list[int] | tuple[int, ...], unit: int, part: int) -> int:
-        return self.memory.get((*self.place(pages, unit), part), 0)
+        return self.device.memory.get((*self.place(pages, unit), part), 0)
 
     def write(self, pages: list[int] | tuple[int, ...], unit: int, part: int, contents: int) -> None:
-        self.memory[(*self.place(pages, unit), part)] = contents
+        self.device.memory[(*self.place(pages, unit), part)] = contents
+
+    def launch(self, pages: list[int], unit: int, part: int, contents: int) -> None:
+        """Have a step write it."""
+        self.device.launch((*self.place(pages, unit), part), contents)
 
     def is_lost(self, part: int) -> bool:
         return self.ranks[part] == self.lost_rank
@@ -87,7 +124,7 @@ class Host:
         for (unit, part), expected in sequence.contents.items():
             if self.is_lost(part):
                 continue
-            found = self.read(sequence.pages, unit, part)
+            found = self.device.read_by_step((*self.place(sequence.pages, unit), part))
             page, _ = self.place(sequence.pages, unit)
             assert sequence.name in self.pool.owners(page), f"{sequence.name} does not own page {page}"
             assert found == expected, f"{sequence.name} reads {found} in page {page}, {expected} was written"

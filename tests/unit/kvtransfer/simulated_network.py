@@ -179,7 +179,7 @@ class SimulatedNetwork:
     # Bytes.
 
     def step_write(self) -> None:
-        job = self._any(self.jobs)
+        job = self._any(job for job in self.jobs if job.source.device.has_passed(job.after))
         if not isinstance(job, PushJob):
             return
         if job.has_failed or (job.must_stop and job.carried is None):
@@ -249,34 +249,54 @@ class SimulatedNetwork:
     # What the machines ask for.
 
     def _do(self, host: Host, transfer: bytes, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(message):
-                    self._send(host, message)
-                case Granted(grant):
-                    self.grants[host, transfer] = grant, self._peer(host)
-                case Push():
-                    self._push(host, transfer, action)
-                case StopPushes():
-                    for job in self.jobs:
-                        is_told = job.source is host and not host.is_lost(job.part)
-                        job.must_stop |= is_told and job.transfer == transfer
-                    self.stopping.append((host, transfer))
-                    self._end_stops()
-                case OpenLanding(part):
-                    host.landings[transfer, part] = Landing(host.destinations[transfer].epoch)
-                case CloseLanding(part, _) if host.is_lost(part):
-                    if host.is_rank_dead:
-                        self._writer_stopped(host, transfer, part)
-                case CloseLanding(part, is_confirmed):
-                    landing = host.landings[transfer, part]
-                    landing.is_open = False
-                    if is_confirmed if self.is_direct[transfer] else not landing.num_inside:
-                        self._writer_stopped(host, transfer, part)
-                case Verify(part, digests) if not host.is_lost(part):
-                    host.verifications.append((transfer, part, digests))
-                case Finished(outcome, _):
-                    self._finish(host, transfer, outcome)
+        """Carry the actions out in their order, which those behind a landing that has to wait do, too."""
+        if transfer in host.waiting:
+            host.waiting[transfer] += actions
+            return
+        for number, action in enumerate(actions):
+            if isinstance(action, OpenLanding) and not host.device.has_passed(action.after):
+                host.waiting[transfer] = actions[number:]
+                return
+            self._carry_out(host, transfer, action)
+
+    def step_device(self) -> None:
+        """A device gets further with what it was told to write."""
+        self._go_on((self.source, self.destination)[self.pick(2)])
+
+    def _go_on(self, host: Host) -> None:
+        if host.device.unwritten:
+            host.device.write(1 + self.pick(len(host.device.unwritten)))
+        for transfer in list(host.waiting):
+            self._do(host, transfer, host.waiting.pop(transfer))
+
+    def _carry_out(self, host: Host, transfer: bytes, action: Action) -> None:
+        match action:
+            case Send(message):
+                self._send(host, message)
+            case Granted(grant):
+                self.grants[host, transfer] = grant, self._peer(host)
+            case Push():
+                self._push(host, transfer, action)
+            case StopPushes():
+                for job in self.jobs:
+                    is_told = job.source is host and not host.is_lost(job.part)
+                    job.must_stop |= is_told and job.transfer == transfer
+                self.stopping.append((host, transfer))
+                self._end_stops()
+            case OpenLanding(part):
+                host.landings[transfer, part] = Landing(host.destinations[transfer].epoch)
+            case CloseLanding(part, _) if host.is_lost(part):
+                if host.is_rank_dead:
+                    self._writer_stopped(host, transfer, part)
+            case CloseLanding(part, is_confirmed):
+                landing = host.landings[transfer, part]
+                landing.is_open = False
+                if is_confirmed if self.is_direct[transfer] else not landing.num_inside:
+                    self._writer_stopped(host, transfer, part)
+            case Verify(part, digests) if not host.is_lost(part):
+                host.verifications.append((transfer, part, digests))
+            case Finished(outcome, _):
+                self._finish(host, transfer, outcome)
 
     def _send(self, host: Host, message: AnyMessage) -> None:
         if self.is_linked:
@@ -297,6 +317,7 @@ class SimulatedNetwork:
             grant.pages,
             grant.generations,
             self.is_direct[transfer],
+            push.after,
         )
         job.has_failed = destination.is_dead and not job.is_direct
         self.jobs.append(job)

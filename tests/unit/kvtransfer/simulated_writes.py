@@ -26,6 +26,7 @@ class PushJob:
     pages: tuple[int, ...]
     generations: tuple[int, ...]
     is_direct: bool
+    after: int  # the mark that the source's steps must have passed before anything is read
     next_unit: int = 0
     carried: int | None = None  # read and checked, not written yet
     digests: bytearray = field(default_factory=bytearray)

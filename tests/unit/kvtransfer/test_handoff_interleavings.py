@@ -18,6 +18,7 @@ WEIGHTS = {
     "write": 40,
     "arrive": 36,
     "verify": 12,
+    "device": 3,
     "local": 12,
     "pull": 4,
     "tick": 3,
