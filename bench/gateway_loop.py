@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -21,7 +22,9 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -186,20 +189,40 @@ async def quiet(address: Address, latencies_s: list[float], stop: asyncio.Event)
         await asyncio.sleep(0.005)
 
 
-async def beside_quiet(
-    address: Address, work: Sequence[Hostile], num_at_once: int, statuses: dict[int, int]
-) -> list[float]:
-    """Latencies of the quiet tenant while the other sends `work`."""
-    latencies_s, stop, queue = list[float](), asyncio.Event(), list(reversed(work))
+_prepared: list[Hostile] = []  # of the process that sends them
 
-    async def send() -> None:
+
+def prepare(work: Sequence[Hostile]) -> None:
+    """Keep the bodies, in the process that is going to send them."""
+    _prepared[:] = work
+
+
+def send_prepared(address: Address, num_at_once: int) -> Counter[int]:
+    """Send the bodies, so many at once, and count the statuses."""
+
+    async def send(queue: list[Hostile]) -> Counter[int]:
+        statuses = Counter[int]()
         while queue:
             hostile = queue.pop()
-            status = await ask(address, "hostile", hostile.path, hostile.body)
-            statuses[status] = statuses.get(status, 0) + 1
+            statuses[await ask(address, "hostile", hostile.path, hostile.body)] += 1
+        return statuses
 
+    async def send_all() -> Counter[int]:
+        queue = _prepared[::-1]
+        return sum(await asyncio.gather(*(send(queue) for _ in range(num_at_once))), Counter[int]())
+
+    return asyncio.run(send_all())
+
+
+async def beside_quiet(
+    address: Address, work: Sequence[Hostile], num_at_once: int, sender: Executor, statuses: Counter[int]
+) -> list[float]:
+    """Latencies of the quiet tenant while the other sends `work` from a process of its own."""
+    latencies_s, stop = list[float](), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(sender, prepare, work)
     watching = asyncio.create_task(quiet(address, latencies_s, stop))
-    await asyncio.gather(*(send() for _ in range(num_at_once)))
+    statuses.update(await loop.run_in_executor(sender, send_prepared, address, num_at_once))
     stop.set()
     await watching
     return latencies_s
@@ -260,7 +283,7 @@ async def growth_without_readers(served: Served) -> float:
     return peak.end()
 
 
-async def growth_of_logprobs(served: Served, statuses: dict[int, int]) -> float:
+async def growth_of_logprobs(served: Served, statuses: Counter[int]) -> float:
     """Whole answers of 20 log probabilities a token, four calls at once."""
     peak = Peak(served.pid)
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
@@ -269,15 +292,17 @@ async def growth_of_logprobs(served: Served, statuses: dict[int, int]) -> float:
     found = await asyncio.gather(
         *(ask(served.address, "hostile", "/v1/chat/completions", body) for _ in range(4))
     )
-    for status in found:
-        statuses[status] = statuses.get(status, 0) + 1
+    statuses.update(found)
     return peak.end()
 
 
 async def measure(num_generated: int, seed: int) -> tuple[list[Row], dict[str, object]]:
     rows, extra = list[Row](), dict[str, object]()
-    statuses: dict[int, int] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    statuses = Counter[int]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
+    ):
         async with served(Path(folder)) as gateway:
             alone = list[float]()
             stop = asyncio.Event()
@@ -296,7 +321,7 @@ async def measure(num_generated: int, seed: int) -> tuple[list[Row], dict[str, o
                 work = list(bodies)
                 for part in [[one] for one in work] if num_at_once == 1 else [work]:
                     since_s = time.monotonic()
-                    beside += await beside_quiet(gateway.address, part, num_at_once, statuses)
+                    beside += await beside_quiet(gateway.address, part, num_at_once, sender, statuses)
                     found = phase(gateway, since_s, time.monotonic())
                     note = f"{found.late_ms:.1f} ms with the wait for a core"
                     label = part[0].name if num_at_once == 1 else name
@@ -311,9 +336,7 @@ async def measure(num_generated: int, seed: int) -> tuple[list[Row], dict[str, o
             grown = await growth_of_logprobs(gateway, statuses)
             rows.append(at_most("RSS growth, four calls of 20 logprobs", grown, "MB", MEMORY_BAR_MB))
             extra["statuses"] = {str(status): num for status, num in sorted(statuses.items())}
-            rows.append(
-                at_most("answers of status 500 or none", statuses.get(500, 0) + statuses.get(0, 0), "", 0)
-            )
+            rows.append(at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0))
     return rows, extra
 
 
