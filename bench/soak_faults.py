@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from baton.bench.soak_world import World
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
-ENDED_BY_S: Final = 8.0  # a worker stopped for longer is given up and replaced
+ENDED_BY_S: Final = 2.0  # a worker that is silent for 3 s is given up and replaced
 
 
 class Kind(NamedTuple):
