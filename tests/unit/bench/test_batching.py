@@ -89,7 +89,7 @@ def test_rate_and_padding_of_an_outcome() -> None:
 def test_without_matplotlib_all_but_the_plot_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0,), repeats=1)
+    toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0, 1.0), repeats=1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     monkeypatch.setattr(batching, "measure", lambda _, out: measure(toy, out))
     monkeypatch.setattr(sys, "argv", ["batching", "--out", str(tmp_path)])
