@@ -172,8 +172,7 @@ class Colleagues:
 def new_router_id(incarnation: int, began_s: float, chance: bytes) -> str:
     """Return the id of a router that starts now; of two routers the older one has the lower last digits.
 
-    incarnation: starts that its supervisor has counted, itself included. 0: it was started by hand, and is
-    taken to be younger than those of supervisors; `began_s`, seconds since 1970, orders it among its like.
+    incarnation: see worker.Worker. 0: it was started by hand, at `began_s`, seconds since 1970.
     chance: ID_DIGITS bytes or more.
     """
     age = incarnation or round(began_s * 1000)

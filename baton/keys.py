@@ -27,11 +27,12 @@ CACHE_SALTS: Final = "cache salts"  # of tenants, and with them the names of pag
 EVENT_IDS: Final = "event ids"  # of streams that another gateway can continue
 GATEWAYS: Final = "gateways"  # what gateways of one port ask each other
 REDIS_NAMES: Final = "redis names"
+REDIS_VALUES: Final = "redis values"  # the seals of what routers keep there
 PAGES: Final = "pages"  # links that pages are agreed on and travel over
 
 _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.GATEWAY: (CACHE_SALTS, EVENT_IDS, GATEWAYS),
-    Kind.ROUTER: (REDIS_NAMES,),
+    Kind.ROUTER: (REDIS_NAMES, REDIS_VALUES),
     Kind.WORKER: (PAGES,),
     Kind.OPERATOR: (),
 }

@@ -127,3 +127,4 @@ class WorkerRemoved(Message, frozen=True):
     worker: Id
     name: Name
     reason: Reason
+    is_hung: bool  # its step takes too long, though it gives signs of life

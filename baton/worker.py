@@ -27,8 +27,9 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     id: Id
     name: Name  # the operator's, as "decode-0": the same after a restart
-    # The starts that its supervisor had counted, or 0 where it was started by hand. Of two processes of one
-    # name the higher number is the worker; of equal numbers, the one that joins last.
+    # The number of the start. The supervisor's first has the milliseconds since 1970, each later one
+    # has one more; 0: the process was started by hand. Of two processes of one name the one with the higher
+    # number is the worker; of equal numbers, the one that joins last.
     incarnation: Count = 0
     role: WorkerRole
     model: Name  # as the API names it

@@ -25,6 +25,7 @@ from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_link import RedisLink, RedisMatcher
+from baton.router.redis_messages import Codec
 from baton.router.redis_server import PrivateRedis, find_program
 from baton.worker import Address, Worker, WorkerRole
 
@@ -156,7 +157,7 @@ async def redis_times_ms(num_matches: int, rng: np.random.Generator) -> list[flo
     """One after another over one connection, each one round trip."""
     async with PrivateRedis() as redis:
         index = PrefixIndex(ManualClock())
-        link = RedisLink(redis.url, "bench", "0" * 32, index, lambda message: None)
+        link = RedisLink(redis.url, "bench", Codec(bytes(32)), "0" * 32, index, lambda message: None)
         linking = asyncio.create_task(link.run())
         workers = workers_with(8, 2 * REDIS_PROMPTS * PROMPT_PAGES)
         shared, teller, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), Teller(index), []

@@ -60,6 +60,9 @@ class Watcher(Protocol):
     def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
         """The router has sent this."""
 
+    def tick(self) -> None:
+        """Called several times a second."""
+
 
 class Operator:
     """A Node; `status`, `explain` and `drain` are for whoever runs on its loop.
@@ -178,6 +181,8 @@ class Operator:
         self._count()
 
     def tick(self) -> None:
+        if self._watcher is not None:
+            self._watcher.tick()
         if not self._has_all.is_set():
             for address in self._addresses:
                 self._dial(address)

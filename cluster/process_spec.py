@@ -30,7 +30,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     cores_per_rank: int | None = None  # None: an even share of the machine's
     gpus_per_rank: float = 0.0  # 0: the ranks compute on the CPU
     resources: dict[str, float] = {}  # of Ray, beside those
-    incarnation: int = 0  # starts that the supervisor has counted, with this one; 0: it has none
+    incarnation: int = 0  # of the start, as in worker.Worker; 0: it has no supervisor
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final, TypeAlias, TypeVar
@@ -81,7 +82,8 @@ class Cluster:
         planned = specs(self._config, site)
         async with self._saying_what_is_missing():
             await self._runtime.place(planned)
-            starts = itertools.count(1)
+            # Counted on from now, so that what an earlier `baton serve` has left behind comes before.
+            starts = itertools.count(round(time.time() * 1000))
             self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
             await self._start_in_time(site)
         return Serving(host=self._config.host, port=site.port, routers=site.routers)
@@ -129,6 +131,9 @@ class Cluster:
 
     def left(self, router: str) -> None:
         self._verdicts.left(router)
+
+    def tick(self) -> None:
+        self._verdicts.tick()
 
     def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
         match message:

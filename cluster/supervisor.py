@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 class Supervised:
     def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock, starts: Iterator[int]) -> None:
-        """starts: counts the starts of all processes of the cluster; no clock tells which of two is later."""
+        """starts: numbers for the starts of all processes of the cluster, as in worker.Worker."""
         self.spec = spec
         self.is_ready = False
         self.is_away = False  # it was drained

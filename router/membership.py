@@ -3,8 +3,8 @@
 The life of a member:
 
 1. It joins with its Hello. A name has one owner, the process that started last: a worker of the same name
-   that was there before is fenced, dropped and its id never let in again; one that started before the one
-   that is there, such as one that stood still for long, is not let in.
+   that joined before, connected or not, is fenced, dropped and its id never let in again; one that started
+   before the one that is connected, such as one that stood still for long, is not let in.
 2. It gives a sign of life every second, whatever its engine does, with the age of the step that runs; and
    between steps it says what it has, and whom it reaches.
 3. It is dead when its connection ends, and when nothing has come from it for BEAT_TIMEOUT_S. It is hung when
@@ -14,7 +14,7 @@ The life of a member:
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from baton.clock import Clock
 from baton.control import Alive, Beat
@@ -27,6 +27,7 @@ from baton.worker import Load, Worker, WorkerRole
 BEAT_TIMEOUT_S: Final = 3.0
 LATE_TICK_S: Final = 1.0
 MAX_FENCED: Final = 4096
+MAX_LATEST: Final = 4096  # names; more than there can be workers
 
 
 class Member:
@@ -56,6 +57,14 @@ class Member:
         return self.is_draining != was_draining
 
 
+class Removed(NamedTuple):
+    """A member that was given up."""
+
+    member: Member
+    reason: str
+    is_hung: bool = False  # it gives signs of life
+
+
 class Membership:
     """`version` changes whenever the answer to "who may take work" may have changed."""
 
@@ -63,7 +72,7 @@ class Membership:
         self.version = 0
         self._clock = clock
         self._members: dict[str, Member] = {}  # by id, in order of joining
-        self._names: dict[str, str] = {}  # name -> id
+        self._latest: dict[str, Worker] = {}  # that joined, by name; it may have left or died since
         self._fenced: dict[str, None] = {}  # ids, oldest first
         self._last_look_s = clock.now_s()
 
@@ -74,7 +83,8 @@ class Membership:
         return self._members.get(worker_id)
 
     def find(self, name_or_id: str) -> Member | None:
-        return self._members.get(self._names.get(name_or_id, name_or_id))
+        latest = self._latest.get(name_or_id)
+        return self._members.get(name_or_id if latest is None else latest.id)
 
     def of_role(self, role: WorkerRole) -> Sequence[Member]:
         return [member for member in self._members.values() if member.worker.role is role]
@@ -93,7 +103,8 @@ class Membership:
         known = self._members.get(worker.id)
         if known is not None and known.worker.name != worker.name:
             raise ProtocolError(f"{worker.name} has the id of {known.worker.name}, {worker.id}")
-        former = self._members.get(self._names.get(worker.name, ""))
+        latest = self._latest.get(worker.name)
+        former = None if latest is None else self._members.get(latest.id)
         if former is not None and former.worker.incarnation > worker.incarnation:
             message = f"{worker.name} {former.id}, which is here, has started after {worker.id}"
             raise WireError(message, reason="fenced")
@@ -101,16 +112,15 @@ class Membership:
             raise WireError(f"there are {MAX_WORKERS} workers already", reason="full")
         if former is not None:
             self.remove(former)
-            if former.id != worker.id:
-                self._fence(former.id)
+        if latest is not None and latest.id != worker.id and latest.incarnation <= worker.incarnation:
+            self._fence(latest.id)
         self._members[worker.id] = Member(worker, peer, self._clock.now_s())
-        self._names[worker.name] = worker.id
+        self._remember(worker)
         self.version += 1
         return former
 
     def remove(self, member: Member) -> None:
         del self._members[member.id]
-        del self._names[member.worker.name]
         self.version += 1
 
     def beat(self, member: Member, beat: Beat) -> None:
@@ -129,7 +139,7 @@ class Membership:
         member.is_asked_to_drain = True
         self.version += 1
 
-    def remove_dead(self) -> list[tuple[Member, str]]:
+    def remove_dead(self) -> list[Removed]:
         """Take out those that are silent or hung, with the reason; to be called in every tick.
 
         Time that this process itself was held up is nobody's silence: what was sent meanwhile is unread.
@@ -143,12 +153,19 @@ class Membership:
         dead = []
         for member in list(self._members.values()):
             if now_s - member.beat_s > BEAT_TIMEOUT_S:
-                dead.append((member, f"it was silent for {BEAT_TIMEOUT_S:g} s"))
+                dead.append(Removed(member, f"it was silent for {BEAT_TIMEOUT_S:g} s"))
             elif member.step is not None and member.step.is_overdue:
-                dead.append((member, member.step.complaint))
-        for member, _ in dead:
-            self.remove(member)
+                dead.append(Removed(member, member.step.complaint, is_hung=True))
+        for removed in dead:
+            self.remove(removed.member)
         return dead
+
+    def _remember(self, worker: Worker) -> None:
+        self._latest.pop(worker.name, None)
+        self._latest[worker.name] = worker
+        if len(self._latest) > MAX_LATEST:
+            away = (name for name, latest in self._latest.items() if latest.id not in self._members)
+            del self._latest[next(away)]
 
     def _fence(self, worker_id: str) -> None:
         self._fenced[worker_id] = None

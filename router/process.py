@@ -14,7 +14,7 @@ from baton.clock import SystemClock
 from baton.colleagues import new_router_id
 from baton.errors import ConfigError
 from baton.hub import Hub
-from baton.keys import REDIS_NAMES, ClusterKeys, KeyRing
+from baton.keys import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
 from baton.router.decision_log import LogFile
 from baton.router.router import Router
 from baton.router_config import RouterConfig
@@ -35,7 +35,7 @@ async def serve_router(
 ) -> None:
     """Route until `stopping` is set. keys: a router's, or the cluster key. ready: told where it listens.
 
-    incarnation: starts that its supervisor has counted, 0 where there is none; see `new_router_id`.
+    incarnation: of the start, 0 where there is no supervisor; see `new_router_id`.
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
@@ -65,13 +65,15 @@ async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -
     """
     try:
         from baton.router.redis_link import RedisLink
+        from baton.router.redis_messages import Codec
     except ModuleNotFoundError:
         message = "redis: its Python library is not installed: add it (redis, hiredis), or set redis to none"
         raise ConfigError(message) from None
 
     namespace = keys.derived(REDIS_NAMES)[:8].hex()
     knowledge = router.knowledge
-    link = RedisLink(url, namespace, router.hello.id, knowledge.index, router.heard)
+    codec = Codec(keys.derived(REDIS_VALUES))
+    link = RedisLink(url, namespace, codec, router.hello.id, knowledge.index, router.heard)
     knowledge.link(link)
     router.standing.redis = link
     task = asyncio.create_task(link.run())

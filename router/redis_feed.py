@@ -8,24 +8,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from baton.control import PageEvents
-from baton.control_wire import decode
 from baton.errors import WireError
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Connection
-from baton.router.redis_messages import (
-    AnyShared,
-    SharedJoined,
-    SharedLeft,
-    Snapshot,
-    decode_shared,
-    decode_snapshot,
-    decode_worker,
-)
+from baton.router.redis_messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_outbox import Outbox
 
 BLOCK_MS: Final = 200
@@ -40,12 +31,14 @@ class Feed:
     def __init__(
         self,
         outbox: Outbox,
+        codec: Codec,
         router_id: str,
         index: PrefixIndex,
         counters: Counter[str],
         on_shared: Callable[[AnyShared], None],
     ) -> None:
         self._outbox = outbox
+        self._codec = codec
         self._router_id = router_id.encode()
         self._index = index
         self._counters = counters
@@ -59,7 +52,7 @@ class Feed:
         alive: dict[bytes, bytes] = await redis.call("HGETALL", workers)
         self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
         for body in alive.values():
-            worker = self._checked(decode_worker, body)
+            worker = self._checked(self._codec.decode_worker, body)
             if worker is None or worker.id in self._outbox.workers:
                 continue
             self._index.join(worker)
@@ -98,17 +91,15 @@ class Feed:
         if fields.get(b"r") == self._router_id:
             return
         if b"m" in fields:
-            message = self._checked(decode_shared, fields[b"m"])
+            message = self._checked(self._codec.decode_shared, fields[b"m"])
             if message is not None:
                 self._hear(message)
             return
         worker_id = fields.get(b"w", b"").decode(errors="replace")
         if worker_id in self._outbox.workers:
             return
-        events = self._checked(decode, fields.get(b"p", b""))
-        if not isinstance(events, PageEvents):
-            self._counters["redis_malformed"] += events is not None
-        elif not self._index.apply(worker_id, events):
+        events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
+        if events is not None and not self._index.apply(worker_id, events):
             self._doubtful.add(worker_id)
 
     def _hear(self, message: AnyShared) -> None:
@@ -124,7 +115,8 @@ class Feed:
     async def _restore(self, redis: Connection, worker_id: str) -> str:
         """From which entry of the stream on its changes are still to be read."""
         body = await redis.call("GET", self._outbox.snapshot_key(worker_id))
-        snapshot = None if body is None else self._checked(decode_snapshot, body)
+        read = partial(self._codec.decode_snapshot, worker_id)
+        snapshot = None if body is None else self._checked(read, body)
         if snapshot is None:
             return FROM_THE_START
         if worker_id in self._foreign and self._is_news(worker_id, snapshot):

@@ -22,7 +22,7 @@ from baton.control import PageEvents
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import REDIS_FAILURES, Command, Connection, is_full
 from baton.router.redis_feed import Feed, last_stream_id
-from baton.router.redis_messages import AnyShared
+from baton.router.redis_messages import AnyShared, Codec
 from baton.router.redis_outbox import Outbox
 from baton.router.redis_room import Room
 from baton.router.redis_scripts import Names
@@ -50,6 +50,7 @@ class RedisLink:
         self,
         url: str,
         namespace: str,
+        codec: Codec,
         router_id: str,
         index: PrefixIndex,
         on_shared: Callable[[AnyShared], None],
@@ -61,8 +62,8 @@ class RedisLink:
         self._url = url
         self._names = Names.of(namespace)
         self._index = index
-        self._outbox = Outbox(self._names, router_id, index, self.counters)
-        self._feed = Feed(self._outbox, router_id, index, self.counters, on_shared)
+        self._outbox = Outbox(self._names, codec, router_id, index, self.counters)
+        self._feed = Feed(self._outbox, codec, router_id, index, self.counters, on_shared)
         self._news = asyncio.Event()
         self._cursor = 0
         self._num_full = 0  # times in a row that Redis had no memory, before all was told

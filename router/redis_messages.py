@@ -4,11 +4,14 @@ Each is the whole of a stream entry's field `m`. They are hints as well: a route
 worker's load by the worker's own word, as it does of what an earlier router dispatched (books.py).
 """
 
+import hmac
 from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from baton import control_wire
+from baton.control import PageEvents
 from baton.errors import WireError
 from baton.router.short_keys import SHORT_KEY_BYTES
 from baton.wire_types import MAX_EVENTS, MAX_PULLED_PAGES, Attempt, Count, Id
@@ -75,6 +78,10 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{len(self.keys)} bytes of keys, {len(self.values)} bytes of values")
 
 
+SEAL_BYTES: Final = 16
+_WORKER_PLACE: Final = "worker"
+_SHARED_PLACE: Final = "message"
+
 _T = TypeVar("_T")
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _SHARED: Final[msgspec.msgpack.Decoder[AnyShared]] = msgspec.msgpack.Decoder(AnyShared)
@@ -82,21 +89,56 @@ _SNAPSHOT: Final = msgspec.msgpack.Decoder(Snapshot)
 _WORKER: Final = msgspec.msgpack.Decoder(Worker)
 
 
-def encode(value: AnyShared | Snapshot | Worker) -> bytes:
-    return _ENCODER.encode(value)
+class Codec:
+    """Encodes what the routers of one cluster keep in Redis, and decodes only what one of them has written.
 
+    Each value ends with a seal of SEAL_BYTES, which covers the place it belongs to. What another program has
+    written, changed or moved raises WireError; what it has removed or repeated costs hints, as a restart of
+    Redis does.
+    """
 
-def decode_shared(body: bytes) -> AnyShared:
-    """WireError for anything else, here and below: Redis may hold what others have written."""
-    return _decoded(_SHARED, body)
+    def __init__(self, key: bytes) -> None:
+        """key: of the cluster, for this purpose (keys.REDIS_VALUES)."""
+        self._key = key
 
+    def encode_worker(self, worker: Worker) -> bytes:
+        return self._seal(_WORKER_PLACE, _ENCODER.encode(worker))
 
-def decode_snapshot(body: bytes) -> Snapshot:
-    return _decoded(_SNAPSHOT, body)
+    def decode_worker(self, sealed: bytes) -> Worker:
+        return _decoded(_WORKER, self._open(_WORKER_PLACE, sealed))
 
+    def encode_shared(self, message: AnyShared) -> bytes:
+        return self._seal(_SHARED_PLACE, _ENCODER.encode(message))
 
-def decode_worker(body: bytes) -> Worker:
-    return _decoded(_WORKER, body)
+    def decode_shared(self, sealed: bytes) -> AnyShared:
+        return _decoded(_SHARED, self._open(_SHARED_PLACE, sealed))
+
+    def encode_snapshot(self, worker_id: str, snapshot: Snapshot) -> bytes:
+        return self._seal(f"snapshot {worker_id}", _ENCODER.encode(snapshot))
+
+    def decode_snapshot(self, worker_id: str, sealed: bytes) -> Snapshot:
+        return _decoded(_SNAPSHOT, self._open(f"snapshot {worker_id}", sealed))
+
+    def encode_pages(self, worker_id: str, events: PageEvents) -> bytes:
+        return self._seal(f"pages {worker_id}", control_wire.encode(events))
+
+    def decode_pages(self, worker_id: str, sealed: bytes) -> PageEvents:
+        events = control_wire.decode(self._open(f"pages {worker_id}", sealed))
+        if not isinstance(events, PageEvents):
+            raise WireError(f"Redis has a {type(events).__name__} where pages belong", reason="message")
+        return events
+
+    def _seal(self, place: str, body: bytes) -> bytes:
+        return body + self._digest(place, body)
+
+    def _open(self, place: str, sealed: bytes) -> bytes:
+        body, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._digest(place, body)):
+            raise WireError("Redis has what no router of this cluster has written there", reason="seal")
+        return body
+
+    def _digest(self, place: str, body: bytes) -> bytes:
+        return hmac.digest(self._key, place.encode() + b"\0" + body, "sha256")[:SEAL_BYTES]
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:

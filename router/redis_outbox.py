@@ -16,13 +16,11 @@ from typing import Final
 import numpy as np
 
 from baton.control import PageEvents
-from baton.control_wire import encode
 from baton.router.index_holder import HOST_BIT, Values
 from baton.router.index_table import Keys
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_client import Argument, Command, Reply
-from baton.router.redis_messages import AnyShared, SharedJoined, SharedLeft, Snapshot
-from baton.router.redis_messages import encode as encode_shared
+from baton.router.redis_messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_room import Room
 from baton.router.redis_scripts import KEEP_MS, Names
 from baton.router.short_keys import first_halves, with_zeros
@@ -37,11 +35,14 @@ SNAPSHOT_MS: Final = KEEP_MS
 
 
 class Outbox:
-    def __init__(self, names: Names, router_id: str, index: PrefixIndex, counters: Counter[str]) -> None:
+    def __init__(
+        self, names: Names, codec: Codec, router_id: str, index: PrefixIndex, counters: Counter[str]
+    ) -> None:
         self.workers: dict[str, Worker] = {}  # that are connected here, by id
         self.is_open = False
         self.room = Room()
         self._names = names
+        self._codec = codec
         self._router_id = router_id
         self._index = index
         self._counters = counters
@@ -83,7 +84,7 @@ class Outbox:
             self._put(self._apply(worker_id, events))
 
     def share(self, message: AnyShared) -> None:
-        body = encode_shared(message)
+        body = self._codec.encode_shared(message)
         fields: tuple[Argument, ...] = ("*", "r", self._router_id, "m", body)
         limit: tuple[Argument, ...] = ("MAXLEN", "~", self.room.num_entries(len(body)))
         self._put(Command("", ("XADD", self._names.events, *limit, *fields)))
@@ -138,7 +139,9 @@ class Outbox:
             self._mark_stale(worker.id)
 
     def join(self, worker: Worker) -> Command:
-        return Command("join", (worker.id, worker.name, encode_shared(worker), LEASE_MS), worker.id)
+        return Command(
+            "join", (worker.id, worker.name, self._codec.encode_worker(worker), LEASE_MS), worker.id
+        )
 
     def renew(self) -> Command:
         return Command("renew", (LEASE_MS, *self.workers))
@@ -166,11 +169,10 @@ class Outbox:
             return None
         keys, values = self._index.export(worker_id)
         body = Snapshot(number, stream_id, keys.astype("<u8").tobytes(), values.astype("<u8").tobytes())
+        sealed = self._codec.encode_snapshot(worker_id, body)
         self._snapshots.pop(worker_id, None)
         self._snapshots[worker_id] = number
-        return Command(
-            "", ("SET", self.snapshot_key(worker_id), encode_shared(body), "PX", SNAPSHOT_MS), worker_id
-        )
+        return Command("", ("SET", self.snapshot_key(worker_id), sealed, "PX", SNAPSHOT_MS), worker_id)
 
     def _put(self, command: Command) -> None:
         if not self.is_open:
@@ -189,7 +191,8 @@ class Outbox:
             self._stale[worker_id] = None
 
     def _apply(self, worker_id: str, events: PageEvents) -> Command:
-        pages, body = np.array(events.pages, np.int64), encode(events)
+        pages = np.array(events.pages, np.int64)
+        body = self._codec.encode_pages(worker_id, events)
         arguments = (
             worker_id,
             self._router_id,

@@ -46,7 +46,7 @@ from baton.router.dispatcher import Dispatcher, Gateway
 from baton.router.fitted_status import fitted
 from baton.router.knowledge import Knowledge
 from baton.router.meeting import Meeting
-from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership
+from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
 from baton.router.pairing import Pairing
 from baton.router.prefix_index import MAX_PAGES
 from baton.router.reception import Reception
@@ -148,8 +148,8 @@ class Router:
             self._dispatcher.find_room()
 
     def tick(self) -> None:
-        for member, reason in self.members.remove_dead():
-            self._remove(member, reason)
+        for removed in self.members.remove_dead():
+            self._remove(removed)
         gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
         if gone:
             self.books.forget(gone)
@@ -241,13 +241,14 @@ class Router:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
-    def _remove(self, member: Member, reason: str) -> None:
+    def _remove(self, removed: Removed) -> None:
         """Give up a worker that has left `members` for its silence or its step; report it to operators."""
+        member, reason, is_hung = removed
         self._gone(member, reason)
         member.peer.close()
-        removed = WorkerRemoved(worker=member.id, name=member.worker.name, reason=reason)
+        report = WorkerRemoved(worker=member.id, name=member.worker.name, reason=reason, is_hung=is_hung)
         for watcher in self._watchers:
-            watcher.send(removed)
+            watcher.send(report)
 
     def _gone(self, member: Member, reason: str) -> None:
         self.counters["workers_gone"] += 1

@@ -11,9 +11,10 @@ from typing import Final, TypeAlias
 from baton.cluster.sim.network import End, Network
 from baton.cluster.sim.process import Process
 from baton.control import PageEvents
-from baton.router.redis_messages import AnyShared, decode_shared, encode
+from baton.router.redis_messages import AnyShared, Codec
 from baton.worker import Worker
 
+CODEC: Final = Codec(bytes(32))
 LOSS_CHANCES: Final = (0.0, 0.05, 1.0)  # in one simulation it is one of these
 
 Hear: TypeAlias = Callable[[AnyShared], None]
@@ -59,9 +60,9 @@ class SharedLink:
     def pages(self, worker_id: str, events: PageEvents) -> None: ...
 
     def share(self, message: AnyShared) -> None:
-        body = encode(message)
+        body = CODEC.encode_shared(message)
         self._process.send(lambda: self._stream.carry(self._process, body))
 
 
 def _say(hear: Hear, body: bytes) -> None:
-    hear(decode_shared(body))
+    hear(CODEC.decode_shared(body))

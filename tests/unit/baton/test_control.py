@@ -105,7 +105,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         Explain(request_id=ID),
         Decisions(decisions=(decision(),)),
         WatchWorkers(),
-        WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s"),
+        WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s", is_hung=False),
         Undrain(worker="decode-0"),
         HeadAway(seconds=4.0),
         GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),

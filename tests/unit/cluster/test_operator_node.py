@@ -151,12 +151,16 @@ class Recording:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, object]] = []
+        self.num_ticks = 0
 
     def joined(self, router: str) -> None:
         self.heard.append((router, "joined"))
 
     def left(self, router: str) -> None:
         self.heard.append((router, "left"))
+
+    def tick(self) -> None:
+        self.num_ticks += 1
 
     def told(self, router: str, message: object) -> None:
         self.heard.append((router, message))
@@ -176,6 +180,7 @@ def test_watcher_hears_of_members_and_orders_and_of_the_routers_end() -> None:
                     await asyncio.sleep(0.01)
                 (_, joined), (_, members), (_, order) = recording.heard
                 assert (joined, order) == ("joined", Undrain(worker="d1"))
+                assert recording.num_ticks > 0
                 assert isinstance(members, Members) and members.workers[0].name == "d0"
                 for peer in list(router._watchers):
                     peer.close()

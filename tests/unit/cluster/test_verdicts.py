@@ -1,5 +1,5 @@
 from baton.clock import ManualClock
-from baton.cluster.verdicts import Verdicts
+from baton.cluster.verdicts import SILENCE_GRACE_S, Verdicts
 from baton.control import Members
 from baton.operating import WorkerRemoved
 from tests.node_peers import a_worker, id_of
@@ -22,9 +22,13 @@ class Watched:
         workers = tuple(a_worker(name) for name in names)
         self.verdicts.listed(router, Members(workers=workers, is_complete=is_complete))
 
-    def removes(self, router: str, name: str) -> None:
-        removed = WorkerRemoved(worker=id_of(name), name=name, reason="it was silent for 3 s")
+    def removes(self, router: str, name: str, *, is_hung: bool = True) -> None:
+        removed = WorkerRemoved(worker=id_of(name), name=name, reason="for some reason", is_hung=is_hung)
         self.verdicts.removed(router, removed)
+
+    def passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.verdicts.tick()
 
 
 def test_worker_that_the_only_router_removes_is_replaced_at_once() -> None:
@@ -85,3 +89,29 @@ def test_worker_whose_successor_is_listed_is_not_replaced_again() -> None:
     successor = a_worker("d0", id=id_of("d0, the second"))
     watched.verdicts.listed("b", Members(workers=(successor, a_worker("d1"))))
     assert watched.replaced == []
+
+
+def test_silent_worker_is_replaced_after_a_grace() -> None:
+    watched = Watched("a")
+    watched.removes("a", "d0", is_hung=False)
+    watched.passes(SILENCE_GRACE_S - 0.1)
+    assert watched.replaced == []
+    watched.passes(0.1)
+    assert watched.replaced == [("d0", SILENCE_GRACE_S)]
+
+
+def test_silent_worker_that_comes_back_within_its_grace_is_kept() -> None:
+    watched = Watched("a")
+    watched.removes("a", "d0", is_hung=False)
+    watched.passes(1.0)
+    watched.lists("a", "d0", "d1")
+    watched.passes(SILENCE_GRACE_S)
+    assert watched.replaced == []
+
+
+def test_worker_that_hangs_in_its_grace_is_replaced_at_once() -> None:
+    watched = Watched("a", "b")
+    watched.removes("a", "d0", is_hung=False)
+    watched.passes(1.0)
+    watched.removes("b", "d0")
+    assert watched.replaced == [("d0", 1.0)]

@@ -12,11 +12,12 @@ from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.prefix_index import PrefixIndex
 from baton.router.redis_link import RedisLink, RedisMatcher
-from baton.router.redis_messages import AnyShared
+from baton.router.redis_messages import AnyShared, Codec
 from baton.router.redis_server import PrivateRedis
 from baton.worker import Tier, Worker
 from tests.node_peers import id_of
 
+CODEC = Codec(b"k" * 32)
 RNG = np.random.default_rng(1)
 CHAIN = RNG.bytes(40 * KEY_BYTES)
 DEADLINE_S = 20.0
@@ -29,7 +30,7 @@ class RouterStandIn:
     def __init__(self, url: str, name: str, namespace: str = "f") -> None:
         self.index = PrefixIndex(SystemClock(), 100_000)
         self.heard: list[AnyShared] = []
-        self.link = RedisLink(url, namespace, id_of(name), self.index, self.heard.append)
+        self.link = RedisLink(url, namespace, CODEC, id_of(name), self.index, self.heard.append)
         self._next: dict[str, int] = {}
 
     def join(self, worker: Worker) -> None:

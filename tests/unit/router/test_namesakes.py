@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from baton.errors import WireError
+from baton.router import membership
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
@@ -49,3 +50,32 @@ def test_of_two_that_were_started_by_hand_the_last_to_join_is_the_worker() -> No
     assert not first.is_open
     with pytest.raises(WireError, match="has been replaced"):
         join(c, "first", 0)
+
+
+def test_of_two_that_were_started_by_hand_the_later_stays_when_the_silent_earlier_one_wakes_up() -> None:
+    c = cluster()
+    join(c, "earlier", 0).leave()  # as when the router gave it up for its silence
+    later = join(c, "later", 0)
+    with pytest.raises(WireError, match="has been replaced"):
+        join(c, "earlier", 0)
+    assert later.is_open
+
+
+def test_one_that_lost_its_connection_may_come_back() -> None:
+    c = cluster()
+    join(c, "only", 0).leave()
+    join(c, "only", 0)
+    assert c.router.members.find("d") is c.router.members.get(id_of("only")) is not None
+
+
+def test_names_that_are_gone_are_forgotten_before_those_that_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(membership, "MAX_LATEST", 2)
+    c = cluster()
+    here = TestPeer.worker(c.router, msgspec.structs.replace(a_worker("here"), name="here"))
+    for number in range(5):
+        worker = msgspec.structs.replace(a_worker(f"w{number}"), name=f"w{number}")
+        TestPeer.worker(c.router, worker).leave()
+    assert here.is_open
+    assert c.router.members.find("here") is c.router.members.get(id_of("here")) is not None

@@ -7,17 +7,18 @@ import signal
 import time
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
+from baton.control import PageEvents
 from baton.page_keys import KEY_BYTES
 from baton.router.redis_client import Connection
-from baton.router.redis_messages import Snapshot
+from baton.router.redis_messages import Codec, SharedEnded, SharedJoined, SharedLeft, Snapshot
 from baton.router.redis_scripts import Names
 from baton.router.redis_server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
+    CODEC,
     RNG,
     RouterStandIn,
     pages_in_redis,
@@ -29,7 +30,7 @@ from tests.unit.router.redis_routers import (
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
-W0, W1 = a_worker("w0", num_pages=5000), a_worker("w1", num_pages=5000)
+W0, W1, W2 = (a_worker(name, num_pages=5000) for name in ("w0", "w1", "w2"))
 
 
 def test_redis_that_is_killed_and_comes_back_empty_is_told_everything_again() -> None:
@@ -146,6 +147,49 @@ def test_what_others_wrote_into_redis_is_counted_and_passed_over() -> None:
     play(scene)
 
 
+def test_nothing_is_believed_that_no_router_of_the_cluster_has_written() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
+        names, forger = Names.of("f"), Codec(b"another key" * 3)
+        forged = PageEvents(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
+        connection = Connection(redis.url, names)
+        await connection.call("HSET", names.workers, W1.id, forger.encode_worker(W1))
+        async with running(first, second):
+            await until(lambda: first.link.is_up and second.link.is_up)
+            assert second.index.slot(W1.id) is None
+            first.join(W0)
+            first.join(W2)
+            first.says(W0, CHAIN)
+            await until(lambda: second.held(W0) == 40)
+            await until(lambda: not first.link.num_untold)
+            written = await connection.call("XREVRANGE", names.events, "+", "-")
+            of_w0 = next(fields[b"p"] for _, fields in written if fields.get(b"w") == W0.id.encode())
+            for entry in (
+                ("m", forger.encode_shared(SharedJoined(worker=W1))),
+                ("m", forger.encode_shared(SharedLeft(worker=W0.id))),
+                ("m", forger.encode_shared(SharedEnded(attempts=((id_of("r"), 0),)))),
+                ("m", of_w0),
+                ("w", W2.id, "p", forger.encode_pages(W2.id, forged)),
+                ("w", W2.id, "p", of_w0),
+            ):
+                await connection.call("XADD", names.events, "*", *entry)
+            await until(lambda: second.link.counters["redis_malformed"] == 7)
+            assert second.index.slot(W1.id) is None
+            assert (second.held(W0), second.held(W2)) == (40, 0)
+            assert not any(isinstance(heard, SharedEnded) for heard in second.heard)
+            snapshot = await connection.call("GET", f"{names.workers}:{W0.id}")
+        for each in (snapshot, forger.encode_snapshot(W2.id, Snapshot(40, "0-0", bytes(8), bytes(8)))):
+            third = RouterStandIn(redis.url, "third")
+            await connection.call("SET", f"{names.workers}:{W2.id}", each)
+            async with running(third):
+                # Without a snapshot that it believes, it reads the stream from its start.
+                await until(lambda router=third: router.link.counters["redis_malformed"] == 8)
+                assert (third.held(W0), third.held(W2)) == (40, 0)
+        await connection.aclose()
+
+    play(scene)
+
+
 def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
@@ -156,8 +200,7 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
             first.join(W0)
             first.says(W0, CHAIN[: 10 * KEY_BYTES])
             await until(lambda: second.held(W0) == 10)
-            misplaced = Snapshot(2**40, "1-1", b"", b"")
-            odd = msgspec.msgpack.encode({**msgspec.structs.asdict(misplaced), "stream_id": "here"})
+            odd = CODEC.encode_snapshot(W0.id, Snapshot(2**40, "here", b"", b""))
             await connection.call("SET", f"{names.workers}:{W0.id}", odd)
             for name in (names.workers, names.names, names.numbers, names.next, names.leases):
                 await connection.call("HSET", name, W0.id, b"\xfe junk", b"\xff\xfe", b"\xff")

@@ -7,7 +7,6 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.control import PageEvents
-from baton.control_wire import decode
 from baton.page_keys import KEY_BYTES
 from baton.router import redis_outbox
 from baton.router.prefix_index import PrefixIndex
@@ -16,6 +15,7 @@ from baton.router.redis_outbox import Outbox
 from baton.router.redis_scripts import Names
 from baton.worker import Tier
 from tests.node_peers import a_worker, id_of
+from tests.unit.router.redis_routers import CODEC
 
 W0 = a_worker("w0", num_pages=9000)
 RNG = np.random.default_rng(5)
@@ -29,7 +29,7 @@ class Said:
     def __init__(self) -> None:
         self.index, self.other = (PrefixIndex(ManualClock(), 20_000) for _ in range(2))
         self.counters: Counter[str] = Counter()
-        self.outbox = Outbox(Names.of("f"), id_of("router"), self.index, self.counters)
+        self.outbox = Outbox(Names.of("f"), CODEC, id_of("router"), self.index, self.counters)
         self.index.join(W0)
         self.other.join(W0)
         self._number = 0
@@ -55,8 +55,7 @@ class Said:
             if command.script == "apply":
                 message = command.arguments[MESSAGE_AT]
                 assert isinstance(message, bytes)
-                events = decode(message)
-                assert isinstance(events, PageEvents)
+                events = CODEC.decode_pages(W0.id, message)
                 assert self.other.apply(W0.id, events)
         return commands
 
@@ -150,7 +149,7 @@ def test_a_snapshot_is_due_when_something_has_changed() -> None:
 
 def test_the_worker_with_the_oldest_snapshot_is_next_however_much_others_change() -> None:
     workers, index = [a_worker(f"w{number}") for number in range(3)], PrefixIndex(ManualClock(), 1000)
-    outbox = Outbox(Names.of("f"), id_of("router"), index, Counter())
+    outbox = Outbox(Names.of("f"), CODEC, id_of("router"), index, Counter())
     outbox.open()
     for worker in workers:
         index.join(worker)

@@ -11,14 +11,13 @@ from redis.exceptions import ResponseError
 
 from baton.router.redis_client import Connection, is_full
 from baton.router.redis_messages import SharedDispatch
-from baton.router.redis_messages import encode as encode_shared
 from baton.router.redis_room import MAX_PAGES, MAX_STREAM_BYTES, PAGE_BYTES, STREAM_ENTRIES, Room
 from baton.router.redis_scripts import Names
 from baton.router.redis_server import PrivateRedis, find_program
 from baton.router.short_keys import SHORT_KEY_BYTES
 from baton.wire_types import MAX_PULLED_PAGES
 from tests.node_peers import a_worker, id_of
-from tests.unit.router.redis_routers import CHAIN, RouterStandIn, running, until, until_redis_says
+from tests.unit.router.redis_routers import CHAIN, CODEC, RouterStandIn, running, until, until_redis_says
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -90,7 +89,7 @@ def test_long_prompts_do_not_fill_it_up() -> None:
 
 
 async def fill_stream(connection: Connection, number: int) -> None:
-    body = encode_shared(dispatch(number))
+    body = CODEC.encode_shared(dispatch(number))
     await connection.call("XADD", NAMES.events, "*", "r", id_of("gone"), "m", body)
 
 

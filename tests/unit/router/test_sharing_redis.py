@@ -21,7 +21,7 @@ from baton.router.router import Router
 from baton.router_config import RouterConfig
 from baton.worker import Load
 from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.router.redis_routers import CHAIN, SEEN_S, RouterStandIn, play, running, until
+from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, play, running, until
 
 pytestmark = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
 
@@ -38,7 +38,7 @@ class Linked:
     def __init__(self, name: str, redis: PrivateRedis) -> None:
         self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
         knowledge = self.router.knowledge
-        self.link = RedisLink(redis.url, "f", id_of(name), knowledge.index, knowledge.heard)
+        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), knowledge.index, knowledge.heard)
         knowledge.link(self.link)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {key: TestPeer.worker(self.router, worker) for key, worker in WORKERS.items()}
