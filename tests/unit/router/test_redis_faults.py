@@ -179,11 +179,12 @@ def test_nothing_is_believed_that_no_router_of_the_cluster_has_written() -> None
             assert not any(isinstance(heard, SharedEnded) for heard in second.heard)
             snapshot = await connection.call("GET", f"{names.workers}:{W0.id}")
         for each in (snapshot, forger.encode_snapshot(W2.id, Snapshot(40, "0-0", bytes(8), bytes(8)))):
-            third = RouterStandIn(redis.url, "third")
             await connection.call("SET", f"{names.workers}:{W2.id}", each)
-            async with running(third):
-                # Without a snapshot that it believes, it reads the stream from its start.
-                await until(lambda router=third: router.link.counters["redis_malformed"] == 8)
+            third = RouterStandIn(redis.url, "third")
+            counters = third.link.counters
+            async with running(third), asyncio.timeout(20):
+                while counters["redis_malformed"] < 8:  # without a snapshot it reads the stream from its start
+                    await asyncio.sleep(0.01)
                 assert (third.held(W0), third.held(W2)) == (40, 0)
         await connection.aclose()
 
