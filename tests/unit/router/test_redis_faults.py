@@ -183,7 +183,9 @@ def test_nothing_is_believed_that_no_router_of_the_cluster_has_written() -> None
             third = RouterStandIn(redis.url, "third")
             counters = third.link.counters
             async with running(third), asyncio.timeout(20):
-                while counters["redis_malformed"] < 8:  # without a snapshot it reads the stream from its start
+                while (
+                    counters["redis_malformed"] < 8
+                ):  # without a snapshot it reads the stream from its start
                     await asyncio.sleep(0.01)
                 assert (third.held(W0), third.held(W2)) == (40, 0)
         await connection.aclose()
