@@ -82,7 +82,7 @@ class Cluster:
         planned = specs(self._config, site)
         async with self._saying_what_is_missing():
             await self._runtime.place(planned)
-            # Counted on from now, so that what an earlier `baton serve` has left behind comes before.
+            # From the present time on, so processes of an earlier `baton serve` have lower numbers.
             starts = itertools.count(round(time.time() * 1000))
             self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
             await self._start_in_time(site)

@@ -114,16 +114,16 @@ class Codec:
         return _decoded(_SHARED, self._open(_SHARED_PLACE, sealed))
 
     def encode_snapshot(self, worker_id: str, snapshot: Snapshot) -> bytes:
-        return self._seal(f"snapshot {worker_id}", _ENCODER.encode(snapshot))
+        return self._seal(_snapshot_place(worker_id), _ENCODER.encode(snapshot))
 
     def decode_snapshot(self, worker_id: str, sealed: bytes) -> Snapshot:
-        return _decoded(_SNAPSHOT, self._open(f"snapshot {worker_id}", sealed))
+        return _decoded(_SNAPSHOT, self._open(_snapshot_place(worker_id), sealed))
 
     def encode_pages(self, worker_id: str, events: PageEvents) -> bytes:
-        return self._seal(f"pages {worker_id}", control_wire.encode(events))
+        return self._seal(_pages_place(worker_id), control_wire.encode(events))
 
     def decode_pages(self, worker_id: str, sealed: bytes) -> PageEvents:
-        events = control_wire.decode(self._open(f"pages {worker_id}", sealed))
+        events = control_wire.decode(self._open(_pages_place(worker_id), sealed))
         if not isinstance(events, PageEvents):
             raise WireError(f"Redis has a {type(events).__name__} where pages belong", reason="message")
         return events
@@ -139,6 +139,14 @@ class Codec:
 
     def _digest(self, place: str, body: bytes) -> bytes:
         return hmac.digest(self._key, place.encode() + b"\0" + body, "sha256")[:SEAL_BYTES]
+
+
+def _snapshot_place(worker_id: str) -> str:
+    return f"snapshot {worker_id}"
+
+
+def _pages_place(worker_id: str) -> str:
+    return f"pages {worker_id}"
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes) -> _T:
