@@ -10,6 +10,7 @@ meanwhile, and a head comes back. Every answer is compared with what an undistur
 
 import argparse
 import asyncio
+import http
 import http.client
 import json
 import os
@@ -183,35 +184,40 @@ class Served:
 
 
 class Stream(threading.Thread):
-    """One streamed answer; `text` is None as long as it has not come to its end."""
+    """One streamed answer; `text` is None as long as it has not come to its end, `problem` tells why."""
 
     def __init__(self, port: int, number: int) -> None:
         super().__init__(daemon=True)
         self.num_chunks = 0
         self.text: str | None = None
+        self.problem = ""
         self._port, self._number = port, number
 
     def run(self) -> None:
-        with suppress(OSError, http.client.HTTPException):
-            self._read()
+        try:
+            with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)) as connection:
+                self._read(connection)
+        except (OSError, http.client.HTTPException) as error:
+            self.problem = repr(error)
 
-    def _read(self) -> None:
-        with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=400)) as connection:
-            self._read_over(connection)
-
-    def _read_over(self, connection: http.client.HTTPConnection) -> None:
+    def _read(self, connection: http.client.HTTPConnection) -> None:
         body = {
             "model": "tiny", "prompt": f"stream {self._number}:", "max_tokens": MAX_TOKENS,
             "temperature": 0, "ignore_eos": True, "stream": True,
         }  # fmt: skip
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         text = ""
-        for line in connection.getresponse():
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            self.problem = f"{response.status}: {response.read().decode()}"
+            return
+        for line in response:
             event = line.decode().strip()
             if event == "data: [DONE]":
                 self.text = text
             elif event.startswith("data: "):
                 chunk = json.loads(event.removeprefix("data: "))
+                self.problem = str(chunk.get("error", ""))
                 text += "".join(choice["text"] for choice in chunk.get("choices", ()))
                 self.num_chunks += 1
 
@@ -221,6 +227,21 @@ def begin(port: int, num_streams: int) -> list[Stream]:
     for stream in streams:
         stream.start()
     return streams
+
+
+def all_begun(streams: Sequence[Stream]) -> None:
+    """Wait for the first chunks of each stream, or for its end: some have few characters.
+
+    RuntimeError when a stream fails, TimeoutError when one hangs.
+    """
+
+    def are_all_begun() -> bool:
+        problems = [stream.problem for stream in streams if stream.problem]
+        if problems:
+            raise RuntimeError(f"{len(problems)} of {len(streams)} streams failed: {problems[0]}")
+        return all(stream.num_chunks > 5 or stream.text is not None for stream in streams)
+
+    until(are_all_begun, START_S, "the first chunks")
 
 
 def undisturbed(port: int, num_streams: int) -> list[str | None]:
@@ -276,7 +297,7 @@ def world() -> Iterator[tuple[RayNodes, Served]]:
 def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -> list[Row]:
     """Stop every process of the node with the decode worker, under streams."""
     streams = begin(served.port, len(golden))
-    until(lambda: all(stream.num_chunks > 5 for stream in streams), START_S, "the first tokens")
+    all_begun(streams)
     before, pid = served.workers()["decode-0"]
     frozen = nodes.pids(nodes.node_of(pid))
     for each in frozen:
@@ -300,7 +321,7 @@ def frozen_node(nodes: RayNodes, served: Served, golden: Sequence[str | None]) -
 def head_away(nodes: RayNodes, served: Served, golden: Sequence[str | None], away_s: float) -> list[Row]:
     """Kill the head, and a worker meanwhile, under streams; a head comes back after `away_s`."""
     streams = begin(served.port, len(golden))
-    until(lambda: all(stream.num_chunks > 5 for stream in streams), START_S, "the first tokens")
+    all_begun(streams)
     nodes.kill(HEAD)
     killed_s = time.monotonic()
     noticed_s = until(lambda: "warnings" in served.get("/health"), START_S, "a warning in /health")
@@ -335,7 +356,7 @@ def main() -> int:
             print_table(TITLE, rows)
             rows += head_away(nodes, served, golden, arguments.head_away)
         except Exception:
-            print("".join(served.said), file=sys.stderr)
+            print("".join(served.said), json.dumps(served.get("/health")), file=sys.stderr)
             raise
     print_table(TITLE, rows)
     write_json(arguments.json, TITLE, rows, {"streams": arguments.streams})
