@@ -2,7 +2,7 @@
 
 One attempt at a request, by messages (`->` names the connection it goes over):
 
-1. gateway -> router   Submit. The router answers Routed, or Rejected.
+1. gateway -> router   Submit. The router answers Routed, Rejected, or Queued and one of these later.
 2. router -> decode    Dispatch, with the prefill worker that was chosen; none: decode computes it all.
 3. decode -> prefill   Prefill. Pages follow over `kvtransfer`, under the transfer id that it names.
 4. prefill -> gateway  Tokens: the first one. prefill -> decode: Prefilled, or PrefillFailed.
@@ -100,6 +100,13 @@ class Routed(Message, frozen=True):
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""
     reason: Reason = ""
+
+
+class Queued(Message, frozen=True):
+    """Router to gateway: the attempt waits in a queue. Routed or Rejected follows."""
+
+    request_id: Id
+    attempt: Attempt
 
 
 class Rejected(Message, frozen=True):

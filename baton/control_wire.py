@@ -20,6 +20,7 @@ from baton.control import (
     Prefilled,
     PrefillFailed,
     Pressure,
+    Queued,
     Reachable,
     Rejected,
     Routed,
@@ -55,6 +56,7 @@ AnyMessage: TypeAlias = (
     | Members
     | Reachable
     | Submit
+    | Queued
     | Routed
     | Rejected
     | Started

@@ -1,13 +1,11 @@
 """What routers have yet to be told of attempts: that they have started, and that they have ended."""
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from baton.colleagues import Colleagues
 from baton.control import Ended, Started
-from baton.gateway.stream_log import Stream
+from baton.gateway.stream_log import Key, Stream
 from baton.wire_types import MAX_EVENTS
-
-Key: TypeAlias = tuple[str, int]  # request id, attempt
 
 
 class _Untold(NamedTuple):

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.clock import Clock
 from baton.colleagues import Colleagues
-from baton.control import AttemptFailed, Cancel, Failure, Hello, Members, Rejected, Routed, Tokens
+from baton.control import AttemptFailed, Cancel, Failure, Hello, Members, Queued, Rejected, Routed, Tokens
 from baton.control_wire import AnyMessage, fits_request
 from baton.errors import InvalidRequest, Overloaded, ProtocolError
 from baton.gateway.explanations import Explanations, Told
@@ -265,6 +265,8 @@ class Frontend:
 
     def _from_router(self, peer: Peer, message: AnyMessage) -> None:
         match message:
+            case Queued():
+                pass
             case Routed():
                 self._routed(message)
             case Rejected():
@@ -281,6 +283,8 @@ class Frontend:
                 self._explanations.answer(peer, message.decisions)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
+        if isinstance(message, Queued | Routed | Rejected):
+            self._streams.answered(peer.hello.id, (message.request_id, message.attempt))
 
     def _routed(self, routed: Routed) -> None:
         stream = self._streams.get(routed.request_id)

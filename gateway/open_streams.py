@@ -16,7 +16,8 @@ from baton.control import Cancel, Rejected, Routed, Submit, age_s
 from baton.errors import BatonError, InvalidRequest, Refused, WireError, WorkerLost
 from baton.gateway.attempt_reports import AttemptReports
 from baton.gateway.replay import DOUBT_S, Limits, doubt_ends_s, is_too_late, max_wait_s, why_not_again
-from baton.gateway.stream_log import State, Stream
+from baton.gateway.stream_log import Key, State, Stream
+from baton.gateway.submit_window import SubmitWindow
 from baton.node import Peer
 from baton.request import Request
 from baton.tenancy import Refusal
@@ -39,6 +40,7 @@ class OpenStreams:
         self._streams: dict[str, Stream] = {}
         self._waiting: dict[str, Stream] = {}  # those of them that are WAITING
         self._reports = AttemptReports(colleagues)
+        self._window = SubmitWindow(clock)
         self._draining: dict[str, None] = {}  # workers, also such as have ended, oldest first
         self._heard_s: dict[str, float] = {}  # routers and workers, when each said anything
         self._left_s: dict[str, float] = {}  # workers -> when their connection ended
@@ -156,6 +158,7 @@ class OpenStreams:
         """What it had not answered may be dispatched or not; what it had dispatched may be lost."""
         now_s = self._clock.now_s()
         self._heard_s.pop(router, None)
+        self._window.lose(router)
         for stream in self._each():
             if stream.router != router:
                 continue
@@ -191,6 +194,13 @@ class OpenStreams:
                 may_return=rejected.may_return,
             ),
         )
+
+    def answered(self, router: str, key: Key) -> None:
+        """The router has answered a Submit: the tenant's next may be sent."""
+        for request_id in self._window.answered(router, key):
+            stream = self._waiting.get(request_id)
+            if stream is not None and stream.retry_s <= self._clock.now_s():
+                self._submit(stream)
 
     def submit_waiting(self) -> None:
         now_s = self._clock.now_s()
@@ -255,7 +265,13 @@ class OpenStreams:
             self.fail(stream, error)
 
     def _hand_on(self, stream: Stream) -> None:
-        """Now, if there is a router; the stream stays WAITING otherwise. Raises InvalidRequest."""
+        """Now, if there is a router that its tenant does not keep busy; the stream stays WAITING otherwise.
+
+        Raises InvalidRequest.
+        """
+        if self._window.is_full(stream.request.tenant):
+            self._window.hold(stream.request)
+            return
         now_s = self._clock.now_s()
         has_router = self._colleagues.router is not None
         error = why_not_again(stream, self.is_connected, self._limits, now_s, has_router=has_router)
@@ -281,6 +297,7 @@ class OpenStreams:
             router.send(submit)
         except WireError as error:
             raise InvalidRequest(f"the request can't be sent on: {error}") from error
+        self._window.submitted(router.hello.id, request)
         stream.state, stream.heard_s, stream.router = State.SUBMITTED, now_s, router.hello.id
         del self._waiting[stream.request_id]
 
@@ -300,3 +317,4 @@ class OpenStreams:
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.request_id]
         self._waiting.pop(stream.request_id, None)
+        self._window.let_go(stream.request)

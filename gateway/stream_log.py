@@ -1,7 +1,8 @@
 """One accepted request, from its first attempt to its one end: what its client was given, and where it runs.
 
 1. WAITING: it has no worker. It is submitted when there is a router, not before `retry_s`.
-2. SUBMITTED: the router has been asked, and will say Routed or Rejected. Tokens may come before that.
+2. SUBMITTED: the router has been asked, and will say Routed or Rejected, perhaps Queued before. Tokens may
+   come before Routed.
 3. ROUTED: workers have it. Every token goes into the log, then to the sink, once and in order.
 
 An attempt that fails leads back to WAITING, and the next one goes on after the tokens of the log. The first
@@ -11,7 +12,7 @@ token of an attempt may come from another worker than the later ones, and after 
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -20,6 +21,8 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.gateway.service import Sink
 from baton.request import Request
 from baton.token_event import TokenEvent
+
+Key: TypeAlias = tuple[str, int]  # request id, attempt
 
 MAX_EARLY: Final = 1024  # events of one attempt that are kept for its first token
 MAX_AVOIDED: Final = 8
@@ -96,7 +99,7 @@ class Stream:
         return bool(self.log) or self.request.choice > 0
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> Key:
         return self.request.request_id, self.attempt
 
     @property

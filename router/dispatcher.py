@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from baton.control import AttemptFailed, Failure, Rejected, Submit
+from baton.control import AttemptFailed, Failure, Queued, Rejected, Submit
 from baton.errors import ProtocolError
 from baton.node import Peer
 from baton.operating import GatewayStatus
@@ -94,6 +94,8 @@ class Dispatcher:
             refused = self._reception.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
+        elif key in self._reception:
+            gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
         return refused is None
 
     def started(self, attempts: Sequence[Key]) -> None:

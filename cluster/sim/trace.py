@@ -15,6 +15,7 @@ from baton.control import (
     Prefill,
     Prefilled,
     PrefillFailed,
+    Queued,
     Reachable,
     Rejected,
     Routed,
@@ -84,7 +85,7 @@ class Recorder:
                 return " ".join(_key(*attempt) for attempt in attempts)
             case Rejected() | PrefillFailed() | AttemptFailed():
                 return f"{_key(message.request_id, message.attempt)} {message.reason}"
-            case Cancel():
+            case Queued() | Cancel():
                 return _key(message.request_id, message.attempt)
         return ""
 

@@ -72,6 +72,7 @@ def one_of_each(rng: random.Random) -> list[AnyMessage]:
         c.Members(workers=(worker(), worker(id=ID)), is_complete=False),
         c.Reachable(workers=(ID, OTHER_ID)),
         c.Submit(request=request, beside=OTHER_ID, avoid=(ID,)),
+        c.Queued(request_id=ID, attempt=1),
         c.Routed(request_id=ID, attempt=1, decode=OTHER_ID, prefill=ID, reason="least loaded"),
         c.Rejected(request_id=ID, attempt=1, reason="full", retry_after_s=1.5),
         c.Started(attempts=attempts),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.control import Dispatch, Ended, Rejected, Routed, Started
+from baton.control import Dispatch, Ended, Queued, Rejected, Routed, Started
 from baton.errors import ProtocolError
 from baton.router.capacity import MIN_COMPUTING
 from baton.tenancy import Refusal
@@ -39,6 +39,14 @@ def test_what_has_no_room_waits_and_is_let_out_when_a_prompt_is_done(c: Cluster)
     c["g"].say(Started(attempts=((id_of("f0"), 0),)))
     assert names(answers(c)) == ["r"]
     assert len(c["d0"].take(Dispatch)) == MIN_COMPUTING + 1
+
+
+def test_a_gateway_is_told_what_waits_and_nothing_of_what_does_not(c: Cluster) -> None:
+    c["g"].say(asked("s"))
+    assert not c["g"].take(Queued)
+    fill(c)
+    c["g"].say(asked("r", num_tokens=LONG))
+    assert c["g"].only(Queued).request_id == id_of("r")
 
 
 def test_full_decode_workers_are_waited_for(c: Cluster) -> None:
