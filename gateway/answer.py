@@ -1,7 +1,8 @@
 """One call being answered: its choices are requests of the cluster, their tokens become text here.
 
 1. `start` opens choice 0 of every prompt. Its first token opens the other choices, beside it: the worker that
-   computed the prompt has its pages. Each turn of the event loop opens a few choices.
+   computed the prompt has its pages. A call with many choices opens a few at a time, and leaves half of the
+   event loop's time to others.
 2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
 3. A choice ends by its last event, or at a stop string, which no worker knows: it is cancelled there.
 4. The call ends once: when all choices have, by the first failure of one, or by `cancel`. Nothing of it runs
@@ -13,6 +14,7 @@ import hashlib
 import itertools
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -32,8 +34,7 @@ from baton.page_keys import with_public
 from baton.request import FinishReason, Request, TokenLogprobs
 from baton.token_event import TokenEvent
 
-CHOICES_PER_TURN: Final = 16  # that are opened in one turn of the event loop
-TOKENS_PER_TURN: Final = 65_536  # of their prompts
+OPENING_S: Final = 0.002  # so long choices are opened before others have the loop for as long
 
 logger = logging.getLogger(__name__)
 
@@ -209,15 +210,13 @@ class Answer:
             self.fail(error)
 
     def _open_few(self) -> None:
-        num_choices = num_tokens = 0
+        since_s = time.thread_time()
         while self._unopened:
-            if num_choices >= CHOICES_PER_TURN or num_tokens >= TOKENS_PER_TURN:
-                asyncio.get_running_loop().call_soon(self._open_next)
+            taken_s = time.thread_time() - since_s
+            if taken_s > OPENING_S:
+                asyncio.get_running_loop().call_later(taken_s, self._open_next)
                 return
-            choice, beside = self._unopened.popleft()
-            self._open(choice, beside)
-            num_choices += 1
-            num_tokens += len(choice.prompt.token_ids)
+            self._open(*self._unopened.popleft())
 
     def _open(self, choice: "Choice", beside: str = "") -> None:
         call, sampling = self.call, self.call.sampling

@@ -30,7 +30,7 @@ from baton.gateway.prompt_reader import Kind, PromptReader, ReadCall, ReadTerms,
 from baton.gateway.tokenizer import Tokenizer
 
 LENGTH_BYTES: Final = 4
-NICENESS: Final = 5
+NICENESS: Final = 10
 TOKEN_ID_TYPE: Final = "i"  # of array, four bytes
 
 logger = logging.getLogger(__name__)

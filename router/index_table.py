@@ -61,6 +61,11 @@ class KeyTable:
     def __len__(self) -> int:
         return self.count
 
+    def touch(self) -> None:
+        """Have the system provide the memory of all cells. It does so when each page is first written."""
+        for cells in (self.keys, self.values, self.stamps):
+            cells += 0
+
     def find(self, keys: Keys) -> Cells:
         first, second = self._groups(keys)
         if keys.size > _FEW:

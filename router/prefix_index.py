@@ -76,6 +76,11 @@ class PrefixIndex:
         """That some worker holds."""
         return len(self._table)
 
+    def warm_up(self) -> None:
+        """Do at the start what the first prompts would otherwise wait for."""
+        np.unique(np.zeros(1))  # imports numpy.ma when it is first called
+        self._table.touch()
+
     def join(self, worker: Worker) -> None:
         """Once for each life of a worker. One that there is no slot for any more is not known: no hits."""
         if worker.id in self._holders:

@@ -41,6 +41,7 @@ async def serve_router(
     ring = KeyRing.of(keys, Kind.ROUTER)
     hub = Hub(keys, link_timeout_s=config.link_timeout_s)
     router = Router(config, SystemClock(), new_router_id(incarnation, time.time(), secrets.token_bytes(16)))
+    router.knowledge.index.warm_up()
     async with AsyncExitStack() as ends:
         ends.push_async_callback(hub.close)
         if config.redis == "auto":

@@ -1,10 +1,12 @@
 import asyncio
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
-from baton.gateway.answer import CHOICES_PER_TURN, Answer, Choice, Delta
+from baton.gateway.answer import OPENING_S, Answer, Choice, Delta
 from baton.request import FinishReason, TokenLogprobs
 from baton.token_event import TokenEvent
 from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
@@ -128,14 +130,31 @@ def test_what_cannot_be_opened_leaves_nothing() -> None:
     assert service.cancelled == [service.requests[0].request_id] and not service.sinks
 
 
-def test_choices_are_opened_over_several_turns_of_the_loop() -> None:
-    async def run() -> None:
-        service = ScriptedService()
-        answer = calls.answer(service, prompts=(calls.PROMPT,) * (2 * CHOICES_PER_TURN + 1))
-        answer.start(Heard())
-        for num_opened in (CHOICES_PER_TURN, 2 * CHOICES_PER_TURN, 2 * CHOICES_PER_TURN + 1):
-            assert len(service.requests) == num_opened
+def open_slowly(service: ScriptedService, request: object) -> None:
+    since_s = time.thread_time()
+    while time.thread_time() - since_s <= OPENING_S:
+        pass
+
+
+async def until_opened(service: ScriptedService, num_choices: int) -> None:
+    async with asyncio.timeout(20):
+        while len(service.requests) < num_choices:
             await asyncio.sleep(0)
+
+
+def test_a_call_with_many_choices_leaves_half_of_the_loops_time_to_others() -> None:
+    async def run() -> None:
+        service, opened_s = ScriptedService(), list[float]()
+
+        def play(service: ScriptedService, request: object) -> None:
+            opened_s.append(time.monotonic())
+            open_slowly(service, request)
+
+        service.play = play
+        calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
+        assert len(service.requests) == 1
+        await until_opened(service, 3)
+        assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
 
     asyncio.run(run())
 
@@ -143,10 +162,12 @@ def test_choices_are_opened_over_several_turns_of_the_loop() -> None:
 def test_a_choice_that_cannot_be_opened_in_a_later_turn_fails_the_call() -> None:
     async def run() -> None:
         service, heard = ScriptedService(), Heard()
-        answer = calls.answer(service, prompts=(calls.PROMPT,) * (CHOICES_PER_TURN + 1))
-        answer.start(heard)
+        service.play = open_slowly
+        calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
         service.refusal = Overloaded("full", retry_after_s=1)
-        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            while heard.error is None:
+                await asyncio.sleep(0)
         assert heard.error is service.refusal and not service.sinks
 
     asyncio.run(run())
@@ -155,11 +176,12 @@ def test_a_choice_that_cannot_be_opened_in_a_later_turn_fails_the_call() -> None
 def test_a_cancelled_call_opens_nothing_more() -> None:
     async def run() -> None:
         service = ScriptedService()
-        answer = calls.answer(service, prompts=(calls.PROMPT,) * (CHOICES_PER_TURN + 1))
+        service.play = open_slowly
+        answer = calls.answer(service, prompts=(calls.PROMPT,) * 2)
         answer.start(Heard())
         answer.cancel()
-        await asyncio.sleep(0)
-        assert len(service.requests) == CHOICES_PER_TURN and not service.sinks
+        await asyncio.sleep(3 * OPENING_S)
+        assert len(service.requests) == 1 and not service.sinks
 
     asyncio.run(run())
 

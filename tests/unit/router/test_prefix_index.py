@@ -241,6 +241,14 @@ def test_a_page_for_whose_holders_there_is_no_set_is_left_out() -> None:
     assert held(index, W0.id) == 0
 
 
+def test_warming_up_changes_nothing_that_is_held() -> None:
+    index = an_index(W0)
+    index.apply(W0.id, stored(CHAIN))
+    index.warm_up()
+    assert held(index, W0.id) == 20
+    index.check_integrity()
+
+
 def test_a_table_that_is_full_refuses_and_finds_all_the_same() -> None:
     table = KeyTable(8, np.int32)
     keys = keys_of(RNG.bytes(200 * KEY_BYTES))
