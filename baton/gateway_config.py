@@ -38,7 +38,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_open_requests: int = 4096  # choices that one gateway answers at once
     max_answer_entries: int = 2**22  # that one call may ask for: tokens x n x (logprobs + 1)
     max_input_bytes: int = 256 * 2**20  # request bodies and prompts in memory, of all calls together
-    max_answer_bytes: int = 64 * 2**20  # answers in memory that are not streamed, of all calls together
+    max_answer_bytes: int = 72 * 2**20  # answers in memory that are not streamed, of all calls together
     max_wait_s: float = 30.0  # a request may wait for a worker with room; then it gets 503
     max_begun_wait_s: float = 300.0  # an answer that has begun may wait for a worker in place of a lost one
     ping_interval_s: float = 15.0  # silence in a stream until the gateway sends a keep-alive comment

@@ -1,7 +1,9 @@
 """An answer that is sent in one piece."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
+from io import StringIO
 from typing import Final
 
 from baton.errors import BatonError
@@ -11,8 +13,8 @@ from baton.gateway.logprobs_format import PackedLogprobs
 from baton.gateway.tenants_door import Charge
 from baton.gateway.tool_forms import ToolCall
 
-BYTES_PER_DELTA: Final = 64  # of a text, beside its characters
-BYTES_PER_TOKEN: Final = 40  # of a list of token ids
+BYTES_PER_CHARACTER: Final = 4
+BYTES_PER_TOKEN_ID: Final = 4
 
 
 class AnswerCollector:
@@ -36,6 +38,8 @@ class AnswerCollector:
         try:
             self._charge.add(self._kept[choice.index].add(delta))
         except BatonError as error:
+            self._kept.clear()
+            self._charge.release()  # at once: the next call that asks finds the room
             self._answer.fail(error)
 
     def finished(self) -> None:
@@ -57,22 +61,21 @@ class _Kept:
     """The deltas of one choice."""
 
     def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._text = StringIO()
+        self._token_ids = array("i")
         self._logprobs = PackedLogprobs()
         self._tool_calls: list[ToolCall] = []
 
     def add(self, delta: Delta) -> int:
         """Keep a delta; returns how many bytes that takes, about."""
         before = self._logprobs.num_bytes
-        if delta.text:
-            self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
+        self._text.write(delta.text)
+        self._token_ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         self._tool_calls += delta.tool_calls
         num_chars = len(delta.text) + sum(len(call.arguments) for call in delta.tool_calls)
-        num_bytes = BYTES_PER_DELTA + 4 * num_chars + BYTES_PER_TOKEN * len(delta.token_ids)
+        num_bytes = BYTES_PER_CHARACTER * num_chars + BYTES_PER_TOKEN_ID * len(delta.token_ids)
         return num_bytes + self._logprobs.num_bytes - before
 
     def joined(self) -> Delta:
-        return Delta("".join(self._texts), self._token_ids, self._logprobs, self._tool_calls)
+        return Delta(self._text.getvalue(), self._token_ids.tolist(), self._logprobs, self._tool_calls)

@@ -10,6 +10,7 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.request import TokenLogprobs
 
 SLICE_ENTRIES: Final = 1024  # alternatives count
+BLOCK_TOKENS: Final = 256
 COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST: Final = -9999.0  # what OpenAI writes for a token that cannot come: JSON has no infinity
 
@@ -38,32 +39,26 @@ class Columns:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Log probabilities of an answer's tokens, in 12 bytes an alternative, where objects take 150."""
+    """Log probabilities of an answer's tokens, in 12 bytes an alternative, where objects take 150.
+
+    They lie in blocks of BLOCK_TOKENS tokens, so that a long answer never moves as it grows: what many large
+    arrays leave behind when they move is lost to fragmentation.
+    """
 
     def __init__(self) -> None:
-        self._token_ids = array("i")  # of each token: itself, then its alternatives
-        self._logprobs = array("d")  # beside them
-        self._ranks = array("i")  # of each token
-        self._ends = array("q", [0])  # token i has [ends[i], ends[i + 1]) of the first two
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(
-            len(each) * each.itemsize for each in (self._token_ids, self._logprobs, self._ranks, self._ends)
-        )
+        self.num_bytes = 0
+        self._blocks: list[_LogprobsBlock] = []  # all but the last are full
+        self._num_tokens = 0
 
     def extend(self, entries: Iterable[TokenLogprobs]) -> None:
         for entry in entries:
-            self._token_ids.append(entry.token_id)
-            self._logprobs.append(entry.logprob)
-            self._ranks.append(entry.rank)
-            for token_id, logprob in entry.top:
-                self._token_ids.append(token_id)
-                self._logprobs.append(logprob)
-            self._ends.append(len(self._token_ids))
+            if self._num_tokens % BLOCK_TOKENS == 0:
+                self._blocks.append(_LogprobsBlock())
+            self.num_bytes += self._blocks[-1].append(entry)
+            self._num_tokens += 1
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return self._num_tokens
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs: ...
@@ -71,10 +66,32 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
     def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
     def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
         if isinstance(index, slice):
-            return [self._entry(each) for each in range(len(self))[index]]
-        return self._entry(range(len(self))[index])
+            return [self._entry(each) for each in range(self._num_tokens)[index]]
+        return self._entry(range(self._num_tokens)[index])
 
     def _entry(self, index: int) -> TokenLogprobs:
+        return self._blocks[index // BLOCK_TOKENS].entry(index % BLOCK_TOKENS)
+
+
+class _LogprobsBlock:
+    def __init__(self) -> None:
+        self._token_ids = array("i")  # of each token: itself, then its alternatives
+        self._logprobs = array("d")  # beside them
+        self._ranks = array("i")  # of each token
+        self._ends = array("i", [0])  # token i has [ends[i], ends[i + 1]) of the first two
+
+    def append(self, entry: TokenLogprobs) -> int:
+        """Returns how many bytes that takes."""
+        self._token_ids.append(entry.token_id)
+        self._logprobs.append(entry.logprob)
+        self._ranks.append(entry.rank)
+        for token_id, logprob in entry.top:
+            self._token_ids.append(token_id)
+            self._logprobs.append(logprob)
+        self._ends.append(len(self._token_ids))
+        return 12 * (len(entry.top) + 1) + 8
+
+    def entry(self, index: int) -> TokenLogprobs:
         first, end = self._ends[index], self._ends[index + 1]
         return TokenLogprobs(
             token_id=self._token_ids[first],

@@ -53,7 +53,7 @@ GATEWAY_KNOBS: dict[str, Any] = {
     "max_open_requests": 4096,
     "max_answer_entries": 2**22,
     "max_input_bytes": 256 * 2**20,
-    "max_answer_bytes": 64 * 2**20,
+    "max_answer_bytes": 72 * 2**20,
     "max_wait_s": 30.0,
     "max_begun_wait_s": 300.0,
     "ping_interval_s": 15.0,

@@ -1,14 +1,19 @@
 import json
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.gateway import logprobs_format
 from baton.gateway.answer import Answer, Choice, Delta
+from baton.gateway.answer_collector import _Kept
 from baton.gateway.answer_format import AnswerFormat, answer_format
 from baton.gateway.call import Prompt
 from baton.gateway.logprobs_format import LogprobsFormat, PackedLogprobs
+from baton.gateway_config import GatewayConfig
 from baton.request import FinishReason, TokenLogprobs
+from baton.tenancy import has_place
 from baton.token_event import TokenEvent
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
@@ -241,9 +246,24 @@ def test_packed_logprobs_are_what_was_packed(
     batches: list[list[TokenLogprobs]], first: int, end: int
 ) -> None:
     packed, plain = PackedLogprobs(), [entry for batch in batches for entry in batch]
-    for batch in batches:
-        packed.extend(batch)
-    assert list(packed) == plain
-    assert packed[first:end] == plain[first:end]
-    if plain:
-        assert packed[-1] == plain[-1]
+    with patch.object(logprobs_format, "BLOCK_TOKENS", 2):
+        for batch in batches:
+            packed.extend(batch)
+        assert list(packed) == plain
+        assert packed[first:end] == plain[first:end]
+        if plain:
+            assert packed[-1] == plain[-1]
+
+
+def test_one_answer_of_the_most_log_probabilities_fits_where_unstreamed_answers_are_kept() -> None:
+    config, top = GatewayConfig(model="tiny", routers=()), tuple((index, -1.0) for index in range(20))
+    kept, num_tokens = _Kept(), 1000
+    for _ in range(num_tokens):
+        entry = TokenLogprobs(token_id=1, logprob=-1.0, rank=1, top=top)
+        num_bytes = kept.add(Delta("word", [1], [entry]))
+    most = config.max_answer_entries // (len(top) + 1)
+    num_free = config.max_answer_bytes - num_bytes * most
+    assert has_place("tenant", 0, num_bytes * most, num_free)
+    joined = kept.joined()
+    assert (joined.text, joined.token_ids) == ("word" * num_tokens, [1] * num_tokens)
+    assert list(joined.logprobs) == [entry] * num_tokens
