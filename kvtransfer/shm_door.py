@@ -99,10 +99,9 @@ class PoolDoor:
                 connection = Connection(
                     sock, self._key, Role.ACCEPTING, dropped=self._dropped, clock=self._clock
                 )
-                process = self._give(connection.handshake(HANDSHAKE_S), process)
+                self._give(connection.handshake(HANDSHAKE_S), process)
             finally:
-                if process >= 0:
-                    os.close(process)
+                os.close(process)
         except WireError as error:
             logger.warning("a source was not given the pool: %s", error)
         except (BatonError, OSError) as error:
@@ -110,8 +109,8 @@ class PoolDoor:
         finally:
             sock.close()
 
-    def _give(self, connection: Connection, process: int) -> int:
-        """Returns the process's descriptor if it is still the caller's to close, else -1."""
+    def _give(self, connection: Connection, process: int) -> None:
+        """process: the caller closes this descriptor."""
         with contextlib.closing(connection):
             incarnation = connection.recv(HANDSHAKE_S)
             if len(incarnation) != INCARNATION_BYTES:
@@ -119,19 +118,18 @@ class PoolDoor:
             with self._lock:
                 is_new = incarnation not in self._incarnations
                 has_room = not is_new or len(self._incarnations) < MAX_WRITERS
-                if has_room:
+                if is_new and has_room:
+                    watched = os.dup(process)
                     self._incarnations.add(incarnation)
             if not has_room:
                 raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
             if is_new:  # watched before it can write
                 self._landings.writer_came(incarnation)
-                self._watch.add(process, lambda: self._bury(incarnation))
-                process = -1
+                self._watch.add(watched, lambda: self._bury(incarnation))
             message, descriptors = self._offer()
             connection.send(message, (*descriptors, self._read_only))
             with contextlib.suppress(BatonError, TimeoutError):
                 connection.recv(HANDSHAKE_S)  # until the source has what it needs and closes
-        return process
 
     def _bury(self, incarnation: bytes) -> None:
         with self._lock:

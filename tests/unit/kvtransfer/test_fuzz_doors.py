@@ -187,6 +187,20 @@ def test_a_process_that_is_new_each_time_does_not_take_all_files(
     assert pool_house.knock(bytes(16)), "one that is known may come again"
 
 
+def test_a_process_that_leaves_before_it_is_given_the_pool_is_watched_all_the_same(
+    pool_house: PoolHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> tuple[bytes, tuple[int, ...]]:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(pool_house.door, "_offer", fail)
+    before = psutil.Process().num_fds()
+    assert not pool_house.knock(bytes(16))
+    (watched,) = pool_house.door._watch._watched
+    wait_for(lambda: psutil.Process().num_fds() == before + 1)
+    os.fstat(watched)
+
+
 def test_silent_strangers_keep_nobody_from_the_pool(pool_house: PoolHouse) -> None:
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3 * MAX_NEWCOMERS)]
     for sock in silent:
