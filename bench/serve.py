@@ -12,6 +12,7 @@ answer counts if it says why it ended and has all its tokens. Columns are explai
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from baton.bench.serve_figures import Sample, Slo
 from baton.bench.serve_load import Load, Model, Run, Server, Shape, model_of
 from baton.bench.serve_overhead import (
     BATON,
+    BEFORE,
     IDLE,
     SOCKET,
     SSE,
@@ -34,13 +36,15 @@ from baton.bench.serve_overhead import (
     UVICORN,
     Plane,
     Results,
+    Target,
     as_json,
+    cpu_rows,
+    hosted,
     limit,
     measure,
     overhead_rows,
     path_row,
     prefilled,
-    served,
 )
 from baton.bench.serve_plot import plot_latencies
 from baton.bench.serve_rows import Bars, rows_of
@@ -93,6 +97,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     bars.add_argument("--bar-ttft", type=float, help="target's median over rival's, at most")
     overhead = parser.add_argument_group("overhead")
     overhead.add_argument("--overhead", action="store_true", help="measure the control plane alone")
+    overhead.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="of an earlier Baton: compare CPU time a request"
+    )
     overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
     overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
     overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
@@ -234,7 +241,7 @@ def run_overhead(options: argparse.Namespace) -> None:
         policy=options.policy,
     )
     results, names, num_prefilled = asyncio.run(_overhead(plane, _rivals(options.rival), options))
-    rows = overhead_rows(results, names)
+    rows = overhead_rows(results, names) + cpu_rows(results)
     if plane.num_prefill:
         rows.append(path_row(plane, results, num_prefilled))
     title = (
@@ -251,13 +258,18 @@ async def _overhead(
     plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
 ) -> tuple[Results, Sequence[str], int]:
     """The third: prompts that prefill workers have computed."""
-    async with served(plane) as ours, limit("uvicorn") as bare_uvicorn, limit("asyncio") as bare_socket:
-        servers = {BATON: ours, UVICORN: bare_uvicorn, SOCKET: bare_socket, **rivals}
+    async with contextlib.AsyncExitStack() as stack:
+        ours = await stack.enter_async_context(hosted(plane))
+        servers = {BATON: ours} | {name: Target(url) for name, url in rivals.items()}
+        for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
+            servers[name] = Target(await stack.enter_async_context(limit(kind)))
+        if options.before is not None:
+            servers[BEFORE] = await stack.enter_async_context(hosted(plane, options.before))
         points = (IDLE, *UNARY, *SSE)
         load = measure(servers, points, options.rounds, options.seconds, _progress)
         # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
         results = await asyncio.to_thread(uvloop.run, load)
-        num_prefilled = await prefilled(ours) if plane.num_prefill else 0
+        num_prefilled = await prefilled(ours.url) if plane.num_prefill else 0
     _progress("")
     return results, list(servers), num_prefilled
 

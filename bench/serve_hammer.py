@@ -37,6 +37,7 @@ class Hammered(NamedTuple):
     tokens_per_s: float
     samples: list[Sample]
     failures: list[str]
+    cpu_s: float = 0.0  # of the server's processes; 0 where they are not known
 
 
 def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:

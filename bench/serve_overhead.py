@@ -1,22 +1,26 @@
 """What the control plane costs: gateways and a router in front of workers that compute nothing.
 
 All of it runs on this machine, the client too. Beside it, by the same client in the same rounds: a bare
-uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; and any
-rival's front end that is named.
+uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; any
+rival's front end that is named; and the control plane of an earlier checkout, compared by CPU time a request,
+which other programs on the machine disturb less than they disturb rates.
 """
 
 import asyncio
 import contextlib
 import json
+import os
 import re
 import secrets
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Final, NamedTuple
 
 import msgspec
+import psutil
 
 from baton.bench.report import Row, at_least, at_most, format_number
 from baton.bench.serve_client import Address, Client
@@ -27,12 +31,13 @@ from baton.bench.serve_stub import StubConfig
 from baton.cluster.local_runtime import LocalProcess, LocalRuntime
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessKind, ProcessSpec
-from baton.errors import PeerGone
+from baton.errors import ConfigError, PeerGone
 from baton.gateway_config import GatewayConfig
 from baton.router_config import PolicyName, RouterConfig
 from baton.worker import WorkerRole
 
 BATON: Final = "baton"
+BEFORE: Final = "before"
 UVICORN: Final = "bare uvicorn"
 SOCKET: Final = "bare asyncio"
 UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
@@ -46,7 +51,18 @@ PREFILLED: Final = re.compile(
     r'^baton_worker_generated_tokens_total\{[^}]*role="prefill"[^}]*\} (\S+)$', re.MULTILINE
 )
 PREFILLED_BAR: Final = 0.99
+CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before
 START_TIMEOUT_S: Final = 60.0
+# What a checkout runs to serve its own plane: it needs `Plane` and `served`, and nothing newer.
+HOST: Final = """
+import asyncio, json, sys
+from baton.bench.serve_overhead import Plane, served
+async def main():
+    async with served(Plane(**json.loads(sys.argv[1]))) as url:
+        print(url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
 
 Results = Mapping[tuple[str, Point], Sequence[Hammered]]
 
@@ -125,6 +141,43 @@ async def prefilled(url: str) -> int:
     return sum(int(float(count)) for count in PREFILLED.findall(scrape))
 
 
+class Target(NamedTuple):
+    url: str
+    pid: int | None = None  # of the process that has started all others; None where it is not known
+
+    def cpu_s(self) -> float:
+        """CPU time that the gateways, the router and their helpers have taken so far: all but the stubs."""
+        if self.pid is None:
+            return 0.0
+        total = 0.0
+        for process in psutil.Process(self.pid).children(recursive=True):
+            if "baton.bench.serve_stub" not in process.cmdline():
+                used = process.cpu_times()
+                total += used.user + used.system
+        return total
+
+
+@contextlib.asynccontextmanager
+async def hosted(plane: Plane, checkout: Path | None = None) -> AsyncIterator[Target]:
+    """A plane of this code, or of the code of another checkout. ConfigError where that does not start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HOST, json.dumps(plane._asdict())),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=checkout,
+        env=os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())}),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        url = (await process.stdout.readline()).decode().strip()
+        if not url:
+            raise ConfigError(f"the control plane of {checkout or 'this code'} does not start")
+        yield Target(url, process.pid)
+    finally:
+        process.stdin.close()
+        await process.communicate()
+
+
 @contextlib.asynccontextmanager
 async def limit(kind: str) -> AsyncIterator[str]:
     """The URL of a server that does nothing but answer: see serve_limit.py."""
@@ -143,27 +196,45 @@ async def limit(kind: str) -> AsyncIterator[str]:
 
 
 async def measure(
-    servers: Mapping[str, str],
+    servers: Mapping[str, Target],
     points: Sequence[Point],
     rounds: int,
     seconds: float,
     progress: Callable[[str], None],
 ) -> Results:
-    """servers: name -> URL. The servers take turns at every point, `rounds` times."""
+    """By server name. The servers take turns at every point, `rounds` times, every other time backwards."""
     results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
     models = {}
-    for name, url in servers.items():
-        with contextlib.closing(Client(Address(url))) as client:
+    for name, target in servers.items():
+        with contextlib.closing(Client(Address(target.url))) as client:
             models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
         for point in points:
-            await Hammer(Address(url), models[name], point).run(WARM_UP_S)
+            await Hammer(Address(target.url), models[name], point).run(WARM_UP_S)
     for number in range(rounds):
+        names = list(servers)[:: 1 if number % 2 == 0 else -1]
         for point in points:
-            for name, url in servers.items():
+            for name in names:
                 progress(f"round {number + 1} of {rounds}: {name}, {point.name}")
-                hammered = await Hammer(Address(url), models[name], point).run(seconds)
-                results[name, point].append(hammered)
+                target = servers[name]
+                before_s = target.cpu_s()
+                hammered = await Hammer(Address(target.url), models[name], point).run(seconds)
+                results[name, point].append(hammered._replace(cpu_s=target.cpu_s() - before_s))
     return results
+
+
+def cpu_rows(results: Results) -> list[Row]:
+    """CPU time a request at each point, over that of the checkout before; none where there is no such one."""
+    rows = []
+    for name, point in results:
+        if name == BEFORE:
+            ours_us, before_us = (_cpu_us(results[server, point]) for server in (BATON, BEFORE))
+            note = f"{format_number(ours_us)} us a request, before {format_number(before_us)}"
+            rows.append(at_most(f"CPU time: {point.name}", ours_us / before_us, "times", CPU_BAR, note))
+    return rows
+
+
+def _cpu_us(hammered: Sequence[Hammered]) -> float:
+    return 1e6 * median(each.cpu_s / len(each.samples) for each in hammered if each.samples)
 
 
 def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:
@@ -240,6 +311,8 @@ def as_json(results: Results) -> list[dict[str, object]]:
             "server": name,
             "point": point.name,
             "requests_per_s": [each.requests_per_s for each in hammered],
+            "cpu_s": [each.cpu_s for each in hammered],
+            "num_answers": [len(each.samples) for each in hammered],
             "tokens_per_s": [each.tokens_per_s for each in hammered],
             "num_failures": sum(len(each.failures) for each in hammered),
         }

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 
-from baton.bench.serve_overhead import Plane, served
+from baton.bench.serve_overhead import Plane, hosted
 
 NUM_REQUESTS = 24
 
@@ -46,7 +46,9 @@ def use(port: int) -> None:
 
 def test_any_of_them_shows_what_all_have_answered() -> None:
     async def run() -> None:
-        async with served(Plane("tiny", num_gateways=2)) as url:
-            await asyncio.to_thread(use, int(url.rpartition(":")[2]))
+        async with hosted(Plane("tiny", num_gateways=2)) as target:
+            before_s = target.cpu_s()
+            await asyncio.to_thread(use, int(target.url.rpartition(":")[2]))
+            assert target.cpu_s() > before_s > 0
 
     asyncio.run(run())

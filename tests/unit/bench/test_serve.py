@@ -13,7 +13,17 @@ import pytest
 from baton.bench.serve_figures import Sample, Slo, summarise
 from baton.bench.serve_hammer import Hammered
 from baton.bench.serve_load import Run
-from baton.bench.serve_overhead import BATON, IDLE, SSE, UNARY, UVICORN, limit, overhead_rows
+from baton.bench.serve_overhead import (
+    BATON,
+    BEFORE,
+    IDLE,
+    SSE,
+    UNARY,
+    UVICORN,
+    cpu_rows,
+    limit,
+    overhead_rows,
+)
 from baton.bench.serve_plot import plot_latencies, values_ms
 from baton.bench.serve_rows import Bars, rows_of
 from baton.cluster.cli import main
@@ -218,6 +228,15 @@ def test_bars_of_the_overhead_are_at_the_most_connections() -> None:
     assert rows[SSE[0].name].met is None
     assert rows["TTFT p50, idle, of a model that takes no time"].value == pytest.approx(1.0)
     assert "bare uvicorn 60,000 (100%)" in rows[SSE[0].name].note
+
+
+def test_cpu_time_is_compared_with_the_checkout_before() -> None:
+    sample = Sample(1, 0.001, 0.001, ())
+    ours = [Hammered(1.0, 1.0, [sample] * 10, [], cpu_s) for cpu_s in (0.011, 0.010, 0.9)]
+    before = [Hammered(1.0, 1.0, [sample] * 20, [], cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
+    (row,) = cpu_rows({(BATON, IDLE): ours, (BEFORE, IDLE): before})
+    assert row.value == pytest.approx(1.1) and row.met is False
+    assert cpu_rows({(BATON, IDLE): ours}) == []
 
 
 def test_a_plot_has_what_there_is(tmp_path: Path) -> None:
