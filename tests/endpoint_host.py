@@ -1,11 +1,6 @@
-"""A whole endpoint with its ledger and its loop, in the test's process or in one of its own.
-
-`HostProcess` starts this module as a program and calls a host's methods there; whatever crosses is JSON.
-"""
+"""A whole endpoint with its ledger and its loop, in the test's process or in one of its own."""
 
 import hashlib
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +21,9 @@ from baton.kvtransfer.messages import Reserve
 from baton.kvtransfer.page_memory import SharedPool
 from baton.kvtransfer.rank_agents import RankAgents
 from tests.faulty_endpoint import FaultyEndpoint, layout
-from tests.host_process import HostProcess
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
+from tests.remote import Remote
 
 __all__ = ["DEADLINE_S", "KEY", "NUM_PAGES", "FaultyEndpoint", "Host", "HostProcess", "layout"]
 
@@ -287,17 +282,8 @@ class Host:
         return future.result(DEADLINE_S)
 
 
-def main() -> None:
-    host = Host(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            answer = {"result": getattr(host, name)(*arguments)}
-        except Exception as error:
-            answer = {"error": repr(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+class HostProcess(Remote):
+    """A host in a process of its own."""
 
-
-if __name__ == "__main__":
-    main()
+    def __init__(self, **settings: object) -> None:
+        super().__init__(Host, **settings)

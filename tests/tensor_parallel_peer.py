@@ -3,8 +3,6 @@
 A job is a function of a TensorParallel that both ranks run; its results are compared on rank 0.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -20,9 +18,9 @@ from baton.engine.layers import (
     VocabParallelHead,
 )
 from baton.engine.parallel import TensorParallel
+from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 CPU: Final = torch.device("cpu")
 DTYPES: Final = ("float32", "bfloat16")
 Job = Callable[[TensorParallel, Path, str], Tensor]  # (group, directory of the model, dtype)
@@ -76,8 +74,8 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         store = str(folder / "store")
-        command = [sys.executable, "-m", "tests.tensor_parallel_peer", store]
-        self.process = subprocess.Popen(command, cwd=ROOT)
+        self.process = CONTEXT.Process(target=_do_jobs, args=(store,))
+        self.process.start()
         self.tp = TensorParallel.join(0, 2, FileStore(store, 2), CPU)
 
     def run(self, job: str, directory: Path, dtype: str = "float32") -> Tensor:
@@ -90,16 +88,13 @@ class Pair:
 
     def close(self) -> None:
         self.tp.send_command(b"stop")
-        assert self.process.wait(30) == 0
+        self.process.join(30)
+        assert self.process.exitcode == 0
 
 
-def main(store: str) -> None:
+def _do_jobs(store: str) -> None:
+    torch.set_grad_enabled(False)
     tp = TensorParallel.join(1, 2, FileStore(store, 2), CPU)
     while (command := tp.receive_command()) != b"stop":
         job, dtype, directory = command.decode().split(" ", 2)
         tp.all_gather(JOBS[job](tp, Path(directory), dtype).float())
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    main(sys.argv[1])

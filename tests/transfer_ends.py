@@ -1,20 +1,12 @@
-"""The two ends of transfers, whole and small: each can live in the test's process or in one of its own.
-
-`Peer` starts this module as a program and calls an end's methods there; whatever crosses is JSON.
-"""
+"""The two ends of transfers, whole and small: each can live in a test's process, or as a `Remote`."""
 
 import hashlib
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -31,7 +23,6 @@ from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus, Transport
 from baton.layout import PageLayout
 
-ROOT: Final = Path(__file__).resolve().parents[1]
 KEY: Final = b"the key of the tests' cluster"
 SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
 DEADLINE_S: Final = 20.0
@@ -182,38 +173,6 @@ class Source:
         self.transport.close()
 
 
-class Peer:
-    """One end in a process of its own."""
-
-    def __init__(self, kind: str, **arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transfer_ends", kind, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def call(self, name: str, *arguments: object) -> Any:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(msgspec.json.encode([name, *arguments]) + b"\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        if number == signal.SIGSTOP:
-            wait_for(lambda: _process_state(self.process.pid) == "T")
-        if number == signal.SIGKILL:
-            self.process.wait()
-
-
 def source_pages(page_bytes: int, num_pages: int) -> Tensor:
     """The same in every process."""
     generator = torch.Generator().manual_seed(num_pages)
@@ -273,20 +232,3 @@ def open_files() -> list[str]:
         except FileNotFoundError:
             continue
     return sorted(name.split("[")[0] for name in found)
-
-
-def _process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def main() -> None:
-    kind, arguments = sys.argv[1], json.loads(sys.argv[2])
-    end = {"source": Source, "destination": Destination}[kind](**arguments)
-    for line in sys.stdin:
-        name, *values = json.loads(line)
-        sys.stdout.write(json.dumps(getattr(end, name)(*values)) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

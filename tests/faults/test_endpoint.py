@@ -1,7 +1,6 @@
 """Hand-offs between endpoints in two processes: the right bytes, and every page back, whatever happens."""
 
 import random
-import signal
 import time
 from collections.abc import Iterator
 
@@ -89,8 +88,7 @@ def test_a_killed_destination_fails_its_transfers_alone(
         address, other_address = destination.call("address"), other.call("address")
         assert source.send(address, NUM_UNITS) == source.send(other_address, NUM_UNITS) == "handed_over"
         destination.call("abort_at", "nothing")
-        destination.process.send_signal(signal.SIGKILL)
-        destination.process.wait()
+        destination.kill()
         with pytest.raises(TransferFailed):
             while True:  # the link is lost a moment after the process; then it can't be reached
                 assert source.send(address, NUM_UNITS) == "failed"
@@ -106,13 +104,9 @@ def test_a_killed_source_leaves_no_page_behind(destination: HostProcess, transpo
         with HostProcess(is_shared=False, transport=transport) as process:
             process.call("fill", 1)
             assert process.call("send", address, NUM_UNITS) == "handed_over"
-            line = f'["send_forever", ["{address[0]}", {address[1]}], {NUM_UNITS}]\n'
-            assert process.process.stdin is not None
-            process.process.stdin.write(line.encode())
-            process.process.stdin.flush()
+            process.begin("send_forever", address, NUM_UNITS)
             time.sleep(moments.uniform(0.02, 0.1))
-            process.process.kill()
-            process.process.wait()
+            process.kill()
         started_s = time.monotonic()
         while destination.call("counts")["FREE"] != NUM_PAGES:
             assert time.monotonic() - started_s < BACK_S
@@ -135,10 +129,10 @@ def test_a_flipped_bit_is_written_again_and_a_second_one_means_recompute(
     address = destination.call("address")
     destination.call("flip_bits", 1)
     assert source.send(address, NUM_UNITS) == "handed_over"
-    assert destination.call("ended")[-1][::2] == ["adopted", source.sent]
+    assert destination.call("ended")[-1][::2] == ("adopted", source.sent)
     destination.call("flip_bits", 3)  # both pieces, and then what is written again
     assert source.send(address, NUM_UNITS) == "failed"
-    assert destination.call("ended")[-1] == ["recompute", "corrupt twice", ""]
+    assert destination.call("ended")[-1] == ("recompute", "corrupt twice", "")
     assert all_back_s(source, destination) < BACK_S
 
 

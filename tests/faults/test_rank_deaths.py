@@ -79,8 +79,7 @@ def test_a_whole_replica_killed_leaves_no_page_behind(replicas: Replicas, transp
         assert source.call("send", destination.address(), NUM_UNITS) == "handed_over"
         source.call("begin", destination.address(), NUM_UNITS)
         wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
-        source.process.kill()
-        source.process.wait()
+        source.kill()
         assert all_back_s(destination) < 10 * BACK_S
     assert destination.ended()[-1][0] == "recompute"
 
@@ -91,8 +90,7 @@ def test_a_destination_killed_whole_fails_the_transfer(replicas: Replicas) -> No
         address = destination.call("address")
         transfer = source.begin(address, NUM_UNITS)
         wait_for(lambda: destination.call("counts")["FREE"] < NUM_PAGES)
-        destination.process.kill()
-        destination.process.wait()
+        destination.kill()
         assert source.outcome(transfer) == "failed"
         assert all_back_s(source) < BACK_S
         with pytest.raises(TransferFailed):
@@ -135,22 +133,22 @@ def test_a_rank_that_hangs_keeps_its_pages_until_it_goes_on(replicas: Replicas, 
     """The lease ends the transfer; that nobody is in the pages only the rank itself can say."""
     source, destination = new_replica(2), new_replica(2)
     stopped = source if side == "source" else destination
-    process = stopped.others[0].process
+    hanging = stopped.others[0]
     try:
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
         transfer = source.begin(destination.address(), NUM_UNITS, deadline_s=2.0)
         wait_for(lambda: destination.counts()["FREE"] < NUM_PAGES)
-        process.send_signal(signal.SIGSTOP)
+        hanging.signal(signal.SIGSTOP)
         source.go_on(transfer)
         assert source.outcome(transfer) == "failed"
         wait_for(lambda: destination.ended()[-1][0] == "recompute")
         time.sleep(0.2)
         assert destination.counts()["QUARANTINED"] > 0
-        process.send_signal(signal.SIGCONT)
+        hanging.signal(signal.SIGCONT)
         assert all_back_s(source, destination) < 2 * BACK_S
         assert source.send(destination.address(), NUM_UNITS) == "handed_over"
     finally:
-        process.send_signal(signal.SIGCONT)
+        hanging.signal(signal.SIGCONT)
         source.close()
         destination.close()
 

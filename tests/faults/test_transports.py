@@ -15,11 +15,11 @@ import torch
 from baton.errors import TransferFailed
 from baton.kvtransfer.transport import TransferStatus
 from baton.layout import PageLayout
+from tests.remote import Remote
 from tests.transfer_ends import (
     SETTINGS,
     Destination,
     Grant,
-    Peer,
     Source,
     digest,
     grant_of,
@@ -92,8 +92,8 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def lasting_peer() -> Iterator[Peer]:
-    with Peer("destination", page_bytes=1, num_pages=1) as peer:
+def lasting_peer() -> Iterator[Remote]:
+    with Remote(Destination, page_bytes=1, num_pages=1) as peer:
         yield peer
 
 
@@ -102,7 +102,7 @@ def lasting_peer() -> Iterator[Peer]:
     "pair", LAYOUTS, ids=lambda pair: "-".join(f"{a.tp_size}x{a.page_size}" for a in pair)
 )
 def test_the_bytes_are_exactly_those_of_the_plan(
-    name: str, pair: tuple[PageLayout, PageLayout], lasting_peer: Peer
+    name: str, pair: tuple[PageLayout, PageLayout], lasting_peer: Remote
 ) -> None:
     theirs, ours = pair
     lasting_peer.call("renew", ours.page_bytes, POOL)
@@ -120,7 +120,7 @@ def test_the_bytes_are_exactly_those_of_the_plan(
 
 
 @BOTH
-def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, lasting_peer: Peer) -> None:
+def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, lasting_peer: Remote) -> None:
     lasting_peer.call("renew", LARGE.page_bytes, POOL)
     large_source.open(name, lasting_peer.call("addresses"))
     expected = torch.zeros((POOL, LARGE.page_bytes), dtype=torch.uint8)
@@ -183,13 +183,13 @@ def test_a_transfer_that_has_ended_is_written_no_more(
 def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_source: Source) -> None:
     arguments = {"page_bytes": LARGE.page_bytes, "num_pages": POOL}
     other = Source(LARGE.page_bytes, POOL)
-    with Peer("destination", **arguments) as doomed, Peer("destination", **arguments) as spared:
+    with Remote(Destination, **arguments) as doomed, Remote(Destination, **arguments) as spared:
         large_source.open(name, doomed.call("addresses"))
         grant = large_grant(name)
         doomed.call("grant", grant)
         large_source.keep_pushing(plain(grant), grant.num_units)
         time.sleep(0.05)
-        doomed.signal(signal.SIGKILL)
+        doomed.kill()
         if name == "tcp":  # with shm its memory is mapped: writes go where nobody reads
             started_s = time.monotonic()
             ticket = large_source.push(plain(grant), 0, grant.num_units)
@@ -202,7 +202,7 @@ def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_so
 
 
 def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(large_source: Source) -> None:
-    with Peer("destination", page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
+    with Remote(Destination, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
         large_source.open("tcp", peer.call("addresses"))
         grants = [large_grant("tcp"), large_grant("tcp", seed=1)]
         for grant in grants:
@@ -222,13 +222,13 @@ def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(
 
 @BOTH
 def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: Destination) -> None:
-    with Peer("source", page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
+    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
         peer.call("open", name, destination.addresses())
         grant = large_grant(name)
         destination.grant(plain(grant))
         peer.call("keep_pushing", grant, grant.num_units)
         wait_for(lambda: bool(destination.pages[grant.pages[0]].any()))
-        peer.signal(signal.SIGKILL)
+        peer.kill()
         if name == "shm":
             wait_for(lambda: destination.orphans == [grant.id], PAGES_BACK_S)
         destination.end(plain(grant))
@@ -238,7 +238,7 @@ def test_a_killed_source_leaves_pages_within_a_second(name: str, destination: De
 
 @BOTH
 def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination: Destination) -> None:
-    with Peer("source", page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
+    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
         peer.call("open", name, destination.addresses())
         grant = large_grant(name)
         destination.grant(plain(grant))
@@ -262,7 +262,7 @@ def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination
 
 
 def test_a_stopped_shm_source_holds_its_pages_until_it_is_dead(destination: Destination) -> None:
-    with Peer("source", page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
+    with Remote(Source, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
         peer.call("open", "shm", destination.addresses())
         grant = large_grant("shm")
         destination.grant(plain(grant))
@@ -270,7 +270,7 @@ def test_a_stopped_shm_source_holds_its_pages_until_it_is_dead(destination: Dest
         destination.end(plain(grant))
         time.sleep(0.2)
         assert not destination.is_safe(grant.id)
-        peer.signal(signal.SIGKILL)
+        peer.kill()
         wait_for(lambda: destination.is_safe(grant.id), PAGES_BACK_S)
         again = msgspec.structs.replace(grant, id="cd" * 16)
         destination.grant(plain(again))
@@ -316,10 +316,10 @@ def test_nothing_is_left_of_ends_that_were_closed() -> None:
 
 def test_killed_processes_leave_no_shared_memory_behind() -> None:
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
-    with Peer("destination", page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
+    with Remote(Destination, page_bytes=LARGE.page_bytes, num_pages=POOL) as peer:
         source = Source(LARGE.page_bytes, POOL)
         source.open("shm", peer.call("addresses"))
-        peer.signal(signal.SIGKILL)
+        peer.kill()
         source.close()
     assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
 

@@ -22,7 +22,6 @@ from baton.engine.plan import Batch
 from baton.engine.step_arrays import StepBuilder, encode
 from baton.errors import ConfigError, ModelError, WorkerLost
 from baton.request import Request, SamplingParams
-from tests.tensor_parallel_peer import ROOT
 from tests.tiny_models import generate, tiny_config, tiny_engine
 
 
@@ -235,7 +234,7 @@ if __name__ == "__main__":
 def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
     rank_0 = subprocess.Popen(
         [sys.executable, "-c", RANK_0, str(tiny_model)],
-        cwd=ROOT,
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "TMPDIR": str(temporary)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,11 +1,9 @@
-"""A destination rank in a process of its own, which does what it is told, line by line.
+"""A destination rank in a process of its own, which does what it is told.
 
 The same `Destination` serves in the tests' own process where nothing has to die.
 """
 
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final, Literal
 
@@ -19,8 +17,8 @@ from baton.kvtransfer.pair import GroupName, GroupSettings
 from baton.kvtransfer.rendezvous import Meeting
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import DTYPE_BYTES, PageLayout
+from tests.remote import Remote
 
-ROOT: Final = Path(__file__).resolve().parents[3]
 WRITER: Final = b"w" * 16
 SETTINGS: Final = GroupSettings(connect_s=10.0, stall_s=1.0)
 
@@ -115,39 +113,21 @@ class Destination:
         self.receiver.close()
 
 
-class RemoteDestination:
+class RemoteDestination(Remote):
     """A Destination in another process."""
 
     def __init__(self, name: GroupName, me: Rank, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        super().__init__(_destination, name, me, device)
         self.me = me
-        command = [sys.executable, "-m", "tests.unit.kvtransfer.group_peer", name, device]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
-        self._write(msgspec.json.encode(me))
 
     def do(self, command: Command) -> Answer:
-        self._write(msgspec.json.encode(command))
-        assert self.process.stdout is not None
-        return msgspec.json.decode(self.process.stdout.readline(), type=Answer)
+        answer: Answer = self.call("do", command)
+        return answer
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def _write(self, line: bytes) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + b"\n")
-        self.process.stdin.flush()
+        self.kill()
 
 
-def main(name: GroupName, device: str) -> None:
+def _destination(name: GroupName, me: Rank, device: str) -> Destination:
     torch.set_num_threads(1)
-    destination = Destination(name, msgspec.json.decode(sys.stdin.readline(), type=Rank), device)
-    for line in sys.stdin:
-        answer = destination.do(msgspec.json.decode(line, type=Command))
-        sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main("nccl" if sys.argv[1] == "nccl" else "gloo", sys.argv[2])
+    return Destination(name, me, device)

@@ -24,7 +24,6 @@ from baton.kvtransfer.pair_channel import payload_bytes
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus
 from baton.layout import PageLayout
-from tests.unit.kvtransfer.group_peer import ROOT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -59,7 +58,9 @@ def pool_of(cut: PageLayout) -> Tensor:
 @pytest.fixture(params=DESTINATIONS)
 def destination(request: pytest.FixtureRequest) -> Iterator[tuple[PageLayout, "subprocess.Popen[bytes]"]]:
     command = [sys.executable, "-m", "tests.unit.kvtransfer.test_device_transports", request.param]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     yield DESTINATIONS[request.param], process
     process.kill()
     process.communicate()

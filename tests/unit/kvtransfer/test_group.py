@@ -190,13 +190,13 @@ def test_a_killed_destination_fails_its_own_pair_at_once(
     doomed = connect(closing, LARGE, killed := RemoteDestination("gloo", LARGE))
     healthy = connect(closing, LARGE, RemoteDestination("gloo", LARGE))
     transfer = doomed.transfer(50)
-    killed.process.send_signal(signal.SIGSTOP)  # so that it dies in the middle
+    killed.signal(signal.SIGSTOP)  # so that it dies in the middle
     ticket = doomed.transport.push(Piece(transfer, 0, 50))
     queued = doomed.transport.push(Piece(transfer, 0, 1))
     piece = Piece(healthy.transfer(40), 0, 40)
     healthy_ticket = healthy.transport.push(piece)
     assert doomed.transport.poll(ticket).status != TransferStatus.DONE
-    killed.process.kill()
+    killed.kill()
     begun_s = time.monotonic()
     assert wait(doomed.transport, ticket).status == TransferStatus.FAILED
     assert "closed by peer" in doomed.transport.poll(ticket).reason
@@ -216,12 +216,12 @@ def test_a_silent_destination_fails_at_the_deadline_and_a_new_pair_works(
 ) -> None:
     source = connect(closing, LARGE, stopped := RemoteDestination("gloo", LARGE))
     broken, piece = source.transfer(50), Piece(source.transfer(20), 0, 20)
-    stopped.process.send_signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)
     begun_s = time.monotonic()
     progress = wait(source.transport, source.transport.push(Piece(broken, 0, 50)))
     assert progress.status == TransferStatus.FAILED and "Timed out" in progress.reason
     assert SETTINGS.stall_s <= time.monotonic() - begun_s < SETTINGS.stall_s + 2
-    stopped.process.send_signal(signal.SIGCONT)
+    stopped.signal(signal.SIGCONT)
     source.destination.do(End(broken.id))
     again = source.connect()
     closing(again)
@@ -236,12 +236,12 @@ def test_abort_waits_for_no_answer_and_leaves_the_pair_alive(
 ) -> None:
     source = connect(closing, LARGE, stopped := RemoteDestination("gloo", LARGE))
     aborted, piece = source.transfer(50), Piece(source.transfer(5), 0, 5)
-    stopped.process.send_signal(signal.SIGSTOP)
+    stopped.signal(signal.SIGSTOP)
     ticket = source.transport.push(Piece(aborted, 0, 50))
     source.transport.abort(aborted.id)
     assert source.transport.poll(ticket).status == TransferStatus.FAILED
     source.raw[: LARGE.layout.page_bytes] = 7  # nobody reads them for the aborted transfer any more
-    stopped.process.send_signal(signal.SIGCONT)
+    stopped.signal(signal.SIGCONT)
     stopped.do(End(aborted.id))
     assert wait(source.transport, source.transport.push(piece)).status == TransferStatus.DONE
     source.transport.forget(ticket)

@@ -1,0 +1,88 @@
+"""An object in a process of its own, whose methods are called from the test's process.
+
+The processes are forked from one that has imported what they need: importing torch takes seconds of a core.
+"""
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Final, Self
+
+import psutil
+
+from baton.errors import TransferFailed
+
+CONTEXT: Final = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "tests.endpoint_host",
+        "tests.transfer_ends",
+        "tests.tensor_parallel_peer",
+        "tests.unit.kvtransfer.group_peer",
+    ]
+)
+END_S: Final = 20.0
+
+
+class Remote:
+    """`factory` makes the object; it, its arguments and what its methods take and return are pickled."""
+
+    def __init__(self, factory: Callable[..., object], *arguments: object, **settings: object) -> None:
+        self._connection, there = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(there, factory, arguments, settings))
+        self.process.start()
+        there.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """What the method returns. TransferFailed with the text of whatever it raises."""
+        self.begin(name, *arguments)
+        result, error = self._connection.recv()
+        if error is not None:
+            raise TransferFailed(error)
+        return result
+
+    def begin(self, name: str, *arguments: object) -> None:
+        """Call a method and wait for nothing; no other call may follow."""
+        self._connection.send((name, arguments))
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP and SIGCONT, whose effect is seen when this returns."""
+        process = psutil.Process(self.process.pid)
+        process.send_signal(number)
+        while (process.status() == psutil.STATUS_STOPPED) != (number == signal.SIGSTOP):
+            time.sleep(0.001)
+
+    def end_input(self) -> None:
+        """The object is closed there, and its process ends."""
+        self._connection.close()
+
+    def wait(self) -> None:
+        self.process.join(END_S)
+        assert self.process.exitcode is not None, "the process does not end"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.wait()
+        self.end_input()
+
+
+def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, settings: Any) -> None:
+    served = factory(*arguments, **settings)
+    with contextlib.suppress(EOFError):  # no more calls come
+        while True:
+            name, values = connection.recv()
+            try:
+                answer = getattr(served, name)(*values), None
+            except Exception as error:
+                answer = None, repr(error)
+            connection.send(answer)
+    served.close()
