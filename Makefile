@@ -44,8 +44,9 @@ redis:
 serve: setup
 	@exec $(BIN)/baton serve tiny $(SERVE_OPTIONS)
 
+# A thread for torch in each of the processes: more would wait for cores that other tests have.
 test: setup redis
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --ignore=tests/kernels/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --ignore=tests/kernels/interpreted
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
 
 bench: setup

@@ -81,8 +81,8 @@ def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, 
         while True:
             name, values = connection.recv()
             try:
-                answer = getattr(served, name)(*values), None
-            except Exception as error:
-                answer = None, repr(error)
-            connection.send(answer)
+                result, error = getattr(served, name)(*values), None
+            except Exception as raised:
+                result, error = None, repr(raised)
+            connection.send((result, error))
     served.close()
