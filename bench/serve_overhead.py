@@ -209,7 +209,7 @@ async def measure(
         with contextlib.closing(Client(Address(target.url))) as client:
             models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
         for point in points:
-            await Hammer(Address(target.url), models[name], point).run(WARM_UP_S)
+            await Hammer(Address(target.url), models[name], point).run(min(WARM_UP_S, seconds))
     for number in range(rounds):
         names = list(servers)[:: 1 if number % 2 == 0 else -1]
         for point in points:

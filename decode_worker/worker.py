@@ -30,7 +30,7 @@ from baton.control_wire import AnyMessage
 from baton.decode_worker.admission import Admission
 from baton.decode_worker.answers import Answers
 from baton.decode_worker.attempt import Attempt, Stage
-from baton.decode_worker.early_cancels import EarlyCancels
+from baton.decode_worker.cancelled_attempts import CancelledAttempts
 from baton.decode_worker.lost_gateways import LostGateways
 from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.decode_worker.reports import Reports
@@ -87,7 +87,7 @@ class DecodeWorker(WorkerNode):
         self.admit = self._prompts.admit
         self._answers = Answers(engine, colleagues, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
-        self._early_cancels = EarlyCancels()
+        self._cancelled = CancelledAttempts()
         self._lost_gateways = LostGateways(colleagues)
 
     @property
@@ -193,7 +193,7 @@ class DecodeWorker(WorkerNode):
                 return  # it has been overtaken on the way
             self._let_go(older)
         attempt = Attempt.of(with_arrival(dispatch, self._clock.now_s()))
-        if self._early_cancels.has(attempt.request):
+        if attempt.request in self._cancelled:
             return
         if self.is_draining:
             self._colleagues.tell(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
@@ -294,9 +294,10 @@ class DecodeWorker(WorkerNode):
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
         attempt = self._attempts.get(cancel.request_id)
-        if attempt is None or attempt.number < cancel.attempt:  # it has overtaken the Dispatch
-            self._early_cancels.add(cancel)
-        elif attempt.number == cancel.attempt and attempt.gateway == peer.hello.id:
+        if attempt is not None and attempt.gateway != peer.hello.id:
+            return
+        self._cancelled.add(cancel)
+        if attempt is not None and attempt.number == cancel.attempt:
             self._let_go(attempt)
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:

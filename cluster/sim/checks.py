@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from baton.cluster.sim.clients import Client
 from baton.cluster.sim.deployment import Deployment
 from baton.cluster.sim.lives import GatewayLife, RouterLife, WorkerLife
-from baton.decode_worker.early_cancels import EarlyCancels
+from baton.decode_worker.cancelled_attempts import CancelledAttempts
 from baton.engine.pages import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.replay import MAX_STRIKES
@@ -104,7 +104,7 @@ def _size_complaints(life: WorkerLife) -> Iterator[str]:
     """Nothing that is over is remembered, but for what has a bound of its own."""
     parts = [part for part in vars(life.worker).values() if type(part).__module__.startswith(OF_WORKERS)]
     for owner in (life.worker, *parts):
-        for name, value in vars(owner).items() if not isinstance(owner, EarlyCancels) else ():
+        for name, value in vars(owner).items() if not isinstance(owner, CancelledAttempts) else ():
             if isinstance(value, dict | list | set) and value and not isinstance(value, Counter):
                 yield f"{life.process.name} remembers {len(value)} in {type(owner).__name__}.{name}"
 

@@ -25,7 +25,7 @@ def test_recall_over_a_thousand_tokens_is_right_in_95_of_100() -> None:
 
 def test_wrong_pages_show() -> None:
     (case,) = recall_cases(1, 1000, seed=5)
-    with LLM("tiny") as llm:
+    with LLM("tiny", cache={"kv_cache_memory_bytes": 1 << 26}) as llm:
         assert llm.generate(case.prompt, GREEDY)[0].outputs[0].text == case.answer
         with torch.inference_mode():
             llm.engine.runner.pool.device.zero_()  # the prefix cache still vouches for these pages

@@ -100,7 +100,7 @@ def test_without_matplotlib_all_but_the_plot_is_made(
 
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
-    workload = Workload(num_requests=20, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
+    workload = Workload(num_requests=6, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
     rows = measure(workload, tmp_path)
     assert {row.limit for row in rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
     content = json.loads((tmp_path / "batching.json").read_text())

@@ -209,6 +209,14 @@ class TestCancel:
         pair.cancel(first)  # of which nothing is left
         pair.turns_until(lambda: pair.is_answered(third))
 
+    def test_a_late_dispatch_of_an_earlier_attempt_begins_nothing(self, make_pair: MakePair) -> None:
+        """A router that stood still sends it when it goes on."""
+        pair, second = make_pair(), a_request(attempt=1)
+        pair.dispatch(second)
+        pair.cancel(second)
+        pair.dispatch(a_request())
+        assert pair.decode_worker.is_idle
+
     def test_only_its_gateway_may(self, make_pair: MakePair) -> None:
         pair, request = make_pair(), a_request()
         other = Hello(process=Kind.GATEWAY, id="8" * 32)
