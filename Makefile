@@ -17,7 +17,7 @@ HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>
 # With a driver, the machine's own torch build is kept: it fits that driver. Without, a CPU build is pinned.
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
@@ -46,7 +46,8 @@ serve: setup
 
 # A thread for torch in each of the processes: more would wait for cores that other tests have.
 test: setup redis
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --ignore=tests/kernels/interpreted
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
+		--no-loadscope-reorder --ignore=tests/kernels/interpreted
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
 
 bench: setup
