@@ -48,7 +48,7 @@ serve: setup
 test: setup redis
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder --ignore=tests/kernels/interpreted
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreted
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/kernels/interpreted
 
 bench: setup
 	$(BIN)/python -m baton.bench.scheduler

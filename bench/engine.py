@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from baton import collector
 from baton.bench.machine import machine_description, matmul_peak_tflops, one_line, read_bandwidth_gbps
 from baton.bench.replica import num_head_parameters, num_layer_parameters
 from baton.bench.report import RESULTS, Row, at_least, at_most, print_table, write_json
@@ -230,9 +231,10 @@ def main() -> None:
     jobs = workload(engine.runner.model.vocab_size)
     num_tokens = sum(job.num_new_tokens for job in jobs)
     print(one_line(machine_description()), flush=True)
-    figures = compare(engine, jobs, rivals, options.rounds)
-    clock = StepClock(engine)
-    parts = clock.shares(run(engine, jobs, "timed"))
+    with collector.calm():
+        figures = compare(engine, jobs, rivals, options.rounds)
+        clock = StepClock(engine)
+        parts = clock.shares(run(engine, jobs, "timed"))
     rows = rows_of(figures, measure_limit(engine.runner.model, clock.steps), num_tokens)
     total_s = sum(parts.values())
     rows += [
@@ -240,7 +242,8 @@ def main() -> None:
     ]
     engine.close()
     if options.pairs:
-        rows.append(prefix_cache_cost(load, options.pairs))
+        with collector.calm():
+            rows.append(prefix_cache_cost(load, options.pairs))
     print_table("Engine throughput", rows)
     write_json(options.output, "Engine throughput", rows, {"tokens_per_s": figures, "seconds": parts})
 

@@ -12,11 +12,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias
 
+from baton import collector
 from baton.cluster.completion import Completion, TextDelta
 from baton.cluster.generation import Generation
 from baton.cluster.model_directory import resolve_model
@@ -85,6 +86,8 @@ class LLM:
         self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
         self._chat_template = ChatTemplate.from_directory(directory)
         self.engine = load_engine(config, progress=load_progress)
+        self._calm = ExitStack()
+        self._calm.enter_context(collector.calm())
         self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
         self._unwanted: deque[str] = deque()  # request_ids of calls that ended early
         self._one_thread = OneThread()
@@ -161,6 +164,7 @@ class LLM:
                 self._end(request_id)
             self._is_closed = True
             self.engine.close()
+            self._calm.close()
 
     def __enter__(self) -> Self:
         return self

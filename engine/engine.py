@@ -14,7 +14,6 @@ For KV that comes from elsewhere or goes there:
 The engine knows nothing of prefill and decode as roles, of text, tenants or peers.
 """
 
-import gc
 import logging
 import random
 from collections.abc import Callable
@@ -266,8 +265,7 @@ class Engine:
         return outputs + [last_output_of(sequence, BAD_LOGITS) for sequence in sampled.failed]
 
     def close(self) -> None:
-        """Let the other ranks go and wait until they have; what loading froze can be collected again."""
-        gc.unfreeze()
+        """Let the other ranks go and wait until they have."""
         followers, self._followers = self._followers, None
         if followers is None:
             return

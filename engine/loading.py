@@ -1,7 +1,5 @@
 """From a configuration to an engine that is ready to step."""
 
-import atexit
-import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,7 +56,6 @@ def load_engine(
             if companion is not None:
                 runner.tp.smallest(0)  # the ranks meet here once their companions have started
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
-        _spare_the_collector()
         return Engine(runner, clock or SystemClock(), name, followers)
     except BaseException:
         if followers:
@@ -89,13 +86,3 @@ def _allocate(runner: ModelRunner, zeros_on_cpu: ZerosOnCpu) -> None:
             "the device has no memory for the largest step: lower scheduler.max_num_batched_tokens or "
             f"scheduler.max_num_seqs: {error}"
         ) from error
-
-
-def _spare_the_collector() -> None:
-    """What is loaded stays until the engine is closed: the garbage collector need not walk it during steps.
-
-    A full collection with torch and transformers imported takes 0.1 s.
-    """
-    gc.collect()
-    gc.freeze()
-    atexit.register(gc.unfreeze)

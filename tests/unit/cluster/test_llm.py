@@ -1,5 +1,6 @@
 """The offline API over the real engine and the tiny model."""
 
+import gc
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,13 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     yield shared_llm
     assert not shared_llm.engine.has_work()
     shared_llm.engine.scheduler.check_integrity()
+
+
+def test_the_garbage_collector_does_not_look_at_what_is_loaded_until_it_is_closed() -> None:
+    before = gc.get_freeze_count()
+    with LLM("tiny", cache=MEMORY):
+        assert gc.get_freeze_count() > before
+    assert gc.get_freeze_count() == before
 
 
 def texts(completions: Sequence[Completion]) -> list[str]:

@@ -1,4 +1,3 @@
-import gc
 import os
 from pathlib import Path
 
@@ -38,15 +37,6 @@ def test_progress_is_reported(tiny_model: Path) -> None:
     reports: list[tuple[int, int]] = []
     load_engine(tiny_config(tiny_model), progress=lambda done, total: reports.append((done, total)))
     assert reports[0][0] == 0 and reports[-1][0] == reports[-1][1] > 0
-
-
-def test_the_garbage_collector_gets_back_what_loading_froze_when_the_engine_is_closed(
-    tiny_model: Path,
-) -> None:
-    engine = tiny_engine(tiny_model)
-    assert gc.get_freeze_count() > 0
-    engine.close()
-    assert gc.get_freeze_count() == 0
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
