@@ -122,6 +122,8 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}: expected more than 0, got {value}")
     if options.overhead == (options.target is not None):
         raise ConfigError("give --target URL, or --overhead, which starts what it measures")
+    if options.before is not None and not (options.overhead and (options.before / "bench").is_dir()):
+        raise ConfigError("--before: expected the folder of a Baton checkout, and --overhead")
     print(one_line(machine_description()), flush=True)
     if options.overhead:
         run_overhead(options)

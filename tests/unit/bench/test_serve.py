@@ -129,6 +129,7 @@ def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.Capt
     [
         ([], "give --target URL, or --overhead"),
         (["--target", "http://h", "--overhead"], "give --target URL, or --overhead"),
+        (["--overhead", "--before", "nowhere"], "--before: expected the folder of a Baton checkout"),
         (["--target", "h:80"], "expected http://HOST:PORT"),
         (["--target", "http://127.0.0.1:9"], "lists no model"),
         (["--target", "http://127.0.0.1:9", "--rival", "vllm"], "expected NAME=URL"),
