@@ -5,14 +5,15 @@
    same process takes the older one's place.
 3. A worker is gone when no router that is connected lists it any more: one of them may have lost it alone.
    Until one of them has a complete list, nobody is gone who was listed before.
-4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each.
+4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each; a failure leaves
+   at once. Both wait for a gateway that is not here yet, over two ticks in a row.
 """
 
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from baton.control import Hello, Members, Reachable, Tokens
+from baton.control import AttemptFailed, Hello, Members, Reachable, Tokens
 from baton.control_wire import AnyMessage
 from baton.node import Dial, Peer
 from baton.token_event import TokenEvent
@@ -38,7 +39,7 @@ class Colleagues:
         self._peers: dict[str, Peer] = {}
         self._lists: dict[str, Members] = {}  # router's id -> what it said last; those that are connected
         self._chosen = ""  # router
-        self._unsent: dict[str, list[TokenEvent]] = {}  # gateway's id -> events
+        self._unsent: dict[str, list[TokenEvent | AttemptFailed]] = {}  # by gateway's id
         self._absent: set[str] = set()  # of these gateways, at the last tick
         self._reported: dict[str, frozenset[str]] = {}  # router's id -> what it was last told of
 
@@ -83,6 +84,8 @@ class Colleagues:
             self._lists[peer.hello.id] = NOTHING_YET
             self._reported.pop(peer.hello.id, None)
             self._choose()
+        elif peer.hello.id in self._unsent:
+            self.flush()
 
     def left(self, peer: Peer) -> bool:
         """Whether that was the connection in use: nothing reaches its process now.
@@ -113,16 +116,17 @@ class Colleagues:
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:
-        """At every tick: ask for the connections that are missing.
-
-        What was to be sent to a gateway that is not here at two ticks in a row is let go of.
-        """
+        """Ask for the connections that are missing."""
         if len(self._lists) < len(self._addresses):
             for address in self._addresses:
                 self._dial(address)
         for worker in self.members.values():
             if worker.role in self._wanted and worker.id not in self._peers:
                 self._dial(worker.address)
+
+    def tick(self) -> None:
+        """What was to be sent to a gateway that is not here at two ticks in a row is let go of."""
+        self.keep_up()
         absent = {gateway for gateway in self._unsent if gateway not in self._peers}
         for gateway in absent & self._absent:
             del self._unsent[gateway]
@@ -150,17 +154,27 @@ class Colleagues:
         """For the next `flush` that finds the gateway here: what it asks for may come a moment before it."""
         self._unsent.setdefault(gateway, []).append(event)
 
+    def fail(self, gateway: str, failed: AttemptFailed) -> None:
+        """Now, or as soon as the gateway is here."""
+        if gateway in self._peers:
+            self.tell(gateway, failed)
+        else:
+            self._unsent.setdefault(gateway, []).append(failed)
+
     def flush(self) -> None:
         if not self._unsent:
             return
         here = [gateway for gateway in self._unsent if gateway in self._peers]
-        for gateway, events in [(gateway, self._unsent.pop(gateway)) for gateway in here]:
+        for gateway, unsent in [(gateway, self._unsent.pop(gateway)) for gateway in here]:
+            events = [each for each in unsent if isinstance(each, TokenEvent)]
             large = [event for event in events if event.prompt_logprobs is not None]
             for event in large:
                 self.tell(gateway, Tokens(events=(event,)))
             small = [event for event in events if event.prompt_logprobs is None] if large else events
             for first in range(0, len(small), EVENTS_PER_MESSAGE):
                 self.tell(gateway, Tokens(events=tuple(small[first : first + EVENTS_PER_MESSAGE])))
+            for failed in [each for each in unsent if isinstance(each, AttemptFailed)]:
+                self.tell(gateway, failed)
 
     def _choose(self) -> None:
         """One that knows all workers, if there is one; which of them is each process's own chance."""

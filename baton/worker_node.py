@@ -60,16 +60,15 @@ class WorkerNode(ABC):
             self._colleagues.report(self._reachable())
 
     def tick(self) -> None:
-        self._colleagues.keep_up()
-        self._page_links.keep_up(self._colleagues.with_pages())
-        self._colleagues.report(self._reachable())
-        self._beats.give(self)
+        self._colleagues.tick()
+        self._keep_up()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:
             case Members() if self._colleagues.is_router(peer):
                 self._lost_workers(self._colleagues.changed(peer, message))
-                self.tick()
+                self._colleagues.keep_up()
+                self._keep_up()
             case Drain() if self._colleagues.is_router(peer):
                 self.drain()
             case Pressure() if self._colleagues.is_router(peer):
@@ -79,6 +78,11 @@ class WorkerNode(ABC):
                 self._telling.want(peer)
             case _:
                 self._heard(peer, message)
+
+    def _keep_up(self) -> None:
+        self._page_links.keep_up(self._colleagues.with_pages())
+        self._colleagues.report(self._reachable())
+        self._beats.give(self)
 
     @property
     def rung(self) -> Rung:

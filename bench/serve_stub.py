@@ -93,7 +93,7 @@ class StubWorker:
         self._report()
 
     def tick(self) -> None:
-        self._colleagues.keep_up()
+        self._colleagues.tick()
         self._report()
         self._beats.give(self)
 
@@ -101,7 +101,9 @@ class StubWorker:
         match message:
             case Members():
                 self._colleagues.changed(peer, message)
-                self.tick()
+                self._colleagues.keep_up()
+                self._report()
+                self._beats.give(self)
             case Dispatch():
                 self._dispatch(message)
             case Prefill():

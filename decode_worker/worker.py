@@ -196,12 +196,12 @@ class DecodeWorker(WorkerNode):
         if attempt.request in self._cancelled:
             return
         if self.is_draining:
-            self._colleagues.tell(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
+            self._colleagues.fail(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
             return
         try:
             attempt.check(self._engine)
         except InvalidRequest as error:
-            self._colleagues.tell(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
+            self._colleagues.fail(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
             return
         self._attempts[attempt.request_id] = attempt
         self._reports.arrived(attempt)
@@ -297,12 +297,12 @@ class DecodeWorker(WorkerNode):
         if attempt is not None and attempt.gateway != peer.hello.id:
             return
         self._cancelled.add(cancel)
-        if attempt is not None and attempt.number == cancel.attempt:
+        if attempt is not None and attempt.number <= cancel.attempt:
             self._let_go(attempt)
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
         self._let_go(attempt)
-        self._colleagues.tell(attempt.gateway, attempt.failed(failure, reason, worker))
+        self._colleagues.fail(attempt.gateway, attempt.failed(failure, reason, worker))
 
     def _let_go(self, attempt: Attempt) -> None:
         """Of everything that it holds here, and elsewhere."""

@@ -147,6 +147,7 @@ class OpenStreams:
         """This process stood still so long: what others did meanwhile is unread, and no silence of theirs."""
         for stream in self._streams.values():
             stream.heard_s += seconds
+            stream.homeless_s += seconds
             if stream.lost:
                 stream.retry_s += seconds
 
@@ -171,6 +172,8 @@ class OpenStreams:
         asked_s = stream.heard_s
         stream.routed(routed.decode, routed.prefill, self._clock.now_s())
         for worker in (routed.decode, routed.prefill):
+            if worker and self.is_connected(worker) and self._left_s.get(worker, asked_s - 1) >= asked_s:
+                stream.doubted_s = self._clock.now_s()  # it may have let the attempt go with the connection
             if worker and not self.is_connected(worker) and stream.needs(worker):
                 # One that was there when the router was asked may have died of this very request.
                 if self._left_s.get(worker, asked_s - 1) >= asked_s:

@@ -152,7 +152,7 @@ async def serve_gateway(
     config = _within_descriptors(config)
     clock, hub = SystemClock(), Hub(keys, link_timeout_s=config.link_timeout_s)
     limits = replay.Limits(
-        max_streams=config.max_open_requests,
+        max_streams=config.max_open_requests + 1,  # the canary's too
         max_wait_s=config.max_wait_s,
         max_begun_wait_s=config.max_begun_wait_s,
     )

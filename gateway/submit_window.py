@@ -42,15 +42,17 @@ class SubmitWindow:
         key = (request.request_id, request.attempt)
         self._unanswered.setdefault(router, {})[key] = (request.tenant, num_tokens)
         self._num_tokens[request.tenant] += num_tokens
-        self._submitted_s.pop(request.tenant, None)
-        self._submitted_s[request.tenant] = self._clock.now_s()
+        if not request.is_probe:
+            self._submitted_s.pop(request.tenant, None)
+            self._submitted_s[request.tenant] = self._clock.now_s()
+        self.let_go(request)
 
     def hold(self, request: Request) -> None:
         """Keep its place until `answered` names it."""
         self._held.setdefault(request.tenant, {})[request.request_id] = None
 
     def let_go(self, request: Request) -> None:
-        """It is not to be submitted any more, if it was held."""
+        """It need not be held any more, if it was."""
         if request.request_id in self._held.get(request.tenant, ()):
             self._drop(request.tenant, request.request_id)
 

@@ -49,8 +49,14 @@ class ProcessWatch:
         self._thread.start()
 
     def add(self, process: int, on_death: Callable[[], None]) -> None:
-        """Takes the descriptor over. `on_death` is called in the watch's thread, and must return at once."""
+        """Takes the descriptor over. `on_death` is called in the watch's thread, and must return at once.
+
+        Nothing is called once the watch is closed.
+        """
         with self._lock:
+            if self._is_closed:
+                os.close(process)
+                return
             self._watched[process] = on_death
             os.eventfd_write(self._wakeup, 1)
 

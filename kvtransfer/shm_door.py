@@ -118,14 +118,12 @@ class PoolDoor:
             with self._lock:
                 is_new = incarnation not in self._incarnations
                 has_room = not is_new or len(self._incarnations) < MAX_WRITERS
-                if is_new and has_room:
-                    watched = os.dup(process)
+                if is_new and has_room:  # watched before it can write, by whichever of its connections
                     self._incarnations.add(incarnation)
+                    self._landings.writer_came(incarnation)
+                    self._watch.add(os.dup(process), lambda: self._bury(incarnation))
             if not has_room:
                 raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
-            if is_new:  # watched before it can write
-                self._landings.writer_came(incarnation)
-                self._watch.add(watched, lambda: self._bury(incarnation))
             message, descriptors = self._offer()
             connection.send(message, (*descriptors, self._read_only))
             with contextlib.suppress(BatonError, TimeoutError):

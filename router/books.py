@@ -94,7 +94,7 @@ class Books:
         self._by_gateway: defaultdict[str, set[Key]] = defaultdict(set)
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._waiting: set[Key] = set()  # for their first token
-        self._entered_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
+        self._named_s: defaultdict[str, dict[Key, float]] = defaultdict(dict)  # by decode worker
         self.num_others = 0
 
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class Books:
         """The key must be new."""
         assert key not in self._entries, key
         self._entries[key] = entry
-        self._entered_s[entry.decode][key] = self._clock.now_s()
+        self._named_s[entry.decode][key] = self._clock.now_s()
         self.num_others += entry.gateway == OTHERS
         self._by_gateway[entry.gateway].add(key)
         decode = self._accounts[entry.decode]
@@ -160,7 +160,7 @@ class Books:
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
-        del self._entered_s[entry.decode][key]
+        del self._named_s[entry.decode][key]
         self.num_others -= entry.gateway == OTHERS
         self._by_gateway[entry.gateway].discard(key)
         decode = self._accounts[entry.decode]
@@ -193,25 +193,25 @@ class Books:
     def beat(self, worker: Worker, beat: Beat) -> list[Key]:
         """Count what the worker works on that is in no entry. Returns what is here and it does not work on.
 
-        Such an attempt has ended, and who should say so may have been cut off meanwhile. It is given some
-        time, to be heard of by the worker, and to be told of as ended.
+        Such an attempt has ended, and who should say so may have been cut off meanwhile. Until the worker has
+        not named it for SILENCE_S its gateway may still tell of its end, and of its tokens.
         """
         account = self._accounts[worker.id]
         account.num_unknown = sum(key not in self._entries for key in beat.attempts)
         num_active_tokens = beat.load.pages.get("active", 0) * worker.page_size
         account.num_unknown_tokens = num_active_tokens * account.num_unknown // max(1, len(beat.attempts))
-        before_s, named = self._clock.now_s() - SILENCE_S, frozenset(beat.attempts)
-        entered_s = self._entered_s.get(worker.id, {})
-        return [key for key, at_s in entered_s.items() if at_s < before_s and key not in named]
+        now_s, named_s = self._clock.now_s(), self._named_s.get(worker.id, {})
+        named_s.update(dict.fromkeys(named_s.keys() & set(beat.attempts), now_s))
+        return [key for key, at_s in named_s.items() if at_s < now_s - SILENCE_S]
 
     def forget(self, worker_ids: Iterable[str]) -> None:
         """They are gone: so are other routers' attempts there, and accounts that no entry names."""
         gone = set(worker_ids)
         for worker_id in gone:
-            for key in [key for key in self._entered_s.get(worker_id, ()) if self.is_anothers(key)]:
+            for key in [key for key in self._named_s.get(worker_id, ()) if self.is_anothers(key)]:
                 self.ended(key)
-            if not self._entered_s.get(worker_id):
-                self._entered_s.pop(worker_id, None)
+            if not self._named_s.get(worker_id):
+                self._named_s.pop(worker_id, None)
         named = {name for entry in self._entries.values() for name in (entry.decode, entry.prefill)}
         for worker_id in gone:
             if worker_id not in named:
@@ -240,7 +240,7 @@ class Books:
             found = {party: Decoding(len(each), sum(each)) for party, each in decoding.items()}
             assert account.decoding == found, worker_id
         assert sum(map(len, self._by_gateway.values())) == len(self._entries)
-        assert sum(map(len, self._entered_s.values())) == len(self._entries)
+        assert sum(map(len, self._named_s.values())) == len(self._entries)
         assert sum(entry.gateway == OTHERS for entry in self._entries.values()) == self.num_others
 
 

@@ -11,7 +11,7 @@ overtakes there take no place from it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle, islice
 from typing import Final
 
@@ -53,9 +53,17 @@ class Capacity:
         decoders = self._members.of_role(WorkerRole.DECODE)
         return frozenset(each.id for each in decoders if not self.can_decode(each, num_tokens))
 
-    def roomiest(self, reached: frozenset[str]) -> str:
-        """The decode worker that takes work, of those reached, with the most room; "": there is none."""
+    def takes(self, worker_id: str) -> bool:
+        """Whether it is a decode worker that takes work."""
+        return any(each.id == worker_id for each in self._taking(WorkerRole.DECODE))
+
+    def roomiest(self, reached: frozenset[str], avoid: Collection[str] = ()) -> str:
+        """The decode worker that takes work, of those reached, with the most room; "": there is none.
+
+        One of `avoid` only where there is no other.
+        """
         decoders = [each for each in self._taking(WorkerRole.DECODE) if each.id in reached]
+        decoders = [each for each in decoders if each.id not in avoid] or decoders
         books = self.books
         shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")

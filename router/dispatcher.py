@@ -139,7 +139,8 @@ class Dispatcher:
         They go past it too where it is best for it to wait for a place: to places that it does not want.
         has_places: some may be free that were not at the last look; else who waited for one still does.
         """
-        if self._kept is not None and self._kept.key not in self._reception:
+        kept, reception = self._kept, self._reception
+        if kept is not None and not (kept.key in reception and reception.capacity.takes(kept.worker)):
             self._kept = None
         stuck, self._stuck = {} if has_places else self._stuck, {}
         passed: Waiting | None = None
@@ -205,8 +206,8 @@ class Dispatcher:
         each other.
         """
         if self._kept is None:
-            worker = self._reception.capacity.roomiest(self._gateways[waiting.gateway].reached)
-            self._kept = _Kept(waiting.key, worker)
+            reached, avoid = self._gateways[waiting.gateway].reached, waiting.submit.avoid
+            self._kept = _Kept(waiting.key, self._reception.capacity.roomiest(reached, avoid))
         elif self._kept.key != waiting.key:
             self._kept = None
             return False

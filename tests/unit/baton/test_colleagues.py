@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
-from baton.control import Cancel, Hello, Members, Reachable, Tokens
+from baton.control import AttemptFailed, Cancel, Failure, Hello, Members, Reachable, Tokens
 from baton.request import TokenLogprobs
 from baton.token_event import TokenEvent
 from baton.wire_types import Kind
@@ -279,7 +279,7 @@ class TestTokens:
         event = TokenEvent("a" * 32, 0, 0, 1)
         desk.colleagues.emit(GATEWAY.id, event)
         desk.colleagues.flush()
-        desk.colleagues.keep_up()
+        desk.colleagues.tick()
         desk.join(GATEWAY)
         desk.colleagues.flush()
         assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,))]
@@ -289,10 +289,29 @@ class TestTokens:
         desk.colleagues.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
         for _ in range(2):
             desk.colleagues.flush()
-            desk.colleagues.keep_up()
+            desk.colleagues.tick()
         desk.join(GATEWAY)
         desk.colleagues.flush()
         assert desk.post.take() == []
+
+    def test_lists_of_several_routers_are_no_ticks(self) -> None:
+        desk = Desk()
+        event = TokenEvent("a" * 32, 0, 0, 1)
+        desk.colleagues.emit(GATEWAY.id, event)
+        for _ in range(3):
+            desk.colleagues.keep_up()
+        desk.join(GATEWAY)
+        assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,))]
+
+    def test_a_failure_waits_for_its_gateway_too_and_leaves_after_its_tokens(self) -> None:
+        desk = Desk()
+        event = TokenEvent("a" * 32, 0, 0, 1)
+        failed = AttemptFailed(request_id="a" * 32, attempt=0, failure=Failure.BUSY, reason="it drains")
+        desk.colleagues.emit(GATEWAY.id, event)
+        desk.colleagues.fail(GATEWAY.id, failed)
+        desk.join(GATEWAY)
+        desk.colleagues.fail(GATEWAY.id, failed)
+        assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,)), failed, failed]
 
     def test_those_of_a_gateway_that_is_gone_are_dropped(self) -> None:
         desk = Desk()

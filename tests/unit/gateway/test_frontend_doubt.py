@@ -4,7 +4,7 @@ from baton.control import AttemptFailed, Failure, Members, Submit
 from baton.errors import WorkerLost
 from baton.gateway.replay import DOUBT_S
 from tests.node_peers import a_worker, id_of
-from tests.unit.gateway.frontend_peers import event, gateway
+from tests.unit.gateway.frontend_peers import event, failed, gateway
 
 
 def test_worker_that_came_back_and_died_later_is_no_second_death() -> None:
@@ -38,6 +38,16 @@ def test_gateway_that_stood_still_gives_a_lost_worker_the_time_to_come_back() ->
         g.tick(DOUBT_S)
     assert sink.error is None
     assert g.submitted().request.attempt == 2
+
+
+def test_time_while_the_gateway_stood_still_is_no_want_of_workers() -> None:
+    g = gateway("d0", max_wait_s=5.0)
+    sink = g.open()
+    g.route("d0")
+    g["d0"].say(failed(Failure.BUSY))
+    g.tick(20.0)
+    g.tick(1.0)
+    assert sink.error is None
 
 
 def test_silence_while_the_gateway_stood_still_is_nobody_s() -> None:

@@ -98,6 +98,20 @@ def test_routed_to_a_worker_that_is_not_connected_is_lost_at_once() -> None:
     assert sink.error is None
 
 
+def test_worker_whose_connection_broke_before_the_router_answered_must_be_heard_soon() -> None:
+    """It may have let the attempt go with the connection, and nobody else knows."""
+    g = gateway("d0", "d1")
+    sink = g.open()
+    submit = g.submitted()
+    g["d0"].leave()
+    g.join("d0")
+    g.route("d0", request=submit.request)
+    for _ in range(5):
+        g.tick(1.0)
+    assert g.submitted().request.attempt == 1
+    assert sink.error is None
+
+
 def test_request_that_killed_two_workers_is_not_tried_again() -> None:
     g, sink = running("d0", "d1", "d2")
     g["d0"].leave()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from baton.clock import ManualClock
 from baton.control import Queued, Rejected, Routed, Submit
 from baton.gateway.submit_window import (
@@ -86,6 +88,14 @@ def test_a_tenant_that_has_been_away_for_long_holds_nobody() -> None:
         window.submitted("router", of_tenant("busy", number))
     assert window.is_full("busy")
     clock.advance(ACTIVE_S)
+    assert not window.is_full("busy")
+
+
+def test_probes_are_no_other_tenant() -> None:
+    window = SubmitWindow(ManualClock(1.0))
+    window.submitted("router", msgspec.structs.replace(of_tenant(""), is_probe=True))
+    for number in range(NUM_AT_ONCE):
+        window.submitted("router", of_tenant("busy", number))
     assert not window.is_full("busy")
 
 

@@ -34,6 +34,14 @@ def test_each_death_is_told_once_and_only_when_it_happens() -> None:
     watch.close()
 
 
+def test_once_closed_it_takes_no_process_and_keeps_no_descriptor() -> None:
+    before = open_files()
+    watch = ProcessWatch()
+    watch.close()
+    watch.add(os.pidfd_open(os.getpid()), lambda: None)
+    assert open_files() == before
+
+
 def test_a_process_that_is_dead_already_is_told_at_once() -> None:
     process = sleeper()
     descriptor = os.pidfd_open(process.pid)

@@ -162,6 +162,21 @@ def test_what_its_worker_does_not_name_for_long_has_ended() -> None:
     books.check_integrity()
 
 
+def test_end_that_its_worker_shows_first_is_left_to_the_gateway_to_tell() -> None:
+    """The gateway tells how many tokens there were as well: a Beat without the attempt may outrun it."""
+    clock = ManualClock()
+    books, worker, key = Books(clock), a_worker("d0"), (id_of("a"), 0)
+    books.enter(key, Entry("g", worker.id, "", 10, 10))
+    working, idle = Beat(load=Load(), attempts=(key,)), Beat(load=Load())
+    for _ in range(3):
+        clock.advance(SILENCE_S)
+        assert books.beat(worker, working) == []
+    clock.advance(1.0)
+    assert books.beat(worker, idle) == []
+    clock.advance(SILENCE_S)
+    assert books.beat(worker, idle) == [key]
+
+
 def test_expected_tokens_are_bounded_by_what_was_asked_for() -> None:
     def expected(request: Request) -> int:
         return num_kv_tokens(request)

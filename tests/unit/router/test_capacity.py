@@ -218,6 +218,17 @@ def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
     assert fleet.capacity.roomiest(frozenset()) == ""
 
 
+def test_a_worker_is_kept_for_whom_it_may_take() -> None:
+    fleet = Fleet("p0", "d0", "d1")
+    reached = frozenset((id_of("d0"), id_of("d1")))
+    fleet.dispatch("first")  # at d0
+    assert fleet.capacity.roomiest(reached, avoid=(id_of("d1"),)) == id_of("d0")
+    assert fleet.capacity.roomiest(frozenset((id_of("d1"),)), avoid=(id_of("d1"),)) == id_of("d1")
+    assert fleet.capacity.takes(id_of("d1")) and not fleet.capacity.takes(id_of("p0"))
+    fleet.drain("d1")
+    assert not fleet.capacity.takes(id_of("d1"))
+
+
 def test_of_many_full_workers_each_is_asked_in_its_turn() -> None:
     names = [f"{role}{number}" for role in "pd" for number in range(2 * MAX_ASKED)]
     fleet = Fleet(*names, decoders_compute=True)
