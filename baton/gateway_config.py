@@ -88,9 +88,12 @@ class GatewayConfig(GatewaySettings, frozen=True):
             )
 
 
+_USUAL_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1"})  # every request is checked: see sites.py
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can connect to a socket bound to `host`."""
-    if host == "localhost":
+    if host in _USUAL_LOOPBACK:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -74,72 +74,68 @@ class SamplingParams(
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
         self._check_counts()
+        self._check_tokens()
         self._check_reals()
 
-    def _check_types(self) -> None:
-        for name in ("n", "min_tokens", "top_k"):
-            _check_integer(name, getattr(self, name))
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name))
+    def _check_counts(self) -> None:
+        _check_integer("n", self.n, 1, MAX_CHOICES)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_integer("top_k", self.top_k, -1)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+
+    def _check_tokens(self) -> None:
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest(f"logit_bias must map token ids to biases, got {self.logit_bias!r}")
+        _check_integer("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
         if not isinstance(self.stop_token_ids, tuple | list):
             raise InvalidRequest(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         for token_id in (*self.logit_bias, *self.stop_token_ids):
             _check_integer("a token id of logit_bias or stop_token_ids", token_id)
 
-    def _check_counts(self) -> None:
-        _check("n", self.n, 1, MAX_CHOICES)
-        if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 1, None)
-        _check("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check("top_k", self.top_k, -1, None)
-        _check("len(logit_bias)", len(self.logit_bias), 0, MAX_LOGIT_BIAS)
-        if self.seed is not None:
-            _check("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _check("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-
     def _check_reals(self) -> None:
-        _check("temperature", self.temperature, 0.0, None)
-        _check("top_p", self.top_p, 0.0, 1.0)
+        _check_real("temperature", self.temperature, 0.0, None)
+        _check_real("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p must be greater than 0, got 0.0")
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, None)
+        _check_real("min_p", self.min_p, 0.0, 1.0)
+        _check_real("repetition_penalty", self.repetition_penalty, 0.0, None)
         if self.repetition_penalty == 0.0:
             raise InvalidRequest("repetition_penalty must be greater than 0, got 0.0")
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token_id, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _check_real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-def _check_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _check_integer(name: str, value: object, low: int = -MAX_INTEGER, high: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequest(f"{name} must be an integer, got {value!r}")
-    if abs(value) > MAX_INTEGER:
+    if not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise InvalidRequest(f"{name} must fit 64 bits and a sign, got {value.bit_length()} bits")
+    if value < low or (high is not None and value > high):
+        raise InvalidRequest(f"{name} must be {_bound(value, low, high)}, got {value}")
 
 
-def _check(name: str, value: float, low: float, high: float | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}")
-    if isinstance(value, int):
+def _check_real(name: str, value: float, low: float, high: float | None) -> None:
+    if not isinstance(value, float):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InvalidRequest(f"{name} must be a number, got {value!r}")
         _check_integer(name, value)
     # Written so that NaN fails: every comparison with NaN is false.
-    if low <= value <= (sys.float_info.max if high is None else high):
-        return
-    raise InvalidRequest(f"{name} must be {_bound(value, low, high)}, got {value}")
+    if not low <= value <= (sys.float_info.max if high is None else high):
+        raise InvalidRequest(f"{name} must be {_bound(value, low, high)}, got {value}")
 
 
 def _bound(value: float, low: float, high: float | None) -> str:
@@ -175,8 +171,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         _check_integer("priority", self.priority)
-        _check_integer("choice", self.choice)
-        _check("choice", self.choice, 0, MAX_CHOICES - 1)
+        _check_integer("choice", self.choice, 0, MAX_CHOICES - 1)
         num_generated, sampling = len(self.generated_token_ids), self.sampling
         if sampling.n > 1 and (num_generated or self.choice):
             raise InvalidRequest(f"one choice goes on, or is asked for alone: n must be 1, got {sampling.n}")

@@ -8,14 +8,18 @@ from typing import Any, Final
 import msgspec
 
 SCHEMA_BYTES: Final = 8
+_SEALS: Final = "keyed BLAKE2b"  # of the links that carry the messages: see seal.py
 _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names that no message carries
 
 
 @cache
 def schema_hash(*types: Any) -> bytes:
-    """Hash the fields of these types and of all that they hold: names, types, tags, bounds, defaults."""
+    """Hash the fields of these types and of all that they hold: names, types, tags, bounds, defaults.
+
+    The way in which links seal messages is hashed as well.
+    """
     schemas, components = msgspec.json.schema_components(types)
-    described = json.dumps([_bare(each) for each in (*schemas, components)], sort_keys=True)
+    described = json.dumps([_SEALS, *map(_bare, (*schemas, components))], sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=SCHEMA_BYTES).digest()
 
 

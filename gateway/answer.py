@@ -99,13 +99,10 @@ class Answer:
             for index, prompt in enumerate(call.prompts)
             for number in range(call.num_choices)
         ]
+        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in call.prompts)
         self._unopened: deque[tuple[Choice, str]] = deque()  # with the worker that has the prompt
         self._num_running = len(self.choices)
         self.is_over = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.call.prompts)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -210,13 +207,12 @@ class Answer:
             self.fail(error)
 
     def _open_few(self) -> None:
-        since_s = time.thread_time()
+        since_s = time.thread_time() if len(self._unopened) > 1 else 0.0
         while self._unopened:
-            taken_s = time.thread_time() - since_s
-            if taken_s > OPENING_S:
+            self._open(*self._unopened.popleft())
+            if self._unopened and (taken_s := time.thread_time() - since_s) > OPENING_S:
                 asyncio.get_running_loop().call_later(taken_s, self._open_next)
                 return
-            self._open(*self._unopened.popleft())
 
     def _open(self, choice: "Choice", beside: str = "") -> None:
         call, sampling = self.call, self.call.sampling

@@ -7,6 +7,7 @@ choices[0] of it. A completion's stream has no chunk for a role; the text of its
 
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import orjson
@@ -66,8 +67,12 @@ class _Format:
             and not self._call.has_running_usage
             and not self._call.returns_token_ids
         )
+
+    @cached_property
+    def _starts(self) -> list[bytes]:
+        """Of a chunk with a plain delta, for each choice."""
         start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
-        self._starts = [b"%s%d," % (start, choice.index) for choice in answer.choices]
+        return [b"%s%d," % (start, choice.index) for choice in self._answer.choices]
 
     def usage(self) -> bytes:
         return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})

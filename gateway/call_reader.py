@@ -23,7 +23,7 @@ from baton.gateway.prompt_reader import Kind, ReadTerms
 from baton.gateway.served_model import ServedModel
 from baton.gateway.tenants import Tenant
 from baton.gateway.tenants_public import PublicPrefixes
-from baton.gateway.tenants_terms import sla_of, standing_of
+from baton.gateway.tenants_terms import asked_for, sla_of, standing_of
 
 
 class CallReader:
@@ -67,16 +67,17 @@ class CallReader:
     async def text(self, kind: Kind, data: bytes, scope: Scope) -> bytes:
         """The answer of `/tokenize` or `/detokenize`, as JSON."""
         tenant = scope["state"]["tenant"]
-        read = await self._model.text.of(tenant.name).read_text(kind, data, self._read_terms(tenant))
+        read = await self._model.text.read_text(kind, data, self._read_terms(tenant), tenant.name)
         self._metrics.unknown_keys += read.num_unknown
         return read.body
 
     async def _call(self, kind: Kind, data: bytes, scope: Scope) -> Call:
         tenant = scope["state"]["tenant"]
-        sla, standing = sla_of(scope, tenant), standing_of(scope, tenant)
+        asked = asked_for(scope)
+        sla, standing = sla_of(asked, tenant), standing_of(asked, tenant)
         arrival_s = self._clock.now_s()
         read_terms = self._read_terms(tenant)
-        read = await self._model.text.of(tenant.name).read_call(kind, data, read_terms)
+        read = await self._model.text.read_call(kind, data, read_terms, tenant.name)
         del data
         self._metrics.unknown_keys += read.num_unknown
         event_id = header(scope, HEADER) if scope["type"] == "http" else None

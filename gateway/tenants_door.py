@@ -10,7 +10,6 @@ answers that are kept until they are whole.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from baton.errors import Overloaded, Refused
@@ -69,7 +68,7 @@ class Visit:
 
 
 class Charge:
-    """Bytes that one call holds of a Budget; `release` is due once, however the call ends."""
+    """Bytes that one call holds of a Budget, until the `with` ends that it begins."""
 
     __slots__ = ("_budget", "_is_counted", "_quota", "_tenant", "num_bytes")
 
@@ -101,6 +100,12 @@ class Charge:
     def release(self) -> None:
         self.set(0)
 
+    def __enter__(self) -> "Charge":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 class Budget:
     """Bytes of a gateway's memory, shared by tenants as places are."""
@@ -110,21 +115,16 @@ class Budget:
         self._tallies = tallies
         self._num_bytes = num_bytes
         self._refusal = refusal
+        self._quota = refusal.value
         self._num_taken = 0
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
-    @contextmanager
-    def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Iterator[Charge]:
-        """A charge of nothing yet, which ends with the `with`.
+    def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> Charge:
+        """A charge of nothing yet, for a `with`.
 
         is_counted: a refusal is counted here, as no Visit counts it.
         """
-        quota: int | None = getattr(quotas, self._refusal.value)
-        charge = Charge(self, tenant, quota, is_counted=is_counted)
-        try:
-            yield charge
-        finally:
-            charge.release()
+        return Charge(self, tenant, getattr(quotas, self._quota), is_counted=is_counted)
 
     def take(self, tenant: str, num_bytes: int, quota: int | None) -> None:
         """See Charge.add."""

@@ -7,7 +7,6 @@ event loop as well; a process does not. Tenants take turns for the helpers (text
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from typing import Final, TypeVar
 
 from baton.gateway.call import Prompt
@@ -41,13 +40,6 @@ class TextWork:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._turns = TextTurns(NUM_THREADS)
         self._pool = None if helpers is None else TextPool(helpers)
-        self._tenant = ""
-
-    def of(self, tenant: str) -> "TextWork":
-        """The same, on behalf of a tenant: long texts of several take turns."""
-        own = copy(self)
-        own._tenant = tenant
-        return own
 
     @property
     def has_tokenizer(self) -> bool:
@@ -72,9 +64,9 @@ class TextWork:
         if self._pool is not None:
             await self._pool.start()
 
-    async def read_call(self, kind: Kind, data: bytes, terms: ReadTerms) -> ReadCall:
+    async def read_call(self, kind: Kind, data: bytes, terms: ReadTerms, tenant: str = "") -> ReadCall:
         """Raises InvalidRequest and ApiError, which say what the client should change."""
-        read = await self._read(kind, data, terms)
+        read = await self._read(kind, data, terms, tenant)
         if isinstance(read, ReadCall):
             return read
         assert isinstance(read, Done)
@@ -86,18 +78,20 @@ class TextWork:
             await asyncio.sleep(0)  # a prompt of the longest takes two milliseconds
         return ReadCall(body, tuple(prompts), read.has_tools, read.num_unknown)
 
-    async def read_text(self, kind: Kind, data: bytes, terms: ReadTerms) -> TextAnswer:
+    async def read_text(self, kind: Kind, data: bytes, terms: ReadTerms, tenant: str = "") -> TextAnswer:
         """The answer of `/tokenize` or `/detokenize`. Raises InvalidRequest and ApiError."""
-        read = await self._read(kind, data, terms)
+        read = await self._read(kind, data, terms, tenant)
         if isinstance(read, TextAnswer):
             return read
         assert isinstance(read, Done) and read.answer is not None
         return TextAnswer(read.answer, read.num_unknown)
 
-    async def _read(self, kind: Kind, data: bytes, terms: ReadTerms) -> ReadCall | TextAnswer | Done:
+    async def _read(
+        self, kind: Kind, data: bytes, terms: ReadTerms, tenant: str
+    ) -> ReadCall | TextAnswer | Done:
         if len(data) <= SMALL_BYTES or self._pool is None:
             return self._reader.read(kind, data, terms)
-        result = await self._pool.do(self._tenant, Job(kind, terms, data))
+        result = await self._pool.do(tenant, Job(kind, terms, data))
         if isinstance(result, Failed):
             raise_failed(result)
         assert isinstance(result, Done)
@@ -131,7 +125,7 @@ class TextWork:
     async def _run(self, num_chars: int, work: Callable[[], ResultT]) -> ResultT:
         if num_chars <= SMALL_BYTES:
             return work()
-        await self._turns.take(self._tenant, num_chars)
+        await self._turns.take("", num_chars)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:

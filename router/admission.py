@@ -17,6 +17,7 @@ promised. Of more than fit into PROMISED_S the others are asked not to come by t
 refused again, and be in the way of others when it is over.
 """
 
+from functools import lru_cache
 from math import inf
 from typing import Final, NamedTuple
 
@@ -27,7 +28,7 @@ from baton.router.expected_work import Work
 from baton.router.forecast import Asked, Forecast, Prediction
 from baton.router.prompts_ahead import Claim, LeadOf
 from baton.router.quotas import Refused
-from baton.tenancy import Refusal
+from baton.tenancy import Refusal, Sla
 
 HEADROOM: Final = 0.9  # of a time that was promised, what is predicted may take
 LEAST_RETRY_S: Final = 0.5
@@ -59,12 +60,16 @@ class Objective(NamedTuple):
 
 
 def objective_of(request: Request) -> Objective:
-    sla, standing = request.sla, request.standing
+    return _objective(request.sla, request.standing.max_queue_delay_ms)
+
+
+@lru_cache(maxsize=256)  # most requests of a tenant have the same
+def _objective(sla: Sla, max_queue_delay_ms: float | None) -> Objective:
     return Objective(
         ttft_s=_seconds(sla.ttft_ms),
         tpot_s=_seconds(sla.tpot_ms),
         deadline_s=_seconds(sla.deadline_ms),
-        delay_s=_seconds(standing.max_queue_delay_ms),
+        delay_s=_seconds(max_queue_delay_ms),
     )
 
 

@@ -198,7 +198,7 @@ class Dispatcher:
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
         entry = entry_of(gateway.id, request, pair, self._knowledge.model, waiting.work)
-        self._send_out(gateway, submit, pair, entry, self._reception.waited_s(waiting))
+        self._send_out(gateway, submit, pair, waiting.key, entry, self._reception.waited_s(waiting))
         return None
 
     def _keep_a_worker(self, waiting: Waiting) -> bool:
@@ -232,9 +232,11 @@ class Dispatcher:
         self._is_crowded = True
         return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), turn)
 
-    def _send_out(self, gateway: Gateway, submit: Submit, pair: Pair, entry: Entry, age_s: float) -> None:
+    def _send_out(
+        self, gateway: Gateway, submit: Submit, pair: Pair, key: Key, entry: Entry, age_s: float
+    ) -> None:
         request = submit.request
-        self._books.enter(key_of(request), entry)
+        self._books.enter(key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway.id, request, pair, age_s))
         gateway.peer.send(routed_of(request, pair))

@@ -2,7 +2,7 @@ import pytest
 
 from baton.gateway.api_errors import ApiError
 from baton.gateway.tenants import Tenant
-from baton.gateway.tenants_terms import sla_of, standing_of
+from baton.gateway.tenants_terms import AskedFor, asked_for, sla_of, standing_of
 from baton.tenancy import Degradation, Quotas, Sla, TenantPolicy
 
 
@@ -16,8 +16,14 @@ def a_tenant(*, rank: int = 1, **policy: object) -> Tenant:
     )
 
 
-def headers(**given: str) -> dict[str, object]:
-    return {"headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]}
+def headers(**given: str) -> AskedFor:
+    names = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
+    return asked_for({"headers": names})
+
+
+def test_the_first_of_a_header_that_is_there_twice_counts() -> None:
+    twice = [(b"x-slo-ttft-ms", b"5"), (b"x-slo-ttft-ms", b"7"), (b"accept", b"x")]
+    assert asked_for({"headers": twice}) == {b"x-slo-ttft-ms": "5"}
 
 
 def test_a_request_without_headers_has_what_its_tenant_was_promised() -> None:
