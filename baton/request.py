@@ -128,7 +128,7 @@ def _check_integer(name: str, value: object, low: int = -MAX_INTEGER, high: int 
         raise InvalidRequest(f"{name} must be {_bound(value, low, high)}, got {value}")
 
 
-def _check_real(name: str, value: float, low: float, high: float | None) -> None:
+def _check_real(name: str, value: object, low: float, high: float | None) -> None:
     if not isinstance(value, float):
         if not isinstance(value, int) or isinstance(value, bool):
             raise InvalidRequest(f"{name} must be a number, got {value!r}")

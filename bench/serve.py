@@ -16,6 +16,7 @@ import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, get_args
 
@@ -25,14 +26,13 @@ from baton.bench.machine import machine_description, one_line
 from baton.bench.report import Row, can_plot, print_table, write_json
 from baton.bench.serve_client import Address, Client
 from baton.bench.serve_figures import Sample, Slo
+from baton.bench.serve_hammer import Hammered, Point
 from baton.bench.serve_load import Load, Model, Run, Server, Shape, model_of
 from baton.bench.serve_overhead import (
     BATON,
     BEFORE,
-    IDLE,
+    POINTS,
     SOCKET,
-    SSE,
-    UNARY,
     UVICORN,
     Plane,
     Results,
@@ -260,18 +260,23 @@ async def _overhead(
     plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
 ) -> tuple[Results, Sequence[str], int]:
     """The third: prompts that prefill workers have computed."""
-    async with contextlib.AsyncExitStack() as stack:
-        ours = await stack.enter_async_context(hosted(plane))
-        servers = {BATON: ours} | {name: Target(url) for name, url in rivals.items()}
-        for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
-            servers[name] = Target(await stack.enter_async_context(limit(kind)))
-        if options.before is not None:
-            servers[BEFORE] = await stack.enter_async_context(hosted(plane, options.before))
-        points = (IDLE, *UNARY, *SSE)
-        load = measure(servers, points, options.rounds, options.seconds, _progress)
-        # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
-        results = await asyncio.to_thread(uvloop.run, load)
-        num_prefilled = await prefilled(ours.url) if plane.num_prefill else 0
+    results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
+    num_prefilled = 0
+    for number in range(options.rounds):
+        async with contextlib.AsyncExitStack() as stack:
+            ours = await stack.enter_async_context(hosted(plane))
+            servers = {BATON: ours} | {name: Target(url) for name, url in rivals.items()}
+            for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
+                servers[name] = Target(await stack.enter_async_context(limit(kind)))
+            if options.before is not None:
+                servers[BEFORE] = await stack.enter_async_context(hosted(plane, options.before))
+            in_turn = dict(list(servers.items())[:: 1 if number % 2 == 0 else -1])
+            tell = partial(_progress, f"round {number + 1} of {options.rounds}: ")
+            load = measure(in_turn, POINTS, options.seconds, tell)
+            # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
+            for at, hammered in (await asyncio.to_thread(uvloop.run, load)).items():
+                results[at].append(hammered)
+            num_prefilled += await prefilled(ours.url) if plane.num_prefill else 0
     _progress("")
     return results, list(servers), num_prefilled
 
@@ -297,8 +302,8 @@ def _keep(
     print(f"kept in {path}", flush=True)
 
 
-def _progress(text: str) -> None:
+def _progress(*texts: str) -> None:
     """What is being measured, on one line of a terminal."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.write("\r\033[K" + "".join(texts))
         sys.stderr.flush()

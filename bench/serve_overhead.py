@@ -4,6 +4,9 @@ All of it runs on this machine, the client too. Beside it, by the same client in
 uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; any
 rival's front end that is named; and the control plane of an earlier checkout, compared by CPU time a request,
 which other programs on the machine disturb less than they disturb rates.
+
+Every round starts the processes anew: of two that run the same code, one takes up to a tenth more CPU time
+than the other, for as long as they live.
 """
 
 import asyncio
@@ -13,7 +16,6 @@ import os
 import re
 import secrets
 import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -43,6 +45,7 @@ SOCKET: Final = "bare asyncio"
 UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
 SSE: Final = tuple(Point(64, stream=True, num_connections=number) for number in (1, 16, 64))
 IDLE: Final = Point(2, stream=True, num_connections=1)
+POINTS: Final = (IDLE, *UNARY, *SSE)
 UNARY_BAR, SSE_BAR = 2_000, 50_000  # requests/s and tokens/s, of the largest number of connections
 TTFT_BARS_MS: Final = {50: 3.0, 99: 10.0}
 WARM_UP_S: Final = 0.5
@@ -196,29 +199,21 @@ async def limit(kind: str) -> AsyncIterator[str]:
 
 
 async def measure(
-    servers: Mapping[str, Target],
-    points: Sequence[Point],
-    rounds: int,
-    seconds: float,
-    progress: Callable[[str], None],
-) -> Results:
-    """By server name. The servers take turns at every point, `rounds` times, every other time backwards."""
-    results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
-    models = {}
+    servers: Mapping[str, Target], points: Sequence[Point], seconds: float, progress: Callable[[str], None]
+) -> dict[tuple[str, Point], Hammered]:
+    """One round, by server name: at every point the servers take turns, in their order."""
+    results, models = {}, {}
     for name, target in servers.items():
         with contextlib.closing(Client(Address(target.url))) as client:
             models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
         for point in points:
             await Hammer(Address(target.url), models[name], point).run(min(WARM_UP_S, seconds))
-    for number in range(rounds):
-        names = list(servers)[:: 1 if number % 2 == 0 else -1]
-        for point in points:
-            for name in names:
-                progress(f"round {number + 1} of {rounds}: {name}, {point.name}")
-                target = servers[name]
-                before_s = target.cpu_s()
-                hammered = await Hammer(Address(target.url), models[name], point).run(seconds)
-                results[name, point].append(hammered._replace(cpu_s=target.cpu_s() - before_s))
+    for point in points:
+        for name, target in servers.items():
+            progress(f"{name}, {point.name}")
+            before_s = target.cpu_s()
+            hammered = await Hammer(Address(target.url), models[name], point).run(seconds)
+            results[name, point] = hammered._replace(cpu_s=target.cpu_s() - before_s)
     return results
 
 
