@@ -32,7 +32,7 @@ from baton.bench.batching_runs import (
     run,
     varied_lengths,
 )
-from baton.bench.replica import Replica
+from baton.bench.replica import LlamaShape, Replica
 from baton.bench.report import RESULTS, Row, at_least, can_plot, format_number, print_table, write_json
 
 THROUGHPUT_BAR: Final = 1.9  # continuous / static
@@ -153,9 +153,9 @@ def open_loop(replicas: Mapping[str, Replica], num_requests: int, rate: float, r
     return take_turns(replicas, [poisson(lengths, rate, seed) for seed, lengths in enumerate(lists)])
 
 
-def measure(workload: Workload, out: Path) -> list[Row]:
+def measure(workload: Workload, out: Path, shape: LlamaShape = SHAPE) -> list[Row]:
     """Run everything, write batching.json and, where it can be drawn, batching.png into `out`; the rows."""
-    replicas = load_policies()
+    replicas = load_policies(shape)
     run_warmup(replicas)
     num_requests, repeats = workload.num_requests, workload.repeats
     full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in range(repeats)])
@@ -170,7 +170,7 @@ def measure(workload: Workload, out: Path) -> list[Row]:
         samples[name] = _samples(outcomes)
     points = sweep(replicas, workload)
     rows += sweep_rows(points)
-    setting = {"workload": asdict(workload), "model": asdict(SHAPE), "seats": NUM_SEATS}
+    setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
     extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
     write_json(out / "batching.json", "batching", rows, {**extra, "sweep": [_sweep_point(p) for p in points]})
     if can_plot():

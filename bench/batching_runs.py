@@ -111,9 +111,9 @@ def poisson(output_lengths: tuple[int, ...], requests_per_s: float, seed: int = 
     return Requests(output_lengths, tuple(accumulate(gaps_s)))
 
 
-def load_policies(policies: Sequence[str] = POLICIES) -> dict[str, Replica]:
+def load_policies(shape: LlamaShape = SHAPE) -> dict[str, Replica]:
     """One engine a policy, with the same weights, seats and pages; no prefix cache, so no prompt is free."""
-    return {policy: _load(policy) for policy in policies}
+    return {policy: _load(policy, shape) for policy in POLICIES}
 
 
 def run(replica: Replica, requests: Requests) -> Outcome:
@@ -179,13 +179,13 @@ def _sleep_until_due(next_s: float | None, now_s: float, window_s: float = math.
         time.sleep(pause_s)
 
 
-def _load(policy: str) -> Replica:
+def _load(policy: str, shape: LlamaShape) -> Replica:
     scheduler: dict[str, object] = {"policy": policy, "max_num_seqs": NUM_SEATS}
     if policy == "dynamic":
         window = {"max_queue_delay_ms": DYNAMIC_WINDOW_MS, "preferred_batch_sizes": [NUM_SEATS]}
         scheduler |= window
     cache = {"kv_cache_memory_bytes": 2**27, "enable_prefix_caching": False}
-    return load_replica(SHAPE, {"scheduler": scheduler, "cache": cache})
+    return load_replica(shape, {"scheduler": scheduler, "cache": cache})
 
 
 def _scaled(values: Sequence[float], mean: int) -> list[int]:

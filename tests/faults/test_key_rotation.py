@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +17,12 @@ from baton.cluster.cluster_record import find_record
 from tests.event_stream import joined, read_all, stream
 from tests.served import Served, served, stop, until
 
-OPTIONS: Final = (
-    *("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
-    *("--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2"),
+COMMON: Final = (
+    *("tiny", "--kv-cache-memory", "64MiB", "--drain-timeout", "5"),
     *("--router-policy", "prefix"),  # which has prefill workers compute prompts
+)
+OPTIONS: Final = (
+    *(*COMMON, "--runtime", "local", "--prefill", "2", "--decode", "2", "--gateways", "2", "--routers", "2"),
 )
 BODY: Final[dict[str, Any]] = {
     "model": "tiny",
@@ -95,6 +98,15 @@ def complaints_of(worker: list[str]) -> list[str]:
     return [line for line in said if "key" in line]
 
 
+def has_sent_more(cluster: Served, before: int) -> bool:
+    return num_sent(cluster) > before
+
+
+def num_sent(cluster: Served) -> int:
+    """KV bytes that the prefill worker has sent."""
+    return cluster.status()["prefill-0"].load.kv_bytes
+
+
 @pytest.mark.timeout(600)
 def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_path: Path) -> None:
     path, retired = tmp_path / "cluster.key", tmp_path / "retired.key"
@@ -127,3 +139,26 @@ def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_
             assert "does not hold this cluster's key of a router" in complaint
             assert "stranger" not in cluster.status()
     assert load.num_answers > NUM_CLIENTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--runtime", "ray"), id="ray"),
+        pytest.param(("--runtime", "local", "--prefill-tp", "2", "--decode-tp", "2"), id="ranks"),
+    ],
+)
+def test_running_workers_take_each_key_that_is_given_to_them(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.key"
+    write_secret(path, new_key())
+    with served(*COMMON, "--prefill", "1", *options, "--cluster-key-file", str(path)) as cluster:
+        for action, restarted in (("rotate", "decode-0"), ("retire", "prefill-0"), ("rotate", "decode-0")):
+            change(cluster, action, path)
+            restart(cluster, restarted)  # its successor has the new key alone, or first
+            before = num_sent(cluster)
+            assert cluster.complete(f"{BODY['prompt']}; {action} {restarted}")
+            until(partial(has_sent_more, cluster, before))

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from baton.bench.batching import LATENCY_BAR, THROUGHPUT_BAR, Workload, measure,
 from baton.bench.batching_runs import (
     NUM_SEATS,
     PROMPT_TOKENS,
+    SHAPE,
     Outcome,
     burst,
     load_policies,
@@ -23,11 +25,14 @@ from baton.bench.batching_runs import (
 from baton.bench.replica import Replica
 
 LENGTHS = (1, 2, 2, 3, 9) * 8
+SMALL = replace(
+    SHAPE, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32
+)
 
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[dict[str, Replica]]:
-    loaded = load_policies()
+    loaded = load_policies(SMALL)
     yield loaded
     for replica in loaded.values():
         replica.engine.scheduler.check_integrity()
@@ -91,7 +96,7 @@ def test_without_matplotlib_all_but_the_plot_is_made(
 ) -> None:
     toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0, 1.0), repeats=1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    monkeypatch.setattr(batching, "measure", lambda _, out: measure(toy, out))
+    monkeypatch.setattr(batching, "measure", lambda _, out: measure(toy, out, SMALL))
     monkeypatch.setattr(sys, "argv", ["batching", "--out", str(tmp_path)])
     batching.main()
     note, *table = capsys.readouterr().out.splitlines()
@@ -101,7 +106,7 @@ def test_without_matplotlib_all_but_the_plot_is_made(
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
     workload = Workload(num_requests=6, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
-    rows = measure(workload, tmp_path)
+    rows = measure(workload, tmp_path, SMALL)
     assert {row.limit for row in rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
     content = json.loads((tmp_path / "batching.json").read_text())
     assert [point["variation"] for point in content["sweep"]] == pytest.approx([0.0, 1.0], abs=0.5)
