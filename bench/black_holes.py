@@ -25,17 +25,19 @@ from typing import Final, NamedTuple
 from baton.bench.link_proxy import LinkProxy
 from baton.bench.machine import machine_description, one_line
 from baton.bench.report import RESULTS, Row, at_most, print_table, write_json
-from baton.bench.router_faults_world import ENGINE, WORKERS
+from baton.bench.router_faults_world import WORKERS
 from baton.bench.soak_clients import Clients, Question, make_questions
 from baton.bench.switchboard import Switchboard
 from baton.cluster.listeners import processes
 from baton.cluster.local_runtime import LocalRuntime
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.serve import Cluster
+from baton.config import CacheConfig, EngineSettings
 from baton.errors import ConfigError, PeerGone
 from baton.operating import Status
 from baton.router_config import RouterConfig
 from baton.serve_config import ServeConfig
+from baton.worker import REMOTE_PREFILLS
 
 TITLE: Final = "One link swallows everything, or is slow"
 HOST: Final = "127.0.0.1"
@@ -45,6 +47,8 @@ AFTER_S: Final = 8.0
 MAX_GAP_S: Final = 12.0
 WHOLE_S: Final = 90.0
 REDIS: Final = "routers - Redis"
+# Pages for six long answers: most prompts that come again have been evicted, so their pages are sent again.
+ENGINE: Final = EngineSettings(cache=CacheConfig(kv_cache_memory_bytes=6 << 20), max_model_len=1024)
 
 
 class Trouble(NamedTuple):
@@ -93,6 +97,11 @@ class World:
                 found[name] = proxy
         return [Hole(name, proxy) for name, proxy in sorted(found.items())] + [Hole(REDIS, self._redis)]
 
+    async def num_transferred(self) -> int:
+        """Prompts so far whose pages decode workers had from prefill workers."""
+        workers = (await self._operator.status()).workers
+        return sum(each.load.counters.get(REMOTE_PREFILLS, 0) for each in workers)
+
     async def until_whole(self) -> bool:
         until_s = time.perf_counter() + WHOLE_S
         while time.perf_counter() < until_s:
@@ -134,6 +143,7 @@ async def _measure(
             name = f"{hole.name}, {trouble.name}"
             print(f"{name} ...", file=sys.stderr, flush=True)
             clients = Clients(world.url, {"": ""}, questions, number + 1, NUM_CLIENTS)
+            num_before = await world.num_transferred()
             end_s = time.perf_counter() + BEFORE_S + seconds * trouble.share + AFTER_S
             load = asyncio.create_task(clients.run(end_s))
             await asyncio.sleep(BEFORE_S)
@@ -141,13 +151,15 @@ async def _measure(
             await asyncio.sleep(seconds * trouble.share)
             hole.proxy.restore()
             await load
-            rows += _rows(name, clients, is_whole=await world.until_whole())
+            is_whole = await world.until_whole()
+            num_transferred = await world.num_transferred() - num_before
+            rows += _rows(name, clients, num_transferred, is_whole=is_whole)
     return rows
 
 
-def _rows(name: str, clients: Clients, *, is_whole: bool) -> list[Row]:
+def _rows(name: str, clients: Clients, num_transferred: int, *, is_whole: bool) -> list[Row]:
     counts = clients.outcomes
-    said = f"{counts['answered']} answered"
+    said = f"{counts['answered']} answered, {num_transferred} prompts transferred"
     if counts["refused"]:
         said += f", {counts['refused']} refusals asked again"
     num_broken = counts["resumed"] + counts["asked again"]
