@@ -41,6 +41,9 @@ def read_keys(path: Path) -> Keys:
         if path.stat().st_mode & NOT_OURS:
             raise ConfigError(f"cluster key: {path} can be read by others of this machine: chmod 600 {path}")
         keys = tuple(path.read_bytes().split())
+    except FileNotFoundError:
+        made = f"make it with `baton cluster-key new --cluster-key-file {path}`"
+        raise ConfigError(f"cluster key: there is no file {path}: {made}") from None
     except OSError as error:
         raise ConfigError(f"cluster key: {path} cannot be read: {error.strerror}") from None
     if len(keys) > MAX_KEYS:

@@ -66,6 +66,11 @@ def find_record(port: int | None = None) -> ClusterRecord:
     raise ConfigError(f"several clusters run on this machine: choose by the API's port, --port {ports}")
 
 
+def is_served(port: int) -> bool:
+    """Whether a cluster of this user and machine has its API at `port`."""
+    return any(record.port == port for record in _records())
+
+
 def _records() -> list[ClusterRecord]:
     found = []
     for path in sorted(_directory().glob("*.json")):

@@ -19,7 +19,7 @@ from baton.cluster.settings import Settings
 from baton.cluster.variables import variable
 from baton.config_tree import leaves
 from baton.errors import ConfigError
-from baton.gateway.tenants_file import TenantsFile
+from baton.gateway.tenants_file import TenantsFile, is_tenants_file, read_tenants
 from baton.serve_config import ServeConfig
 from baton.setting_comments import described_schema
 
@@ -65,6 +65,9 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _validate(file: Path) -> None:
+    if is_tenants_file(file):
+        standard_output.write(f"{file}: {len(read_tenants(file).tenants)} tenants, all well\n")
+        return
     checked = Settings(ServeConfig, flags={}, file=file, environment={})
     if "model" not in checked.given:
         raise ConfigError(f"{file}: model: expected a value, got none")

@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from baton.cluster.cluster_key import Keys
+from baton.cluster.cluster_record import is_served
 from baton.cluster.installing import install
 from baton.cluster.listeners import Listener, listeners
 from baton.cluster.operator_node import connected
@@ -169,7 +170,9 @@ def open_files(config: ServeConfig) -> Iterator[Finding]:
 
 def port(config: ServeConfig) -> Iterator[Finding]:
     taken = [one for one in listeners() if config.port and one.port == config.port]
-    if taken:
+    if taken and is_served(config.port):
+        yield _ok(f"port {config.port} is that of a cluster of yours, which runs")
+    elif taken:
         yield _error(f"port {config.port} is in use", "stop what listens there, or give another --port")
     else:
         yield _ok(f"port {config.port} is free")

@@ -103,11 +103,11 @@ def _keys_of(file: TenantsFile, wanted: str) -> list[str]:
     digits = wanted.removeprefix("sha256:").lower()
     every = [key for entry in file.tenants.values() for key in entry.keys]
     found = [key for key in every if key.removeprefix("sha256:").startswith(digits)]
-    if len(digits) < MIN_ID_DIGITS or len(found) != 1:
-        many = f"{len(found)} keys begin so" if found else "no key has that id"
-        raise ConfigError(
-            f"ID: expected {MIN_ID_DIGITS} digits or more of one key, see `baton keys list`: {many}"
-        )
+    if len(digits) < MIN_ID_DIGITS:
+        raise ConfigError(f"ID: expected {MIN_ID_DIGITS} digits or more of one key, got {wanted!r}")
+    if len(found) != 1:
+        many = f"{len(found)} keys begin with {digits}" if found else "no key has that id"
+        raise ConfigError(f"ID: {many}; `baton keys list` shows the ids")
     return found
 
 

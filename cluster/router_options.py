@@ -43,7 +43,10 @@ def key_file(file: str | None) -> Path:
     """Return `file`, or the one that BATON_CLUSTER_KEY_FILE names. ConfigError: there is neither."""
     name = file or cluster_key_file()
     if name is None:
-        raise ConfigError("--cluster-key-file: expected the file with the cluster's key, got none")
+        raise ConfigError(
+            "--cluster-key-file: expected the file with the cluster's key, got none: give the file that the "
+            "cluster was started with; `baton cluster-key new` makes one for a new cluster"
+        )
     return Path(name)
 
 

@@ -1,4 +1,12 @@
-"""Workers, gateways, routers and tenants of a cluster: where they run, what they do, overload, Redis."""
+"""Workers, gateways, routers and tenants of a cluster: where they run, what they do, overload, Redis.
+
+running, waiting    sequences that have KV pages, and that wait for some
+in, out             hand-offs of KV pages that come to the worker, and that leave it
+attempts            requests that routers have sent to the worker and that have not ended
+tokens              generated since the worker started
+hits                share of prompt tokens whose KV was there already
+pages               KV pages by state
+"""
 
 import argparse
 import asyncio

@@ -90,9 +90,8 @@ class EventIds:
         """
         point = self._point(text, tenant)
         if point is None:
-            raise ApiError(
-                400, f"{PARAM}: the id is not one of this service", code="unknown_event_id", param=PARAM
-            )
+            message = f"{PARAM}: the id is not one of this service; send no id to begin anew"
+            raise ApiError(400, message, code="unknown_event_id", param=PARAM)
         if now_s >= point.expires_s:
             raise ApiError(
                 400,

@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from baton.errors import InvalidRequest
-from baton.gateway.api_errors import ApiError, invalid, unsupported
+from baton.gateway.api_errors import ApiError, invalid
 from baton.gateway.api_types import (
     AnyBody,
     ChatBody,
@@ -203,7 +203,8 @@ class PromptReader:
         """The conversation as the model's template writes it, and its token ids."""
         tokenizer, template = self.tokenizer, self.chat_template
         if chat.tools and template.tool_form is None:
-            raise unsupported("calling tools, by the chat template of this model,", param="tools")
+            message = "tools: this model's chat template has none; leave them out"
+            raise ApiError(400, message, code="unsupported", param="tools")
         read = read_messages(chat.messages)
         _check_length(sum(len(str(message.get("content"))) for message in read), max_tokens)
         text = template.render(

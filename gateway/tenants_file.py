@@ -66,6 +66,15 @@ class TenantsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.classes.index(entry.priority_class)
 
 
+def is_tenants_file(path: Path) -> bool:
+    """Whether a file describes tenants, right or wrong. A file of settings names a tenants file instead."""
+    try:
+        content = load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return False
+    return isinstance(content, dict) and isinstance(content.get("tenants"), dict)
+
+
 def read_tenants(path: Path) -> TenantsFile:
     """Raises ConfigError, which names the file and the key, on anything that is not as above."""
     try:
@@ -74,6 +83,9 @@ def read_tenants(path: Path) -> TenantsFile:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         text = content.decode()
+    except FileNotFoundError as error:
+        made = "`baton keys add TENANT` makes it"
+        raise ConfigError(f"{path}: cannot be read: there is no such file; {made}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if len(content) > MAX_FILE_BYTES:

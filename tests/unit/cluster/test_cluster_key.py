@@ -55,7 +55,7 @@ def test_a_file_with_a_short_key_or_too_many_is_refused(
 
 
 def test_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="there is no file .*: make it with `baton cluster-key new"):
         read_keys(tmp_path / "none")
 
 
@@ -111,6 +111,15 @@ def test_a_file_that_cannot_be_read_changes_nothing_and_is_told_once(
     assert [watched.after(1.0) for _ in range(3)] == [(OLD,)] * 3
     assert caplog.messages == ["the cluster keys stay what they were: no file"]
     assert watched.after(SPEAK_AFTER_S, NEW, OLD) == (NEW, OLD)
+
+
+def test_new_makes_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["cluster-key", "new", "--cluster-key-file", str(tmp_path / "cluster.key")]
+    assert main(command) == 0
+    keys = read_keys(tmp_path / "cluster.key")
+    assert len(keys) == 1
+    assert main(command) == 2 and "exists already" in capsys.readouterr().err
+    assert read_keys(tmp_path / "cluster.key") == keys
 
 
 def test_rotate_puts_a_new_key_first_and_retire_drops_the_old(tmp_path: Path) -> None:

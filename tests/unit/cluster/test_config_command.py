@@ -51,8 +51,17 @@ def test_validate_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
         2,
         f"baton: error: {file}: port: expected int, at least 0, at most 65535, got 80000 (int)\n",
     )
-    file.write_text("model: tiny\nport: 8001\n")
-    assert run(capsys, "validate", str(file))[:2] == (0, f"{file}: 2 settings, all well\n")
+    file.write_text("model: tiny\nport: 8001\ntenants: tenants.yaml\n")
+    assert run(capsys, "validate", str(file))[:2] == (0, f"{file}: 3 settings, all well\n")
+
+
+def test_validate_knows_a_file_of_tenants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants: {acme: {keys: [], weight: 2}, zeta: {keys: []}}")
+    assert run(capsys, "validate", str(file))[:2] == (0, f"{file}: 2 tenants, all well\n")
+    file.write_text("tenants: {acme: {keys: [], wieght: 2}}")
+    status, _, complaint = run(capsys, "validate", str(file))
+    assert status == 2 and "weight" in complaint
 
 
 def test_an_unknown_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

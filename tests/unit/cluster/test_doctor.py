@@ -11,6 +11,7 @@ import pytest
 from baton.cluster import doctor, doctor_command, redis_check
 from baton.cluster.cli import main
 from baton.cluster.cluster_key import write_secret
+from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.doctor import Finding, examine
 from baton.cluster.listeners import Listener
 from baton.cluster.process import ring_of, run
@@ -62,6 +63,16 @@ def test_a_port_in_use_is_found() -> None:
         port = listening.getsockname()[1]
         assert the(doctor.port, port=port).verdict == "error"
     assert the(doctor.port, port=0).verdict == "ok"
+
+
+def test_the_port_of_a_cluster_that_runs_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listening, recorded() as record:
+        port = listening.getsockname()[1]
+        record(
+            ClusterRecord(host="127.0.0.1", port=port, routers=(Address("127.0.0.1", 1),), keys=(b"k" * 32,))
+        )
+        assert the(doctor.port, port=port).verdict == "ok"
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_peer_that_says_too_much_waits_until_it_was_heard(ends: Ends) -> None:
     talking.start()
     time.sleep(0.2)
     assert len(ends.calls) <= 8
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 60.0
     while len(ends.received) < num_messages and time.monotonic() < deadline_s:
         ends.poll()
     assert ends.received == [LARGE] * num_messages
