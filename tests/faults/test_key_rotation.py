@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from uuid import uuid4
 
 import pytest
 
@@ -98,7 +99,9 @@ def complaints_of(worker: list[str]) -> list[str]:
     return [line for line in said if "key" in line]
 
 
-def has_sent_more(cluster: Served, before: int) -> bool:
+def sends_pages(cluster: Served, before: int) -> bool:
+    """Whether the prefill worker has sent more than `before`, after one more prompt that no worker knows."""
+    assert cluster.complete(f"{uuid4()}; {BODY['prompt']}")
     return num_sent(cluster) > before
 
 
@@ -159,6 +162,4 @@ def test_running_workers_take_each_key_that_is_given_to_them(
         for action, restarted in (("rotate", "decode-0"), ("retire", "prefill-0"), ("rotate", "decode-0")):
             change(cluster, action, path)
             restart(cluster, restarted)  # its successor has the new key alone, or first
-            before = num_sent(cluster)
-            assert cluster.complete(f"{BODY['prompt']}; {action} {restarted}")
-            until(partial(has_sent_more, cluster, before))
+            until(partial(sends_pages, cluster, num_sent(cluster)), RESTARTED_S)
