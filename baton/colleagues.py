@@ -15,6 +15,7 @@ from typing import Final
 
 from baton.control import AttemptFailed, Hello, Members, Reachable, Tokens
 from baton.control_wire import AnyMessage
+from baton.errors import WireError
 from baton.node import Dial, Peer
 from baton.token_event import TokenEvent
 from baton.wire_types import Kind
@@ -79,6 +80,10 @@ class Colleagues:
         return [each for each in others if each.fingerprint == own.fingerprint]
 
     def joined(self, peer: Peer) -> None:
+        """WireError: a process of another kind has the id: a gateway may not take a router's place."""
+        known = self._peers.get(peer.hello.id)
+        if known is not None and known.hello.process is not peer.hello.process:
+            raise WireError(f"a {peer.hello.process} has the id of a {known.hello.process}", reason="role")
         self._peers[peer.hello.id] = peer
         if peer.hello.process is Kind.ROUTER:
             self._lists[peer.hello.id] = NOTHING_YET

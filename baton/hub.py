@@ -125,6 +125,7 @@ class Hub:
             self._strangers[link] = None
             if len(self._strangers) > MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
+                del self._strangers[oldest]  # its end is told later than that of others who come now
                 oldest.drop(WireError(f"{MAX_STRANGERS} others have not said Hello yet", reason="crowd"))
 
     def introduced(self, link: "HubLink") -> None:

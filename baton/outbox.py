@@ -38,14 +38,22 @@ class Outbox:
             if self._thread is None:
                 self._push()
                 if self._unsent:
-                    self._thread = threading.Thread(target=self._run, name="wire-outbox", daemon=True)
-                    self._thread.start()
+                    self._thread = self._started()
 
     def close(self) -> None:
         """After the connection: returns when the thread has ended."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="wire-outbox", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            message = f"what the peer has not taken cannot be kept for it: {error}"
+            raise self._connection.drop(WireError(message, reason="slow")) from error
+        return thread
 
     def _run(self) -> None:
         with contextlib.suppress(PeerGone, WireError):

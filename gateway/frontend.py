@@ -136,7 +136,7 @@ class Frontend:
         if peer.hello.process not in (Kind.ROUTER, Kind.WORKER):
             raise ProtocolError(f"a {peer.hello.process} has no business with a gateway")
         former = self._colleagues.peer(peer.hello.id)
-        if former is not None:
+        if former is not None and former.hello.process is peer.hello.process:
             self.left(former)
             former.close()
         self._colleagues.joined(peer)

@@ -58,13 +58,17 @@ class GroupReceiver:
         self._is_closed = False
 
     def invite(self, plan: TransferPlan, secret: bytes) -> Meeting:
-        """Expect one source rank that knows the secret. TransferFailed when there are too many."""
+        """Expect one source rank that knows the secret. TransferFailed: too many pairs, or no thread."""
         pair = _Pair(self, plan, self.place.meeting(secret))
-        with self._lock:
-            if self._is_closed or len(self._pairs) >= MAX_PAIRS:
-                raise TransferFailed(f"{self.name}: no more than {MAX_PAIRS} pairs at once")
-            self._pairs.add(pair)
-            pair.thread.start()
+        try:
+            with self._lock:
+                if self._is_closed or len(self._pairs) >= MAX_PAIRS:
+                    raise TransferFailed(f"{self.name}: no more than {MAX_PAIRS} pairs at once")
+                pair.thread.start()
+                self._pairs.add(pair)
+        except (TransferFailed, RuntimeError) as error:
+            self.place.cancel(pair.meeting)
+            raise TransferFailed(str(error)) from error
         return pair.meeting
 
     def num_pairs(self) -> int:

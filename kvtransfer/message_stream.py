@@ -54,11 +54,12 @@ class MessageStream(Generic[Heard]):
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post, on_message: Callable[[Heard], None], on_lost: Call) -> None:
-        """The calls are posted, never made by the reading thread."""
-        self._thread = threading.Thread(
+        """The calls are posted, never made by the reading thread. RuntimeError: no thread can be had."""
+        thread = threading.Thread(
             target=self._read, args=(post, on_message, on_lost), name=self._name, daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     def send(self, body: bytes) -> None:
         """A peer that is gone gets nothing: the reading thread finds out and `on_lost` tells."""

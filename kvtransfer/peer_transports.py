@@ -122,10 +122,15 @@ class PeerTransports:
         generation = self._generation
         transport = self._make(name, lambda ticket: self._post(partial(self._ended, generation, ticket)))
         thread = threading.Thread(target=self._open, args=(name, transport), name="kv-open", daemon=True)
-        with self._lock:
-            if not self._is_closed:
-                self._opening = thread, transport
-                thread.start()
+        try:
+            with self._lock:
+                if not self._is_closed:
+                    thread.start()
+                    self._opening = thread, transport
+        except RuntimeError as error:  # the process may have no more threads
+            logger.warning("%s could not be opened: %s", name, error)
+            transport.close()
+            self._use_next()
 
     def _open(self, name: TransportName, transport: Transport) -> None:
         try:
@@ -144,9 +149,7 @@ class PeerTransports:
         self._opening[0].join()
         self._opening = None
         if transport is None:
-            self._counters.failed(name)
-            self._names.pop(0)
-            self._open_next()
+            self._use_next()
             return
         self._counters.opened(name, self._num_names - len(self._names))
         self._transport = transport
@@ -154,6 +157,10 @@ class PeerTransports:
         waiting, self._waiting = self._waiting, []
         for delivery in waiting:
             self._deliver(delivery)
+
+    def _use_next(self) -> None:
+        self._counters.failed(self._names.pop(0))
+        self._open_next()
 
     def _ended(self, generation: int, ticket: int) -> None:
         if self._transport is None or generation != self._generation:

@@ -9,7 +9,7 @@ from typing import Final
 
 from baton.challenge import LinkSecret
 from baton.clock import Clock
-from baton.errors import BatonError, ConfigError, TransferFailed, WireError
+from baton.errors import BatonError, TransferFailed, WireError
 from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.link import Link, answer, dial
 from baton.kvtransfer.message_stream import Post
@@ -132,17 +132,22 @@ class Peers:
         """
         try:
             self._check_ways(link)
-        except ConfigError:
+            with self._lock:
+                self._start(link)
+        except BatonError:
             link.close()
             raise
-        with self._lock:
-            if not self._is_closed:
-                link.number = next(self._numbers)
-                self._links.add(link)
-                link.start(self._post, self._on_message, lambda: self._remove(link))
-                return
-        link.close()
-        raise TransferFailed("the endpoint is closed")
+
+    def _start(self, link: Link) -> None:
+        if self._is_closed:
+            raise TransferFailed("the endpoint is closed")
+        link.number = next(self._numbers)
+        self._links.add(link)
+        try:
+            link.start(self._post, self._on_message, lambda: self._remove(link))
+        except RuntimeError as error:  # the process may have no more threads
+            self._links.discard(link)
+            raise TransferFailed(str(error)) from error
 
     def _remove(self, link: Link) -> None:
         link.is_lost = True

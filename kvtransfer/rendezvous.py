@@ -193,6 +193,13 @@ class MeetingPlace:
                 self._ports.pop(meeting, None)
             port.close()
 
+    def cancel(self, meeting: Meeting) -> None:
+        """Close the port of a meeting that nothing will wait for."""
+        with self._lock:
+            port = self._ports.pop(meeting, None)
+        if port is not None:
+            port.close()
+
     def close(self) -> None:
         self._is_closed = True
         with self._lock:

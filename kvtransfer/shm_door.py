@@ -119,9 +119,10 @@ class PoolDoor:
                 is_new = incarnation not in self._incarnations
                 has_room = not is_new or len(self._incarnations) < MAX_WRITERS
                 if is_new and has_room:  # watched before it can write, by whichever of its connections
+                    watched = os.dup(process)  # OSError: no descriptor is free, and nothing has changed
                     self._incarnations.add(incarnation)
                     self._landings.writer_came(incarnation)
-                    self._watch.add(os.dup(process), lambda: self._bury(incarnation))
+                    self._watch.add(watched, lambda: self._bury(incarnation))
             if not has_room:
                 raise connection.drop(WireError(f"{MAX_WRITERS} processes have the pool", reason="crowd"))
             message, descriptors = self._offer()

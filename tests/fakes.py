@@ -1,8 +1,11 @@
 """Stand-ins with real behaviour for parts that are slow or outside the process."""
 
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
+
+import pytest
 
 from baton.control import Hello
 from baton.control_wire import AnyMessage, decode, encode
@@ -11,6 +14,18 @@ from baton.engine.plan import Batch, ScheduledChunk
 from baton.engine.sequence import Sequence
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Threads with this name cannot start, as in a process that may have no more threads."""
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_others)
 
 
 class KVEntry(NamedTuple):

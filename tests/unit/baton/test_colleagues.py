@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from baton.colleagues import EVENTS_PER_MESSAGE, Colleagues
 from baton.control import AttemptFailed, Cancel, Failure, Hello, Members, Reachable, Tokens
+from baton.errors import WireError
 from baton.request import TokenLogprobs
 from baton.token_event import TokenEvent
 from baton.wire_types import Kind
@@ -118,6 +120,17 @@ def test_a_connection_that_was_replaced_is_no_routers() -> None:
     assert desk.colleagues.is_router(old) and not desk.colleagues.is_router(gateway)
     new = desk.join(ROUTER)
     assert desk.colleagues.is_router(new) and not desk.colleagues.is_router(old)
+
+
+def test_a_gateway_cannot_take_a_routers_place() -> None:
+    desk = Desk()
+    router = desk.join(ROUTER)
+    gateway = desk.peer(Hello(process=Kind.GATEWAY, id=ROUTER.id))
+    with pytest.raises(WireError, match="a gateway has the id of a router") as refused:
+        desk.colleagues.joined(gateway)
+    assert refused.value.reason == "role"
+    assert not desk.colleagues.left(gateway) and not desk.colleagues.is_router(gateway)
+    assert desk.colleagues.is_router(router) and desk.colleagues.router is router
 
 
 class TestSeveralRouters:

@@ -1,6 +1,7 @@
 """Peers that keep no rule, over real sockets."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -169,6 +170,21 @@ def test_crowd_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) ->
             assert accepting.dropped.counts()["crowd"] >= 12
             for _, writer in strangers:
                 writer.close()
+
+    asyncio.run(run())
+
+
+def test_strangers_that_come_at_once_drop_one_another_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_STRANGERS", 8)
+
+    async def run() -> None:
+        async with hosted(Recorder("a")) as (hub, address):
+            strangers = [socket.create_connection((address.host, address.port)) for _ in range(40)]
+            await until(lambda: hub.dropped.counts().get("crowd", 0) >= 32)
+            await until(lambda: len(hub._links) == 8)
+            assert hub.dropped.counts() == {"crowd": 32}
+            for stranger in strangers:
+                stranger.close()
 
     asyncio.run(run())
 

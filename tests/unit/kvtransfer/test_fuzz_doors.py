@@ -4,6 +4,7 @@ Whoever holds the cluster key may still say anything. A door drops it and counts
 a source refuses what it is given, and maps nothing that is smaller than it was said to be.
 """
 
+import errno
 import gc
 import logging
 import os
@@ -185,6 +186,19 @@ def test_a_process_that_is_new_each_time_does_not_take_all_files(
     assert given == [True, True, True, False, False]
     wait_for(lambda: pool_house.dropped.counts() == {"crowd": 2})
     assert pool_house.knock(bytes(16)), "one that is known may come again"
+
+
+def test_source_that_came_while_no_descriptor_was_free_is_watched_when_it_comes_again(
+    pool_house: PoolHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_door.os, "dup", fail)
+        assert not pool_house.knock(bytes(16))
+    assert pool_house.knock(bytes(16))
+    assert len(pool_house.door._watch._watched) == 1
 
 
 def test_a_process_that_leaves_before_it_is_given_the_pool_is_watched_all_the_same(

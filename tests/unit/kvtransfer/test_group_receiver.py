@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
 from baton.errors import TransferFailed
+from baton.kvtransfer import group_receiver
 from baton.kvtransfer.group_receiver import GroupReceiver
 from baton.kvtransfer.landing import Landing, Landings, Writing
 from baton.kvtransfer.page_packing import packing_of
@@ -20,6 +22,8 @@ from baton.kvtransfer.tcp_records import Outcome, PartHeader, decode_answer, enc
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 from baton.wire import DroppedPeers
+from tests.fakes import refuse_threads
+from tests.transfer_ends import wait_for
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
@@ -78,6 +82,21 @@ def pair() -> Iterator[Pair]:
 def header(first: int, stop: int, epoch: int = 2, num_bytes: int | None = None) -> PartHeader:
     size = (stop - first) * PLAN.unit_bytes if num_bytes is None else num_bytes
     return PartHeader(TRANSFER, epoch, first, stop, size)
+
+
+@pytest.mark.parametrize("lacks", ["room", "thread"])
+def test_invitation_that_fails_leaves_no_port_open(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    if lacks == "room":
+        monkeypatch.setattr(group_receiver, "MAX_PAIRS", 1)
+    else:
+        refuse_threads(monkeypatch, "gloo-receive")
+    before = psutil.Process().num_fds()
+    with pytest.raises(TransferFailed):
+        pair.receiver.invite(PLAN, secrets.token_bytes(32))
+    wait_for(lambda: psutil.Process().num_fds() == before)
+    assert pair.receiver.num_pairs() == 1
 
 
 def test_parts_are_answered_in_turn_and_noted(pair: Pair) -> None:

@@ -25,6 +25,7 @@ from baton.kvtransfer.messages import (
 from baton.layout import PageLayout
 from baton.link_life import LINK_TIMEOUT_S, PING_S, LinkLife, is_ping
 from baton.wire import Connection, DroppedPeers, Role
+from tests.fakes import refuse_threads
 from tests.transfer_ends import wait_for
 
 KEY = b"the key of the tests' cluster"
@@ -93,6 +94,17 @@ def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: End
     for _ in range(64):
         ends.link.send(LARGE)
     assert time.monotonic() - started_s < 64 * AT_ONCE_S / 4
+    assert ends.dropped.counts() == {"slow": 1}
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.num_lost == 1
+
+
+def test_peer_is_dropped_when_no_thread_can_send_what_it_has_not_taken(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads(monkeypatch, "wire-outbox")
+    ends.link.send(LARGE)
     assert ends.dropped.counts() == {"slow": 1}
     wait_for(lambda: bool(ends.calls))
     ends.poll()

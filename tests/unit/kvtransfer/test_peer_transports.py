@@ -11,6 +11,7 @@ from baton.kvtransfer.peer_transports import PeerTransports
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.kvtransfer.transport import OnEnd, OutgoingTransfer, Piece, Progress, TransferStatus
 from baton.layout import PageLayout
+from tests.fakes import refuse_threads
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 TRANSFER = OutgoingTransfer(
@@ -102,6 +103,19 @@ def test_the_first_that_opens_carries_all() -> None:
     bench.poll()
     assert bench.ended == [DONE]
     assert (bench.counters.num_failed["shm"], bench.counters.num_opened["tcp"]) == (1, 1)
+
+
+def test_pieces_fail_when_no_thread_can_open_a_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench("shm", "tcp")
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "kv-open")
+        bench.push()
+        bench.poll()
+        assert [each.reason for each in bench.ended] == ["no transport is left"]
+        assert [each.is_closed for each in bench.made] == [True, True]
+    bench.settle()
+    assert bench.transports.name == "shm"
+    bench.transports.close()
 
 
 def test_a_transport_that_breaks_hands_its_pieces_on() -> None:
