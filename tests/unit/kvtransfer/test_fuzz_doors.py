@@ -195,7 +195,7 @@ def test_source_that_came_while_no_descriptor_was_free_is_watched_when_it_comes_
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shm_door.os, "dup", fail)
+        patch.setattr(os, "dup", fail)
         assert not pool_house.knock(bytes(16))
     assert pool_house.knock(bytes(16))
     assert len(pool_house.door._watch._watched) == 1
