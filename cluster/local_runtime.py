@@ -1,6 +1,7 @@
 """Processes of this machine: plain subprocesses, which end when this one does."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from baton.config import environment_of_child, visible_gpus
 from baton.errors import ConfigError, WorkerLost
 from baton.keys import ClusterKeys
 from baton.worker import Address
+
+logger = logging.getLogger(__name__)
 
 COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
 LOOPBACK: Final = "127.0.0.1"
@@ -94,17 +97,26 @@ class LocalProcess:
     async def _read(self) -> None:
         """Take what the process says, until it has ended."""
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            match _LINES.decode(line):
-                case Loading() as loading:
-                    self._loading = loading
-                case LoopAlive():
-                    self._alive_s = asyncio.get_running_loop().time()
-                case report if not self._report.done():
-                    self._report.set_result(report)
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+                if not line:
+                    break
+                self._take(_LINES.decode(line))
+            except ValueError as error:  # too long, or printed by a library before the reports began
+                logger.warning("%s said what is no report: %s", self.name, error)
         why = f"it {await self.watch() or 'ended'} before it served"
         if not self._report.done():
             self._report.set_result(Failed(why, is_users_error=False))
+
+    def _take(self, said: Report | Loading | LoopAlive) -> None:
+        match said:
+            case Loading():
+                self._loading = said
+            case LoopAlive():
+                self._alive_s = asyncio.get_running_loop().time()
+            case _ if not self._report.done():
+                self._report.set_result(said)
 
 
 class LocalRuntime:

@@ -168,11 +168,11 @@ def main() -> int:
             alive=lambda: _report(reports, LoopAlive()),
         )
     except BatonError as error:
-        _report(reports, Failed(str(error), is_users_error=isinstance(error, ValueError)))
+        _report(reports, Failed.of(error))
         logging.getLogger(__name__).error("%s", error)
         return USER_ERROR if isinstance(error, ValueError) else 1
     except BaseException as error:
-        _report(reports, Failed(f"{type(error).__name__}: {error}", is_users_error=False))
+        _report(reports, Failed.of(error))
         raise
     return 0 if stop.is_set() else DRAINED
 

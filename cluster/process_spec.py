@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.config import LogFormat, log_format
+from baton.errors import BatonError
 from baton.keys import ClusterKeys, Generations, KeyRing
 from baton.wire_types import Kind, Name
 from baton.worker import Address
@@ -16,6 +17,7 @@ ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
 # Exit statuses beside 0, which says that it was told to end, by whomever.
 USER_ERROR: Final = 2  # the operator must change something, as for the command line
 ALIVE_EVERY_S: Final = 1.0
+MAX_REASON_CHARS: Final = 8192  # a compiler's output can be longer than a report may be
 DRAINED: Final = 4  # the operator has drained it, and nothing else has told it to end
 
 
@@ -64,8 +66,15 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The process could not start."""
 
-    reason: str
+    reason: str  # at most MAX_REASON_CHARS
     is_users_error: bool  # it will fail again unless the operator changes something
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failed":
+        """Of an error that is not Baton's own, the type is named too."""
+        reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+        is_users_error = isinstance(error, BatonError) and isinstance(error, ValueError)
+        return cls(reason[:MAX_REASON_CHARS], is_users_error)
 
 
 Report: TypeAlias = Started | Failed

@@ -60,9 +60,9 @@ class RayProcess:
         except BatonError as error:
             if self._report is not None:
                 raise
-            self._tell(Failed(str(error), is_users_error=isinstance(error, ValueError)))
+            self._tell(Failed.of(error))
         except BaseException as error:
-            self._tell(Failed(f"{type(error).__name__}: {error}", is_users_error=False))
+            self._tell(Failed.of(error))
             raise
 
     def report(self) -> bytes:

@@ -99,11 +99,15 @@ class Cluster:
         async def look() -> None:
             while True:
                 await asyncio.sleep(READ_EVERY_S)
-                if await asyncio.to_thread(watch.look):
-                    logger.info("the cluster keys have changed: %d are accepted now", len(watch.keys))
+                if not await asyncio.to_thread(watch.look):
+                    continue
+                logger.info("the cluster keys have changed: %d are accepted now", len(watch.keys))
+                try:
                     self._ring.replace(generations_of(Kind.OPERATOR, watch.keys))
                     self._runtime.use_keys(watch.keys)
                     changed()
+                except Exception:  # of the runtime: later keys may reach all processes
+                    logger.exception("the keys have not reached all processes")
 
         self._keep(look())
 
@@ -166,7 +170,12 @@ class Cluster:
         """Run this until it ends, or the cluster is closed."""
         task = asyncio.create_task(work)
         self._keeping.add(task)
-        task.add_done_callback(self._keeping.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._keeping.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s has failed", task.get_coro(), exc_info=error)
 
     async def close(self) -> None:
         keeping = list(self._keeping)

@@ -79,7 +79,14 @@ class Supervised:
         """Ends when the process was asked to end, and has, or when it was drained."""
         assert self._process is not None, "start comes first"
         while True:
-            why = await self._until_over(self._process)
+            try:
+                why = await self._until_over(self._process)
+            except (
+                Exception
+            ) as error:  # of the runtime: if this ended `keep`, nothing would start it any more
+                logger.exception("%s cannot be watched", self.name)
+                self._process.give_up()
+                why = f"cannot be watched: {type(error).__name__}"
             self.is_ready = False
             if self._is_stopping:
                 return
@@ -180,7 +187,7 @@ class Supervised:
                 return
             except BatonError as error:
                 why = f"did not start: {error}"
-            except Exception as error:  # of the runtime: if this ended `keep`, nobody would start it any more
+            except Exception as error:  # as above
                 logger.exception("%s did not start", self.name)
                 why = f"did not start: {type(error).__name__}"
             if self._process is not None:

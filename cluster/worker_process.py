@@ -31,7 +31,7 @@ from baton.control import Hello
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
-from baton.errors import TransferFailed
+from baton.errors import BatonError
 from baton.keys import ClusterKeys, KeyRing
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
@@ -220,8 +220,13 @@ def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | No
         link: Link | None = None
         try:
             link = endpoint.link((address.host, address.port))
-        except TransferFailed as error:
+        except BatonError as error:
             logger.warning("pages cannot be sent there: %s", error)
-        endpoint.post(lambda: answer(link))
+        finally:
+            endpoint.post(lambda: answer(link))
 
-    threading.Thread(target=dial, name="kv-dial", daemon=True).start()
+    try:
+        threading.Thread(target=dial, name="kv-dial", daemon=True).start()
+    except RuntimeError as error:  # the process may have no more threads
+        logger.warning("pages cannot be sent there: %s", error)
+        endpoint.post(lambda: answer(None))

@@ -71,8 +71,8 @@ class EventIds:
     def __init__(self, keys: ClusterKeys) -> None:
         """keys: a gateway's. The current one seals; ids that any of them has sealed can be opened."""
         self._ring = KeyRing.of(keys, Kind.GATEWAY)
-        self._use_keys()
         self._ring.follow(self._use_keys)
+        self._use_keys()
         self._decoder = msgspec.msgpack.Decoder(ResumePoint)
 
     def seal(self, point: ResumePoint, tenant: str) -> bytes:

@@ -46,8 +46,8 @@ class Tenants:
         self._secret = secrets.token_bytes(32)  # nobody can tell which keys lie near each other in the table
         self._of_key: dict[bytes, tuple[bytes, Tenant]] = {}  # by _place -> the key's digest, its tenant
         self.need_keys = file is not None
-        self._make()
         self._ring.follow(self._make)
+        self._make()
 
     @classmethod
     def from_file(cls, path: Path | None, keys: ClusterKeys) -> "Tenants":

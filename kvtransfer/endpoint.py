@@ -104,7 +104,16 @@ class KvEndpoint(PageEndpoint):
             raise
         ranks.start(inbox, self._hear, self._lost_rank)
         if isinstance(ring := settings.key, KeyRing):
-            ring.follow(lambda: self.post(lambda: ranks.use(ring.generations)))
+            self._follow(ring)
+
+    def _follow(self, ring: KeyRing) -> None:
+        """Have the ranks use the keys of this ring, also those that came while the ranks were set up."""
+
+        def use() -> None:
+            self.post(lambda: self._replica.use(ring.generations))
+
+        ring.follow(use)
+        use()
 
     @property
     def address(self) -> tuple[str, int]:

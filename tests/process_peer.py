@@ -1,7 +1,8 @@
 """What LocalRuntime starts in tests instead of a process of the cluster: it does as its name says.
 
 serves: says so and waits for SIGTERM. lives: also says every 50 ms that it is alive.
-fails, fails-us: says why not. loads: says how far, then serves. crashes: ends without a word.
+fails, fails-us: says why not. says-much: longer than a report may be. prints: something else first.
+loads: says how far, then serves. crashes: ends without a word.
 drains: serves, and ends as one that an operator has drained; drains-later: on SIGUSR1.
 falls-N: serves, and ends by itself after its Nth start at once (a file counts them).
 """
@@ -34,6 +35,11 @@ def main() -> None:
         case "fails-us":
             say(Failed("a bug", is_users_error=False))
             sys.exit(1)
+        case "says-much":
+            say(Failed("x" * 70_000, is_users_error=False))
+            sys.exit(1)
+        case "prints":
+            print("a library says hello")
         case "crashes":
             os.kill(os.getpid(), signal.SIGKILL)
         case "falls":

@@ -7,8 +7,8 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from baton.cluster.local_runtime import LocalRuntime
-from baton.cluster.process_spec import Loading, share_out, share_out_threads
+from baton.cluster.local_runtime import MAX_REPORT_BYTES, LocalRuntime
+from baton.cluster.process_spec import Failed, Loading, share_out, share_out_threads
 from baton.errors import ConfigError, WorkerLost
 from baton.keys import derive
 from baton.worker import Address
@@ -41,12 +41,29 @@ def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
     with_runtime(test)
 
 
+def test_what_is_printed_before_the_report_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("prints"))
+        assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
+
+    with_runtime(test)
+    assert "prints said what is no report" in caplog.text
+
+
+def test_reason_of_a_failed_start_fits_a_report() -> None:
+    whole = msgspec.json.encode(Failed.of(ValueError("\x01" * 2**20)))
+    assert whole.startswith(b'{"type":"Failed","reason":"ValueError: ') and len(whole) < MAX_REPORT_BYTES
+    assert Failed.of(ConfigError("none")) == Failed("none", is_users_error=True)
+    assert Failed.of(WorkerLost("gone")) == Failed("gone", is_users_error=False)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
         ("fails", ConfigError, "fails: the model is nowhere"),
         ("fails-us", WorkerLost, "fails-us: a bug"),
         ("crashes", WorkerLost, "crashes: it ended by SIGKILL before it served"),
+        ("says-much", WorkerLost, "says-much: it ended with status 1 before it served"),
     ],
 )
 def test_one_that_does_not_start_says_why(name: str, kind: type[Exception], message: str) -> None:

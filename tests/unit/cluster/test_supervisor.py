@@ -79,6 +79,24 @@ def test_what_could_not_be_started_again_is_tried_once_more() -> None:
     supervised(spec("serves"), test)
 
 
+def test_process_that_cannot_be_watched_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail_once() -> str:
+        monkeypatch.undo()
+        raise OSError("the runtime is lost")
+
+    async def test(process: Supervised, runtime: Watched) -> None:
+        await process.start()
+        first = runtime.spawned[0]
+        monkeypatch.setattr(first, "watch", fail_once)
+        keeping = asyncio.create_task(process.keep())
+        await until(lambda: len(runtime.spawned) == 2 and process.is_ready)
+        assert await asyncio.wait_for(first.watch(), 10) == "ended by SIGKILL"
+        await process.stop(1.0)
+        await keeping
+
+    supervised(spec("serves"), test)
+
+
 def test_what_has_drained_stays_away() -> None:
     async def test(process: Supervised, runtime: Watched) -> None:
         await process.start()

@@ -1,16 +1,26 @@
-"""An endpoint has as many ranks as its layout says, or there is none."""
+"""An endpoint and its ranks: as many as its layout says, with the keys of the cluster."""
 
+import contextlib
+import socket
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from baton.challenge import PurposeKeys, Role
 from baton.engine.pages import PagePool
 from baton.errors import ConfigError
+from baton.keys import PAGES, KeyRing
+from baton.kvtransfer import endpoint as endpoint_module
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.endpoint_settings import EndpointSettings
+from baton.kvtransfer.messages import Doors
+from baton.kvtransfer.peers import Peers
 from baton.kvtransfer.rank_agents import RankAgents
 from baton.layout import PageLayout
+from baton.wire import Connection
+from baton.wire_types import Kind
 from tests.transfer_ends import wait_for
 
 
@@ -28,3 +38,28 @@ def test_ranks_that_are_not_as_many_as_the_layout_says_are_refused(
     with pytest.raises(ConfigError, match=f"{num_agents or 1} ranks have agents, the layout has {num_ranks}"):
         KvEndpoint(settings, pool, PagePool(4, 4), agents=agents)
     wait_for(lambda: set(threading.enumerate()) <= threads)
+
+
+def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, changed = (KeyRing.of(key * 32, Kind.WORKER) for key in (b"o", b"n"))
+    offered: list[Doors] = []
+
+    def change_keys(
+        address: tuple[str, int], secret: Any, hello: Any, doors: Doors, *rest: Any, **kw: Any
+    ) -> Peers:
+        offered.append(doors)
+        ring.replace(changed.generations)
+        return Peers(address, secret, hello, doors, *rest, **kw)
+
+    monkeypatch.setattr(endpoint_module, "Peers", change_keys)
+    layout = PageLayout(tp_size=1, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+    settings = EndpointSettings(key=ring, fingerprint="model", layout=layout)
+    with contextlib.closing(
+        KvEndpoint(settings, torch.zeros((4, 1, 2, 2, 4, 8)), PagePool(4, 4))
+    ) as endpoint:
+        endpoint.poll()
+        source = socket.create_connection((settings.host, offered[0].ranks[0].tcp_port))
+        with contextlib.closing(
+            Connection(source, PurposeKeys(changed, PAGES), Role.CONNECTING)
+        ) as connection:
+            connection.handshake(5.0)  # WireError: another key
