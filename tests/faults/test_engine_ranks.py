@@ -189,7 +189,9 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
     wait_for(is_granted)
     follower.kill()
     wait_for(is_over)
-    assert source.ended[-1][1:3] == (Outcome.FAILED, "rank 1 is lost")
+    assert source.ended[-1].outcome is Outcome.FAILED
+    # Rank 0 and the destination both watch the rank that was killed: either may see its end first.
+    assert source.ended[-1].reason in ("rank 1 is lost", "aborted: the source's process died")
     assert destination.ended[-1].outcome is Outcome.RECOMPUTE
     pages = destination.engine.pages
     wait_for(lambda: is_over() and pages.num_free == pages.num_pages)
