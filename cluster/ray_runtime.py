@@ -48,6 +48,8 @@ from baton.worker import Address
 
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
+# Of a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
+SYSTEM_CONFIG: Final = {"worker_niceness": 0}
 CONNECT_TIMEOUT_S: Final = 5.0
 TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
 MOVE_S: Final = 5.0  # for Ray to find room on any node but those that are suspected
@@ -306,6 +308,7 @@ class RayRuntime:
                     include_dashboard=False,
                     configure_logging=False,
                     _node_ip_address=LOOPBACK,
+                    _system_config=SYSTEM_CONFIG,
                 )
             else:
                 _check_reachable(self._address)

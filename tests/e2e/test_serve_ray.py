@@ -62,6 +62,7 @@ def test_status_tells_nodes_and_processes_which_show_their_names(cluster: Served
     for name, entry in cluster.status().items():
         assert re.fullmatch(re.escape(socket.gethostname()) + r"/[0-9a-f]{8}", entry.worker.node)
         assert command_line(entry.worker.pid).startswith(f"ray::baton-{name}")
+        assert psutil.Process(entry.worker.pid).nice() == psutil.Process().nice()
 
 
 def test_a_worker_that_is_drained_ends_and_stays_away(cluster: Served) -> None:
