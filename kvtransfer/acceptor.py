@@ -40,8 +40,13 @@ class Acceptor:
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
         self._thread.start()
 
-    def close(self, *, cuts: bool = True) -> None:
-        """Returns when nobody is being greeted any more. cuts: who is, is cut off; else the greeting ends."""
+    def let_in(self, sock: socket.socket) -> None:
+        """For `greet`, before it tells anybody else of the newcomer: from now on nothing here cuts it off."""
+        with self._lock:
+            self._newcomers.pop(sock, None)
+
+    def close(self) -> None:
+        """Cut off whoever is being greeted and was not let in; returns when these greetings have ended."""
         self._closing.set()
         _shut(self._listener)
         self._thread.join()
@@ -49,8 +54,7 @@ class Acceptor:
         with self._lock:
             newcomers = dict(self._newcomers)
         for sock, thread in newcomers.items():
-            if cuts:
-                _shut(sock)
+            _shut(sock)
             thread.join()
 
     def _run(self) -> None:

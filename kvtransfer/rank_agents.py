@@ -74,7 +74,7 @@ class RankAgents:
             if not self._came.wait_for(lambda: len(self._newcomers) == len(others), timeout_s):
                 missing = [rank for rank in others if rank not in self._newcomers]
                 raise WorkerLost(f"no agent of rank {missing} came within {timeout_s:g} s")
-        self._close_door(cuts=False)  # who came last is perhaps being greeted still
+        self._close_door()
         ranks: list[RemoteRank] = []
         try:
             for rank in others:
@@ -92,10 +92,11 @@ class RankAgents:
     def close(self) -> None:
         self._close_door()
         self._watch.close()
-        for newcomer in self._newcomers.values():
-            newcomer.connection.close()
-            os.close(newcomer.process)
-        self._newcomers.clear()
+        with self._came:  # perhaps one is being let in
+            for newcomer in self._newcomers.values():
+                newcomer.connection.close()
+                os.close(newcomer.process)
+            self._newcomers.clear()
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,10 +104,10 @@ class RankAgents:
         listener.listen(128)
         return listener
 
-    def _close_door(self, *, cuts: bool = True) -> None:
+    def _close_door(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._acceptor.close(cuts=cuts)
+            self._acceptor.close()
 
     def _greet(self, sock: socket.socket) -> None:
         connection: Connection | None = None
@@ -119,7 +120,7 @@ class RankAgents:
             connection = Connection(
                 sock, self._secret, Role.ACCEPTING, dropped=self._dropped, schema=RANK_SCHEMA
             )
-            self._let_in(_Newcomer(connection.handshake(COME_S), process))
+            self._let_in(sock, _Newcomer(connection.handshake(COME_S), process))
         except (BatonError, TimeoutError, OSError) as error:
             logger.warning("an agent was not let in: %s", error)
             if connection is not None:
@@ -128,12 +129,13 @@ class RankAgents:
             if process >= 0:
                 os.close(process)
 
-    def _let_in(self, newcomer: _Newcomer) -> None:
+    def _let_in(self, sock: socket.socket, newcomer: _Newcomer) -> None:
         came = decode_for_rank_zero(newcomer.connection.recv(COME_S))
         with self._came:
             if not isinstance(came, Came) or not 1 <= came.rank < self.num_ranks:
                 raise newcomer.connection.drop(WireError(f"{came} is no rank of ours", reason="rank"))
             if came.rank in self._newcomers:
                 raise newcomer.connection.drop(WireError(f"rank {came.rank} is here already", reason="rank"))
+            self._acceptor.let_in(sock)
             self._newcomers[came.rank] = newcomer
             self._came.notify_all()

@@ -151,6 +151,7 @@ class _Port:
         connection = Connection(sock, self.meeting.connection_key, Role.ACCEPTING, dropped=self._dropped)
         try:
             connection.handshake(self._timeout_s)
+            self._acceptor.let_in(sock)
             self._source.set_result(connection)
         except (BatonError, TimeoutError, OSError, InvalidStateError) as error:
             logger.info("somebody did not come to a meeting: %s", error)

@@ -76,6 +76,26 @@ def test_without_threads_the_port_lives_on(greeter: Greeter, monkeypatch: pytest
     assert greeter.is_welcome()
 
 
+def test_closing_cuts_off_nobody_who_was_let_in() -> None:
+    may_answer = threading.Event()
+    is_let_in = threading.Event()
+
+    def greet(sock: socket.socket) -> None:
+        acceptor.let_in(sock)
+        is_let_in.set()
+        with sock:
+            assert may_answer.wait(5.0)
+            sock.sendall(b"welcome")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = Acceptor(listener, greet, "test", DroppedPeers())
+    with socket.create_connection(listener.getsockname(), timeout=5.0) as sock:
+        assert is_let_in.wait(5.0)
+        acceptor.close()
+        may_answer.set()
+        assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
+
+
 def test_closing_waits_for_nobody() -> None:
     greeter = Greeter()
     with socket.create_connection(greeter.address):

@@ -1,6 +1,7 @@
-"""What becomes of an `open` whose peer does not come, when the transport is closed meanwhile."""
+"""What becomes of an `open` whose peer does not come, and how two that come get their connection."""
 
 import secrets
+import socket
 import threading
 import time
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
+from baton.kvtransfer.acceptor import Acceptor
 from baton.kvtransfer.group import GroupTransport
 from baton.kvtransfer.pair import GroupSettings
-from baton.kvtransfer.rendezvous import MeetingPlace
+from baton.kvtransfer.rendezvous import MeetingPlace, reach
 from baton.kvtransfer.transfer_plan import plan_transfer
 from baton.layout import PageLayout
 
@@ -40,4 +42,28 @@ def test_closing_ends_an_open_that_waits_for_its_peer() -> None:
     for thread in threading.enumerate():  # it is let out when torch's own wait is over
         if thread.name == "gloo-meet":
             thread.join(10)
+    place.close()
+
+
+def test_those_who_have_met_are_not_cut_off_when_the_port_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = Acceptor._serve
+    has_met = threading.Event()
+
+    def greet_slowly(acceptor: Acceptor, sock: socket.socket) -> None:
+        """As a thread that gets no processor between the greeting's last line and its own end."""
+        wrapped = acceptor._greet
+        acceptor._greet = lambda newcomer: (wrapped(newcomer), has_met.wait(5.0))[0]
+        greet(acceptor, sock)
+
+    monkeypatch.setattr(Acceptor, "_serve", greet_slowly)
+    place = MeetingPlace("127.0.0.1", 5.0)
+    meeting = place.meeting(secrets.token_bytes(32))
+    source = reach(meeting, 5.0, "gloo")
+    destination = place.wait_for_source(meeting)
+    has_met.set()
+    for mine, theirs in ((source, destination), (destination, source)):
+        mine.set("key", b"value")
+        assert theirs.get("key") == b"value"
+    source.close()
+    destination.close()
     place.close()

@@ -81,8 +81,8 @@ def test_every_rank_comes_and_opens_its_own_doors(agents: RankAgents) -> None:
 def test_who_comes_last_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytest.MonkeyPatch) -> None:
     let_in = RankAgents._let_in
 
-    def let_in_slowly(self: RankAgents, newcomer: _Newcomer) -> None:
-        let_in(self, newcomer)
+    def let_in_slowly(self: RankAgents, sock: socket.socket, newcomer: _Newcomer) -> None:
+        let_in(self, sock, newcomer)
         threading.Event().wait(0.1)
 
     monkeypatch.setattr(RankAgents, "_let_in", let_in_slowly)
