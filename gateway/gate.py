@@ -118,8 +118,10 @@ class Gate:
         return receive_checked
 
     def _tenant(self, scope: Scope) -> Tenant | None:
-        """None where no key is needed, whatever key comes along. Raises ApiError 401, and 403."""
+        """None where no key is needed, whatever key comes along. Raises ApiError 401, 403, and 404."""
         path, need_keys = scope["path"], self._tenants.need_keys
+        if not path.isprintable():  # Starlette takes "/metrics\n" for "/metrics"
+            raise ApiError(404, "there is no such path", code="not_found")
         is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
         on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
         if not need_keys or on_operator_port:

@@ -2,7 +2,8 @@
 
 A connection is always under exactly one of these:
 
-1. A header block is awaited, or has begun: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES.
+1. A header block is awaited, or has begun: `header_timeout_s`, MAX_HEADERS and MAX_HEADER_BYTES, and no more
+   than MAX_PIPELINED before it are without an answer.
 2. Its body arrives: `body_timeout_s` and `max_body_bytes`, counted as it comes.
 3. It is being answered: as long as that takes, unless the client reads nothing for `stall_timeout_s`.
 4. It is idle: `idle_timeout_s`.
@@ -29,6 +30,7 @@ from baton.gateway.http_refusals import (
     HEADERS_TOO_LARGE,
     LINGER_S,
     TOO_MANY,
+    TOO_MANY_AT_ONCE,
     TOO_SLOW,
     end,
     response,
@@ -37,6 +39,7 @@ from baton.gateway.outlet import EXTENSION
 from baton.gateway.response_body import ResponseBody
 
 MAX_HEADERS: Final = 64
+MAX_PIPELINED: Final = 16  # requests of a connection whose answers are not complete
 MAX_HEADER_BYTES: Final = 32 * 2**10
 HEADER_OVERHEAD_BYTES: Final = 4  # ": " and the line's end
 WRITE_HIGH_BYTES: Final = 32 * 2**10  # in memory, beside the kernel's buffer: more, and the client lags
@@ -123,6 +126,8 @@ class LimitedProtocol(HttpToolsProtocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
+        if self._refusal is not None:
+            raise httptools.HttpParserError("refused")  # or the rest of what came would be parsed
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._in_header = True
@@ -150,6 +155,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS:
             self._refuse(HEADERS_TOO_LARGE)
         if self._refusal is not None:
+            return
+        if len(self._outlets) >= MAX_PIPELINED:
+            self._refuse(TOO_MANY_AT_ONCE)
             return
         if self._uses_the_reserve():
             self._refuse(TOO_MANY)

@@ -22,6 +22,9 @@ BAD_UPGRADE: Final = ApiError(
 )
 HEADERS_TOO_LARGE: Final = ApiError(431, "the request's headers are too large", code="headers_too_large")
 BODY_TOO_LARGE: Final = ApiError(413, "the request's body is too large", code="body_too_large")
+TOO_MANY_AT_ONCE: Final = ApiError(
+    400, "too many requests of one connection wait for their answers", code="too_many_pipelined"
+)
 TOO_SLOW: Final = ApiError(408, "the request did not arrive in time", code="request_timeout")
 TOO_MANY: Final = ApiError(
     503, "too many connections are open", code="overloaded", retry_after_s=RETRY_AFTER_S

@@ -20,7 +20,6 @@ from baton.gateway.socket_protocol import LimitedSocket
 from baton.gateway_config import OPERATOR_HOST, GatewayConfig
 
 GIVE_UP_S: Final = 2  # until what was given up has told its clients
-WEBSOCKET_QUEUE: Final = 4  # messages that a client may send ahead
 
 
 class HttpServer:
@@ -116,13 +115,12 @@ def listening_socket(config: GatewayConfig, host: str, port: int, setting: str) 
 
 def _uvicorn_config(app: ASGIApp, config: GatewayConfig, limits: Limits) -> Config:
     protocol: Any = functools.partial(LimitedProtocol, limits)
-    socket_protocol: Any = functools.partial(LimitedSocket, limits.header_timeout_s)
+    socket_protocol: Any = functools.partial(LimitedSocket, limits)
     return Config(
         app,
         http=protocol,
         ws=socket_protocol,
         ws_max_size=config.max_body_bytes,
-        ws_max_queue=WEBSOCKET_QUEUE,
         ws_per_message_deflate=False,
         lifespan="off",
         access_log=False,

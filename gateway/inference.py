@@ -77,11 +77,15 @@ class Inference:
         """An ASGI application."""
         await self._serve(self.reader.completion, scope, receive, send)
 
+    def arriving(self, scope: Scope) -> Charge:
+        """Charge the tenant for what comes, for a `with`."""
+        tenant = scope["state"]["tenant"]
+        return self.door.inputs.charge(tenant.name, tenant.policy.quotas)
+
     @contextmanager
     def reading(self, data: bytes, scope: Scope) -> Iterator[Charge]:
         """Charge the tenant for a body that has come. Raises Refused and Overloaded."""
-        tenant = scope["state"]["tenant"]
-        with self.door.inputs.charge(tenant.name, tenant.policy.quotas) as charge:
+        with self.arriving(scope) as charge:
             charge.add(len(data))
             yield charge
 
@@ -137,8 +141,7 @@ class Inference:
             raise ClientGone
 
     async def _serve(self, read: ReadCall, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = scope["state"]["tenant"]
-        with self.door.inputs.charge(tenant.name, tenant.policy.quotas) as charge:
+        with self.arriving(scope) as charge:
             call = await read(await read_body(scope, receive, charge), scope)
             charge.set(held_bytes(call))
             outlet: Outlet = scope["extensions"][EXTENSION]

@@ -21,6 +21,7 @@ from baton.gateway.call import Call, held_bytes
 from baton.gateway.gate import log_failure
 from baton.gateway.inference import Inference
 from baton.gateway.socket_outlet import SocketOutlet
+from baton.gateway.socket_protocol import EXTENSION, LimitedSocket
 
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 LINES: Final = Framing(b"", b"\n", b"")  # a line is a message; the connection has pings of its own
@@ -38,7 +39,16 @@ class StreamSocket:
 
     async def serve(self, websocket: WebSocket) -> None:
         """Until the client closes, or is idle for too long."""
-        await websocket.accept()
+        connection: LimitedSocket = websocket.scope["extensions"][EXTENSION]
+        with self._inference.arriving(websocket.scope) as charge:
+            connection.charge = charge
+            try:
+                await websocket.accept()
+                await self._serve(websocket, connection)
+            finally:
+                connection.charge = None
+
+    async def _serve(self, websocket: WebSocket, connection: LimitedSocket) -> None:
         outlet = SocketOutlet(websocket)
         hearing = asyncio.create_task(_hear(websocket))
         patience_s = self._idle_timeout_s
@@ -49,6 +59,7 @@ class StreamSocket:
                     await websocket.close(GOING_AWAY, "nothing was asked for")
                     return
                 data, patience_s = hearing.result(), self._idle_timeout_s * IDLE_TIMES
+                connection.taken()
                 hearing = asyncio.create_task(_hear(websocket))
                 if not _is_cancel(data):
                     await self._answer(data, websocket.scope, outlet, hearing)

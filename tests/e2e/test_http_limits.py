@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from baton.gateway.http_protocol import MAX_PIPELINED
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
 
@@ -94,6 +95,17 @@ def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
     bad = post(b'{"prompt": [1], "n": 9}', b"connection: close")
     first, _, second = exchange(served, good + bad).partition(b'"usage"')
     assert status(first) == 200 and b"HTTP/1.1 400" in second
+
+
+def test_more_pipelined_requests_than_allowed_end_the_connection(served: Served) -> None:
+    refused = served.gateway.metrics.refused
+    before = refused["too_many_pipelined"]
+    answer = exchange(served, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 5000)
+    assert status(answer) == 400 and error(answer)["code"] == "too_many_pipelined"
+    assert refused["too_many_pipelined"] == before + 1
+    as_many = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * (MAX_PIPELINED - 1)
+    last = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    assert exchange(served, as_many + last).count(b"HTTP/1.1 200 ") == MAX_PIPELINED
 
 
 def test_a_header_that_never_ends_is_given_up(hasty: Served) -> None:

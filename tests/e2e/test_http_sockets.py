@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from baton.gateway.socket_protocol import MAX_FRAGMENTS
 from baton.request import Request
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
@@ -81,6 +82,15 @@ def impatient() -> Iterator[Served]:
         yield served
 
 
+def upgraded(served: Served) -> socket.socket:
+    """A client's socket after the handshake."""
+    client = served.connect()
+    client.settimeout(8)
+    client.sendall(b"GET /v1/stream HTTP/1.1\r\n" + UPGRADE + b"\r\n")
+    assert client.recv(65_536).startswith(b"HTTP/1.1 101 ")
+    return client
+
+
 def all_that_comes(served: Served, *sent: bytes) -> bytes:
     """Until the server ends the connection; TimeoutError if it does not."""
     with served.connect() as client:
@@ -143,10 +153,7 @@ def test_a_websocket_does_not_begin_while_an_answer_is_on_its_way() -> None:
     ],
 )
 def test_a_websocket_that_asks_for_nothing_is_closed(impatient: Served, sent: bytes) -> None:
-    with impatient.connect() as client:
-        client.settimeout(8)
-        client.sendall(b"GET /v1/stream HTTP/1.1\r\n" + UPGRADE + b"\r\n")
-        assert client.recv(65_536).startswith(b"HTTP/1.1 101 ")
+    with upgraded(impatient) as client:
         client.sendall(sent)
         frame = client.recv(65_536)
         assert frame[:1] == CLOSE and frame[2:4] == GOING_AWAY
@@ -154,10 +161,7 @@ def test_a_websocket_that_asks_for_nothing_is_closed(impatient: Served, sent: by
 
 
 def test_a_websocket_that_sends_garbage_is_closed(impatient: Served) -> None:
-    with impatient.connect() as client:
-        client.settimeout(8)
-        client.sendall(b"GET /v1/stream HTTP/1.1\r\n" + UPGRADE + b"\r\n")
-        assert client.recv(65_536).startswith(b"HTTP/1.1 101 ")
+    with upgraded(impatient) as client:
         client.sendall(b"\xff" * 5000)
         assert client.recv(65_536)[:1] == CLOSE
 
@@ -178,3 +182,92 @@ def test_a_websocket_between_two_calls_may_wait_longer_and_is_closed_then(impati
 
     waited_s, code = asyncio.run(converse())
     assert waited_s > 0.9 and code == 1001
+
+
+def frame(data: bytes, first: int = 0x81) -> bytes:
+    """As a client sends it, under a mask of zeros. first: 0x81 is a whole text message, 0x89 a ping."""
+    size = len(data)
+    if size < 126:
+        length = bytes([0x80 | size])
+    elif size < 2**16:
+        length = b"\xfe" + size.to_bytes(2)
+    else:
+        length = b"\xff" + size.to_bytes(8)
+    return bytes([first]) + length + b"\0\0\0\0" + data
+
+
+def fragments(data: bytes, size: int) -> bytes:
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    firsts = [0x01] + [0x00] * (len(parts) - 2) + [0x80]
+    return b"".join(frame(part, first) for part, first in zip(parts, firsts, strict=True))
+
+
+def close_code(served: Served, sent: bytes) -> int:
+    """Of the close with which the gateway answers this."""
+    with upgraded(served) as client:
+        client.sendall(sent)
+        answer = b""
+        while data := client.recv(65_536):
+            answer += data
+    size = answer[answer.rindex(CLOSE) + 1]
+    assert len(answer) - answer.rindex(CLOSE) == size + 2
+    return int.from_bytes(answer[answer.rindex(CLOSE) + 2 :][:2])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with ServedGateway(lambda: ScriptedService(answer_at_once(SENTENCE))) as made:
+        yield made
+
+
+def holds(served: Served, num_bytes: int) -> bool:
+    """On the gateway's thread."""
+    return served.gateway._inference.door.inputs._num_taken >= num_bytes
+
+
+UNFINISHED = frame(b"x" * 400_000)[:-1]
+
+
+def test_bytes_of_unfinished_messages_are_charged_and_given_back() -> None:
+    play = answer_at_once(SENTENCE)
+    with ServedGateway(lambda: ScriptedService(play), max_input_bytes=600 * 2**10) as small:
+        with upgraded(small) as holder:
+            holder.sendall(UNFINISHED)
+            small.until(lambda: holds(small, 399_000))
+            assert close_code(small, UNFINISHED) == 1013
+        small.until(lambda: not holds(small, 1))
+
+
+def test_a_message_that_does_not_arrive_in_time_ends_the_connection() -> None:
+    play = answer_at_once(SENTENCE)
+    with ServedGateway(lambda: ScriptedService(play), body_timeout_s=0.3) as hasty:
+        assert close_code(hasty, UNFINISHED) == 1008
+        assert close_code(hasty, fragments(b"x" * 4000, 1000)[:-1006]) == 1008
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        pytest.param(frame(b"", 0x89) * 40_000, 1008, id="pings"),
+        pytest.param(frame(b"a", 0x8A) * 40_000, 1008, id="pongs that nobody asked for"),
+        pytest.param(frame(b"") * 40_000, 1008, id="empty messages"),
+        pytest.param(frame(b"", 0x01) + frame(b"", 0x00) * 40_000, 1008, id="empty fragments"),
+        pytest.param(fragments(b"x" * 130 * (MAX_FRAGMENTS + 2), 130), 1009, id="many fragments"),
+    ],
+)
+def test_a_flood_of_frames_ends_the_connection(served: Served, sent: bytes, code: int) -> None:
+    assert close_code(served, sent) == code
+    served.until(lambda: not holds(served, 1))
+
+
+def test_a_long_message_is_answered_whole_or_in_pieces(served: Served) -> None:
+    body = b'{"prompt": "a", "user": "%s"}' % (b"x" * 1_000_000)
+    assert body.count(b"x") == 1_000_000
+    with upgraded(served) as client:
+        for message in (frame(body), fragments(body, 1000), frame(b"", 0x89) + frame(body)):
+            client.sendall(message)
+            answer = b""
+            while b"[DONE]" not in answer:
+                answer += client.recv(65_536)
+            assert b'"finish_reason"' in answer
+    served.until(lambda: not holds(served, 1))

@@ -49,7 +49,7 @@ def test_dialling_again_does_nothing_while_a_connection_lasts_and_connects_after
 
             def again() -> bool:
                 hub.dial(address)
-                return one.num_joined == 2
+                return one.num_joined == other.num_joined == 2
 
             await until(again)
             other.peers[0].send(StatusQuery())
