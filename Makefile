@@ -59,7 +59,7 @@ bench: setup
 	$(BIN)/python -m baton.bench.gpu
 
 parity: setup
-	$(BIN)/python -m pytest tests/parity -m "slow or not slow"
+	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
 
 faults: setup redis
 	$(BIN)/python -m pytest tests/faults tests/unit/gateway/test_frontend_faults.py -m "slow or not slow"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.bench.tiny.tasks import recall_cases
+from baton.bench.tiny.tasks import Case, recall_cases
+from baton.cluster.completion import Completion
 from baton.cluster.llm import LLM
 from baton.cluster.model_directory import resolve_model
 from baton.config import EngineConfig, engine_config
@@ -18,6 +19,7 @@ from baton.worker_config import TransportChoice
 from tests.cluster_threads import Cluster
 
 NUM_CASES = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,17 @@ def settings(page_size: int) -> EngineConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return recall_cases(NUM_CASES, 1000, seed=77)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, cases: list[Case]) -> list[Completion]:
+    """What one replica alone answers."""
+    return llm.generate([case.prompt for case in cases], GREEDY)
+
+
 def load_of(cluster: Cluster, role: WorkerRole) -> Load:
     (worker,) = cluster.workers_of(role)
     return worker.hosted.node.load()
@@ -43,14 +56,15 @@ def load_of(cluster: Cluster, role: WorkerRole) -> Load:
 
 @pytest.mark.parametrize(("transport", "page_sizes"), [("shm", (16, 16)), ("tcp", (64, 16))])
 def test_recall_through_a_pair_is_right(
-    llm: LLM, transport: TransportChoice, page_sizes: tuple[int, int]
+    llm: LLM,
+    cases: list[Case],
+    expected: list[Completion],
+    transport: TransportChoice,
+    page_sizes: tuple[int, int],
 ) -> None:
-    cases = recall_cases(NUM_CASES, 1000, seed=77)
-    sampling = SamplingParams(temperature=0.0, max_tokens=4)
-    expected = llm.generate([case.prompt for case in cases], sampling)
     requests = [
         Request(
-            request_id=f"{number:032x}", token_ids=tuple(llm.tokenizer.encode(case.prompt)), sampling=sampling
+            request_id=f"{number:032x}", token_ids=tuple(llm.tokenizer.encode(case.prompt)), sampling=GREEDY
         )
         for number, case in enumerate(cases)
     ]

@@ -33,6 +33,7 @@ BODY: Final[dict[str, Any]] = {
     "stream": True,
 }
 NUM_CLIENTS: Final = 3
+PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
 SOON_S: Final = 120.0
 DIALS_S: Final = 10.0
 MOST_DIALS: Final = 8  # at 0 s, at once again, and after pauses of 0.5 s, 1 s, 2 s and 4 s; two to spare
@@ -75,7 +76,7 @@ class Balancer:
 
     def _ask(self) -> None:
         try:
-            while not self._is_over.is_set():
+            while not self._is_over.wait(PAUSE_S):
                 with self._choosing:
                     self._ports.append(self._ports.pop(0))
                     events = stream(self._ports[-1], BODY)

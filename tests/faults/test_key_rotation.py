@@ -35,6 +35,7 @@ BODY: Final[dict[str, Any]] = {
     "stream_options": {"include_usage": True, "resumable": True},
 }
 NUM_CLIENTS: Final = 3
+PAUSE_S: Final = 0.3  # between an answer and the next request: workers start meanwhile
 RESTARTED_S: Final = 120.0
 REFUSED_FOR_S: Final = 8.0
 
@@ -60,7 +61,7 @@ class Load:
                 client.result()
 
     def _ask(self) -> None:
-        while not self._is_over.is_set():
+        while not self._is_over.wait(PAUSE_S):
             assert joined(read_all(self._port, BODY))["choices"] == self._expected
             self.num_answers += 1
 
