@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from baton.control import PageEvents
 from baton.router.prefix_index import PrefixIndex
-from baton.router.redis_client import REDIS_FAILURES, Command, Connection, is_full
+from baton.router.redis_client import REDIS_FAILURES, Command, Connection, Reply, is_full
 from baton.router.redis_feed import Feed, last_stream_id
 from baton.router.redis_messages import AnyShared, Codec
 from baton.router.redis_outbox import Outbox
@@ -138,16 +138,14 @@ class RedisLink:
         if self._num_full:
             self.counters["redis_reliefs"] += 1
             for reply in await teller.run_all([self._outbox.relieve(of_all=self._num_full > 1)]):
-                if isinstance(reply, Exception):
-                    raise reply
+                self._check(reply)
 
     async def _rejoin(self, teller: Connection) -> None:
         self._outbox.open()
         workers = list(self._outbox.workers.values())
         replies = await teller.run_all(map(self._outbox.join, workers))
         for worker, reply in zip(workers, replies, strict=True):
-            if isinstance(reply, Exception):
-                raise reply
+            self._check(reply)
             self._outbox.rejoined(worker, int(reply))
 
     async def _tell(self, teller: Connection) -> None:
@@ -175,8 +173,13 @@ class RedisLink:
     async def _send(self, teller: Connection, batch: list[Command]) -> None:
         for command, reply in zip(batch, await teller.run_all(batch), strict=True):
             self._outbox.answered(command, reply)
-            if isinstance(reply, Exception):
-                raise reply  # out of memory, or not the Redis that it was: later, all anew
+            self._check(reply)
+
+    def _check(self, reply: Reply) -> None:
+        """Raise what Redis has refused: it is out of memory, or not what it was. Later it is told all."""
+        if isinstance(reply, Exception):
+            self.counters["redis_refused"] += 1
+            raise reply
 
     async def _wait_for_news(self) -> None:
         try:
@@ -189,8 +192,7 @@ class RedisLink:
         sweep = Command("sweep", (self._cursor, SWEPT_PAGES))
         dead, cursor = await teller.run_all([self._outbox.renew(), sweep])
         for reply in (dead, cursor):
-            if isinstance(reply, Exception):
-                raise reply
+            self._check(reply)
         self._cursor = int(cursor)
         for worker_id in dead:
             self._feed.forget(worker_id.decode(errors="replace"))

@@ -117,7 +117,6 @@ class Outbox:
     def answered(self, command: Command, reply: Reply) -> None:
         """What Redis said to a command that was taken."""
         if isinstance(reply, Exception):
-            self._counters["redis_refused"] += 1
             self._mark_stale(command.worker_id)
         elif command.script == "join" and reply == -2:
             self._counters["redis_fenced"] += 1

@@ -18,7 +18,7 @@ from baton.worker import Load, WorkerRole
 from baton.worker_config import TransportChoice
 from tests.cluster_threads import Cluster
 
-NUM_CASES = 20
+NUM_CASES = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 

@@ -127,6 +127,23 @@ def test_a_redis_without_memory_refuses_and_routing_goes_on() -> None:
     play(scene)
 
 
+def test_a_redis_without_memory_is_counted_when_there_is_no_news() -> None:
+    async def scene(redis: PrivateRedis) -> None:
+        router = RouterStandIn(redis.url, "first")
+        async with running(router):
+            await until(lambda: router.link.is_up)
+            router.join(W0)
+            router.says(W0, CHAIN)
+            await until_redis_says(redis, {W0.id: 40})
+            await until(lambda: not router.link.num_untold)
+            connection = Connection(redis.url, Names.of("f"))
+            await connection.call("CONFIG", "SET", "maxmemory", "1")
+            await connection.aclose()
+            await until(lambda: router.link.counters["redis_refused"] > 0)
+
+    play(scene)
+
+
 def test_what_others_wrote_into_redis_is_counted_and_passed_over() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
