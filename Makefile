@@ -51,25 +51,25 @@ test: setup redis
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) tests/kernels/interpreted
 
 bench: setup
-	$(BIN)/python -m baton.bench.scheduler
-	$(BIN)/python -m baton.bench.prefix_index
-	$(BIN)/python -m baton.bench.router_faults
-	$(BIN)/python -m baton.bench.batching
-	$(BIN)/python -m baton.bench.kv
-	$(BIN)/python -m baton.bench.gpu
+	$(BIN)/python -m baton.bench.engine.scheduler
+	$(BIN)/python -m baton.bench.router.prefix_index
+	$(BIN)/python -m baton.bench.router.faults
+	$(BIN)/python -m baton.bench.engine.batching
+	$(BIN)/python -m baton.bench.kv.suite
+	$(BIN)/python -m baton.bench.gpu.suite
 
 parity: setup
 	$(BIN)/python -m pytest tests/parity tests/e2e/test_recall.py -m "slow or not slow"
 
 faults: setup redis
 	$(BIN)/python -m pytest tests/faults tests/unit/gateway/test_frontend_faults.py -m "slow or not slow"
-	$(BIN)/python -m baton.bench.black_holes
+	$(BIN)/python -m baton.bench.faults.black_holes
 
 sim: setup
 	$(BIN)/python -m pytest tests/faults/test_sim.py -m "slow or not slow"
 
 soak: setup redis
-	$(BIN)/python -m baton.bench.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
+	$(BIN)/python -m baton.bench.faults.soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 fuzz: setup
 	$(BIN)/python -m pytest tests/unit/kvtransfer tests/unit/baton tests/e2e/test_http_fuzz.py -k "damaged or interleavings" -m "slow or not slow"

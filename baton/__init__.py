@@ -1,1 +1,30 @@
-"""Baton: prefill and decode on different workers, with the same tokens on any topology."""
+"""Baton serves large language models with prefill and decode on different workers.
+
+`LLM` and `SamplingParams` are the offline API. Importing `baton` imports neither torch nor Ray: the names are
+resolved on first use.
+"""
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from baton.cluster.offline.llm import LLM as LLM
+    from baton.request import SamplingParams as SamplingParams
+
+    __version__: str
+
+DISTRIBUTION: Final = "baton-serve"  # on PyPI, `baton` is another project
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from baton.cluster.offline.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from baton.request import SamplingParams
+
+        return SamplingParams
+    if name == "__version__":
+        return version(DISTRIBUTION)
+    raise AttributeError(f"module 'baton' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import reprlib
 
-from baton.tenancy import Refusal
+from baton.tenants import Refusal
 
 
 class BatonError(Exception):

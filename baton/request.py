@@ -2,14 +2,16 @@
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
+from msgspec import Meta
 
 from baton.errors import InvalidRequest
-from baton.tenancy import Sla, Standing
+from baton.messages.bounds import Attempt, Count, Id
+from baton.tenants import SchedulingKey, Sla
 
 MAX_CHOICES = 8
 MAX_LOGPROBS = 20
@@ -160,7 +162,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cache_salt: bytes = b""  # derived from the tenant by the gateway; pages are shared within one salt only
     priority: int = 0  # lower is served first, as in vLLM
     sla: Sla = Sla()
-    standing: Standing = Standing()  # of the tenant, written by the gateway
+    scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant, written by the gateway
     arrival_s: float = 0.0
     attempt: int = 0
     generated_token_ids: tuple[int, ...] = ()
@@ -219,3 +221,50 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0  # prompt tokens whose KV was there already: cached, or brought along
     error: str | None = None  # with FinishReason.ERROR
+
+
+# A token on its way from a worker to a client.
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One token of one attempt; `index` counts all generated ones, those of earlier attempts too.
+
+    The last one has a finish reason; `token_id` is None only where it ended without a token.
+    """
+
+    request_id: Id
+    attempt: Attempt
+    index: Count
+    token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: Count = 0  # of the prompt; said with the first token of an attempt
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
+
+    @classmethod
+    def of(cls, request: Request, output: StepOutput, finish_reason: FinishReason | None) -> Self:
+        """What an engine has made for this attempt; the reason may not be the engine's own."""
+        return cls(
+            request.request_id,
+            request.attempt,
+            output.index,
+            output.token_id,
+            finish_reason,
+            output.num_cached_tokens,
+            output.logprobs,
+            output.prompt_logprobs,
+        )
+
+
+# KV that a request brings along, instead of having it computed.
+
+
+class FilledPages(NamedTuple):
+    """The KV of the first `num_tokens` tokens of a request, in pages that `owner` uses in the ledger.
+
+    The last page may be filled in part.
+    """
+
+    pages: tuple[int, ...]
+    num_tokens: int
+    owner: Hashable

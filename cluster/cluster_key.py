@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from baton.clock import Clock
 from baton.errors import ConfigError
-from baton.keys import MIN_KEY_BYTES
+from baton.rpc.auth import MIN_KEY_BYTES
 
 KEY_BYTES: Final = 32
 MAX_KEY_BYTES: Final = 1024

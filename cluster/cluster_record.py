@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from baton.cluster.cluster_key import MAX_KEYS, Keys, write_secret
-from baton.config import cache_directory
+from baton.config.environment import cache_directory
 from baton.errors import ConfigError
-from baton.worker import Routers
+from baton.messages.workers import Routers
 
 EVERYWHERE: Final = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 

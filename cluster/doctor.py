@@ -18,17 +18,17 @@ import msgspec
 from baton.cluster.cluster_key import Keys
 from baton.cluster.cluster_record import is_served
 from baton.cluster.installing import install
-from baton.cluster.listeners import Listener, listeners
 from baton.cluster.operator_node import connected
-from baton.cluster.ray_runtime import MIN_RAY
-from baton.cluster.serve_checks import check_model, check_tenants, speech_of
-from baton.config import prepare_ray, ray_asks_for_token, visible_gpus
+from baton.cluster.ports import ListeningProcess, listeners
+from baton.cluster.runtimes.ray import MIN_RAY
+from baton.cluster.serve_plan import check_model, check_tenants, speech_of
+from baton.config.cluster import ServeConfig
+from baton.config.environment import prepare_ray, ray_asks_for_token, visible_gpus
+from baton.config.gateway import is_loopback
 from baton.errors import BatonError, ConfigError, PeerGone
-from baton.gateway_config import is_loopback
-from baton.operating import Status
-from baton.router.redis_server import find_program
-from baton.serve_config import ServeConfig
-from baton.worker import Address, Routers
+from baton.messages.operations import Status
+from baton.messages.workers import Address, Routers
+from baton.router.redis.server import find_program
 
 Verdict: TypeAlias = Literal["ok", "warning", "error"]
 
@@ -325,7 +325,7 @@ def _checkout() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
-def _speaks_redis(where: Listener) -> bool:
+def _speaks_redis(where: ListeningProcess) -> bool:
     host = "127.0.0.1" if where.host == "0.0.0.0" else where.host
     try:
         with socket.create_connection((host, where.port), PROBE_TIMEOUT_S) as probe:

@@ -17,7 +17,7 @@ import os
 import sys
 from typing import Final
 
-from baton.config import LOG_FORMATS, LogFormat, log_format, log_level
+from baton.config.environment import LOG_FORMATS, LogFormat, log_format, log_level
 
 TEXT: Final = "%(levelname)s %(name)s %(message)s"
 # What every record has; anything else was attached by the code that logged.

@@ -1,10 +1,12 @@
 """Which directory a model name means."""
 
+import time
 from os import PathLike
 from pathlib import Path
 from typing import Final
 
 import baton
+from baton.config.environment import cache_directory
 from baton.errors import ModelError
 
 TINY: Final = "tiny"
@@ -28,3 +30,19 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             f"{'a file' if directory.exists() else 'a name that is no directory'}; nothing is downloaded"
         )
     return directory
+
+
+FOLDERS: Final = "compiling-*"  # as kernels/native.py names them, which may not know of this
+LONGEST_S: Final = 300.0  # what is older was left by a process that was killed
+
+
+def are_compiled_now() -> bool:
+    """Whether kernels are being compiled on this machine, by whichever process: a long silence else."""
+    return any(_age_s(folder) < LONGEST_S for folder in cache_directory().glob(FOLDERS))
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return time.time() - folder.stat().st_mtime
+    except OSError:  # done meanwhile
+        return LONGEST_S

@@ -13,14 +13,11 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from baton.control import MAX_AGE_S, Hello, Members
-from baton.control_wire import AnyMessage
-from baton.decision import Decision
 from baton.errors import ConfigError, PeerGone, WireError
-from baton.hub import Hub
-from baton.keys import ClusterKeys
-from baton.node import Dial, Peer
-from baton.operating import (
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import MAX_AGE_S, Decision, Hello, Members
+from baton.messages.operations import (
     Decisions,
     Drain,
     Explain,
@@ -33,8 +30,10 @@ from baton.operating import (
     WatchWorkers,
     WorkerRemoved,
 )
-from baton.wire_types import Kind
-from baton.worker import Address, WorkerRole, WorkerStatus
+from baton.messages.workers import Address, WorkerRole, WorkerStatus
+from baton.rpc.auth import ClusterKeys
+from baton.rpc.peers import Dial, Peer
+from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
 MOMENT_S: Final = 0.5  # for a further router to be connected to
@@ -206,14 +205,14 @@ async def connected(
 
     watcher: hears of workers that routers remove, and of those that are to be started again.
     """
-    hub = Hub(keys)
-    operator = Operator(routers, hub.dial, watcher)
-    hub.serve(operator)
+    rpc_server = RpcServer(keys)
+    operator = Operator(routers, rpc_server.dial, watcher)
+    rpc_server.serve(operator)
     operator.tick()
     try:
         yield operator
     finally:
-        await hub.close()
+        await rpc_server.close()
 
 
 def _joined(statuses: Sequence[Status]) -> Status:

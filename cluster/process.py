@@ -33,19 +33,19 @@ from baton.cluster.process_spec import (
     DRAINED,
     USER_ERROR,
     Assignment,
-    Failed,
     Loading,
     LoopAlive,
+    ProcessFailed,
+    ProcessStarted,
     Progress,
     Report,
-    Started,
 )
-from baton.descriptors import raise_descriptor_limit
+from baton.config.cluster import Ready, WorkerConfig
 from baton.errors import BatonError
-from baton.keys import Generations, KeyRing
-from baton.wire_types import Kind
-from baton.worker import Address
-from baton.worker_config import Ready, WorkerConfig
+from baton.messages.bounds import Kind
+from baton.messages.workers import Address
+from baton.rpc.auth import Generations, KeyRing
+from baton.rpc.process import raise_descriptor_limit
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
@@ -95,16 +95,16 @@ def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
 
 
 def _run_router(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
+    from baton.config.router import RouterConfig
     from baton.router.process import serve_router
-    from baton.router_config import RouterConfig
 
     config = _config(given, RouterConfig)
     _run_loop(lambda stopping: serve_router(config, ring, ready, stopping, given.incarnation), stop)
 
 
 def _run_gateway(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
+    from baton.config.gateway import GatewayConfig
     from baton.gateway.process import serve_gateway
-    from baton.gateway_config import GatewayConfig
 
     config = _config(given, GatewayConfig)
     config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
@@ -162,17 +162,17 @@ def main() -> int:
         run(
             given,
             ring,
-            ready=lambda address: _report(reports, Started(address)),
+            ready=lambda address: _report(reports, ProcessStarted(address)),
             stop=stop,
             progress=progress,
             alive=lambda: _report(reports, LoopAlive()),
         )
     except BatonError as error:
-        _report(reports, Failed.of(error))
+        _report(reports, ProcessFailed.of(error))
         logging.getLogger(__name__).error("%s", error)
         return USER_ERROR if isinstance(error, ValueError) else 1
     except BaseException as error:
-        _report(reports, Failed.of(error))
+        _report(reports, ProcessFailed.of(error))
         raise
     return 0 if stop.is_set() else DRAINED
 

@@ -6,11 +6,11 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.config import LogFormat, log_format
+from baton.config.environment import LogFormat, log_format
 from baton.errors import BatonError
-from baton.keys import ClusterKeys, Generations, KeyRing
-from baton.wire_types import Kind, Name
-from baton.worker import Address
+from baton.messages.bounds import Kind, Name
+from baton.messages.workers import Address
+from baton.rpc.auth import ClusterKeys, Generations, KeyRing
 
 ProcessKind: TypeAlias = Literal["router", "gateway", "worker"]
 
@@ -57,27 +57,27 @@ class LoopAlive(msgspec.Struct, frozen=True, tag=True):
     """The event loop of a router or a gateway runs; once every ALIVE_EVERY_S, from its start on."""
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class ProcessStarted(msgspec.Struct, frozen=True, tag=True):
     """The process serves at this address."""
 
     address: Address
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class ProcessFailed(msgspec.Struct, frozen=True, tag=True):
     """The process could not start."""
 
     reason: str  # at most MAX_REASON_CHARS
     is_users_error: bool  # it will fail again unless the operator changes something
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failed":
+    def of(cls, error: BaseException) -> "ProcessFailed":
         """Of an error that is not Baton's own, the type is named too."""
         reason = str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
         is_users_error = isinstance(error, BatonError) and isinstance(error, ValueError)
         return cls(reason[:MAX_REASON_CHARS], is_users_error)
 
 
-Report: TypeAlias = Started | Failed
+Report: TypeAlias = ProcessStarted | ProcessFailed
 Progress: TypeAlias = Callable[[int, int], None]  # bytes read so far, and in all
 
 

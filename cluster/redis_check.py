@@ -3,8 +3,7 @@
 import asyncio
 from typing import Final, NamedTuple
 
-from baton.router.redis_client import REDIS_FAILURES, Connection
-from baton.router.redis_scripts import Names
+from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
 
 MIN_VERSION: Final = (6, 2)
 KEEPS_ALL: Final = "noeviction"
@@ -18,11 +17,11 @@ class RedisFacts(NamedTuple):
 
 def look_at(url: str) -> RedisFacts | None:
     """None: it does not answer. ConfigError: that is no url of a Redis."""
-    connection = Connection(url, Names.of("none"))
+    connection = RedisConnection(url, Names.of("none"))
     return asyncio.run(_ask(connection))
 
 
-async def _ask(connection: Connection) -> RedisFacts | None:
+async def _ask(connection: RedisConnection) -> RedisFacts | None:
     try:
         said = await connection.call("INFO")
     except REDIS_FAILURES:

@@ -15,23 +15,22 @@ import msgspec
 from baton.clock import Clock, SystemClock
 from baton.cluster.cluster_key import READ_EVERY_S, KeyWatch
 from baton.cluster.cluster_record import url
-from baton.cluster.kept_redis import KeptRedis
-from baton.cluster.kernel_builds import are_compiled_now
+from baton.cluster.model_directory import are_compiled_now
 from baton.cluster.operator_node import Operator, connected
 from baton.cluster.ports import KeptPort
+from baton.cluster.private_redis import KeptRedis
 from baton.cluster.process_spec import generations_of
-from baton.cluster.runtime import Runtime
-from baton.cluster.serve_plan import Site, router_ports, specs
-from baton.cluster.supervisor import Supervised
-from baton.cluster.verdicts import Verdicts
-from baton.control import Members
+from baton.cluster.runtimes.base import Runtime
+from baton.cluster.serve_plan import Topology, router_ports, specs
+from baton.cluster.supervisor import Supervised, Verdicts
+from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError, PeerGone, WorkerLost
-from baton.keys import ClusterKeys, KeyRing
-from baton.operating import RestartWorker, Status, Undrain, WorkerRemoved
-from baton.router.redis_server import find_program
-from baton.serve_config import ServeConfig
-from baton.wire_types import Kind
-from baton.worker import Address, Routers
+from baton.messages.bounds import Kind
+from baton.messages.control import Members
+from baton.messages.operations import RestartWorker, Status, Undrain, WorkerRemoved
+from baton.messages.workers import Address, Routers
+from baton.router.redis.server import find_program
+from baton.rpc.auth import ClusterKeys, KeyRing
 
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
@@ -78,15 +77,15 @@ class Cluster:
 
     async def start(self) -> Serving:
         """Returns when a request would be answered. ConfigError or WorkerLost: why none would be."""
-        site = await self._find_site()
-        planned = specs(self._config, site)
+        topology = await self._find_site()
+        planned = specs(self._config, topology)
         async with self._saying_what_is_missing():
             await self._runtime.place(planned)
             # From the present time on, so processes of an earlier `baton serve` have lower numbers.
             starts = itertools.count(round(time.time() * 1000))
             self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
-            await self._start_in_time(site)
-        return Serving(host=self._config.host, port=site.port, routers=site.routers)
+            await self._start_in_time(topology)
+        return Serving(host=self._config.host, port=topology.port, routers=topology.routers)
 
     async def drain(self) -> None:
         for kind in STOPPING_ORDER:
@@ -187,7 +186,7 @@ class Cluster:
         finally:
             await self._resources.aclose()
 
-    async def _find_site(self) -> Site:
+    async def _find_site(self) -> Topology:
         config = self._config
         port = self._resources.enter_context(KeptPort(config.host, config.port, socket.SO_REUSEPORT))
         await self._runtime.open()
@@ -196,7 +195,7 @@ class Cluster:
             self._resources.enter_context(KeptPort(host, number, socket.SO_REUSEADDR))
             for number in router_ports(config)
         ]
-        return Site(
+        return Topology(
             routers=tuple(Address(host, each.number) for each in kept),
             redis=await self._redis_url(),
             host=self._runtime.worker_host,
@@ -218,13 +217,13 @@ class Cluster:
             self._say(f"warning: routers share nothing, and know nothing after a restart: {error}")
             return "none"
 
-    async def _start_in_time(self, site: Site) -> None:
+    async def _start_in_time(self, topology: Topology) -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._start_all()
                 for process in self._processes:
                     self._keep(process.keep())
-                connecting = connected(site.routers, self._ring, self)
+                connecting = connected(topology.routers, self._ring, self)
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._watch_head(operator))
                 await self._until_all_have_met(operator)

@@ -1,18 +1,25 @@
 """Which processes a cluster consists of, and what each is told: pure decisions."""
 
 import math
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessSpec
-from baton.config import EngineConfig, EngineSettings
-from baton.gateway_config import GatewayConfig
-from baton.serve_config import ServeConfig, WorkersConfig
-from baton.worker import Routers, WorkerRole
-from baton.worker_config import WorkerConfig
+from baton.config.cluster import ServeConfig, WorkerConfig, WorkersConfig
+from baton.config.engine import EngineConfig, EngineSettings
+from baton.config.gateway import GatewayConfig
+from baton.engine.models.checkpoint import read_entries
+from baton.engine.models.registry import check_split, choose_max_model_len, read_model_config
+from baton.errors import ConfigError
+from baton.gateway.tenants.tenants import Tenants
+from baton.gateway.text.chat_template import ChatTemplate
+from baton.messages.workers import Routers, WorkerRole
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True):
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """Where a cluster is put."""
 
     routers: Routers  # where they will listen
@@ -22,16 +29,16 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int  # for all workers together
 
 
-def specs(config: ServeConfig, site: Site) -> list[ProcessSpec]:
+def specs(config: ServeConfig, topology: Topology) -> list[ProcessSpec]:
     """Workers first, which are many seconds in starting; then routers, then gateways."""
-    gpus_per_rank = _gpus_per_rank(config, site.num_gpus)
+    gpus_per_rank = _gpus_per_rank(config, topology.num_gpus)
     workers = [
-        _worker(config, site, role, index, gpus_per_rank)
+        _worker(config, topology, role, index, gpus_per_rank)
         for role, of_role in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode))
         for index in range(of_role.num_workers)
     ]
-    routers = [_router(config, site, index) for index in range(len(site.routers))]
-    return [*workers, *routers, *(_gateway(config, site, i) for i in range(config.gateways))]
+    routers = [_router(config, topology, index) for index in range(len(topology.routers))]
+    return [*workers, *routers, *(_gateway(config, topology, i) for i in range(config.gateways))]
 
 
 def router_ports(config: ServeConfig) -> list[int]:
@@ -56,7 +63,7 @@ def _gpus_per_rank(config: ServeConfig, num_gpus: int) -> float:
 
 
 def _worker(
-    config: ServeConfig, site: Site, role: WorkerRole, index: int, gpus_per_rank: float
+    config: ServeConfig, topology: Topology, role: WorkerRole, index: int, gpus_per_rank: float
 ) -> ProcessSpec:
     of_role = _of_role(config, role)
     settings = _share_of_gpu(of_role.engine(config.engine), gpus_per_rank)
@@ -74,8 +81,8 @@ def _worker(
             name=name,
             model_name=config.model_name,
             engine=EngineConfig(model=config.model, **msgspec.structs.asdict(settings)),
-            routers=site.routers,
-            host=site.host,
+            routers=topology.routers,
+            host=topology.host,
             transport=config.transport,
             local_prefill_tokens=config.router.local_prefill_tokens,
             drain_timeout_s=config.drain_timeout_s,
@@ -94,29 +101,29 @@ def _share_of_gpu(settings: EngineSettings, gpus_per_rank: float) -> EngineSetti
     return msgspec.structs.replace(settings, cache=cache)
 
 
-def _router(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
-    address = site.routers[index]
+def _router(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
+    address = topology.routers[index]
     settings = msgspec.structs.replace(
         config.router,
         host=address.host,
         port=address.port,
-        redis=site.redis,
+        redis=topology.redis,
         seed=config.router.seed + index,
         link_timeout_s=config.link_timeout_s,
     )
     return ProcessSpec(kind="router", name=f"router-{index}", config=settings)
 
 
-def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
+def _gateway(config: ServeConfig, topology: Topology, index: int) -> ProcessSpec:
     return ProcessSpec(
         kind="gateway",
         name=f"gateway-{index}",
         config=GatewayConfig(
             model=config.model,
             served_model_name=config.model_name,
-            routers=site.routers,
+            routers=topology.routers,
             host=config.host,
-            port=site.port,
+            port=topology.port,
             shares_port=True,
             expects_prefill=config.prefill.num_workers > 0,
             tenants_file=config.tenants,
@@ -125,3 +132,45 @@ def _gateway(config: ServeConfig, site: Site, index: int) -> ProcessSpec:
             **msgspec.structs.asdict(config.gateway),
         ),
     )
+
+
+# What `baton serve` would fail of once its workers load, found before any process is started.
+#
+# Files are read, no weights: it takes no torch, and milliseconds.
+
+Speech: TypeAlias = Literal["chat", "text", "token ids"]
+NO_KEY: Final = bytes(16)  # what tenants' pages are kept apart by matters to nobody here
+
+
+def check_model(config: ServeConfig) -> Path:
+    """The model's directory. ModelError or ConfigError, which begins with the setting, unless every worker
+    could load its part of it.
+    """
+    directory = resolve_model(config.model)
+    model = read_model_config(directory)
+    if config.engine.load_format != "dummy":
+        read_entries(directory)
+    choose_max_model_len(config.engine, model)
+    for role, workers in ((WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode)):
+        if workers.num_workers:
+            try:
+                check_split(model, workers.engine(config.engine).tensor_parallel_size)
+            except ConfigError as error:
+                whose = "engine" if workers.tensor_parallel_size is None else role
+                raise ConfigError(f"{whose}.tensor_parallel_size: {error}") from None
+    return directory
+
+
+def check_tenants(config: ServeConfig) -> None:
+    """ConfigError unless the file of tenants, where one is given, can be read."""
+    if config.tenants is not None:
+        Tenants.from_file(Path(config.tenants), NO_KEY)
+
+
+def speech_of(directory: Path, chat_template: str | None = None) -> Speech:
+    """What the model can be asked in. ModelError for a damaged file, ConfigError for a `chat_template` that
+    cannot be read.
+    """
+    if not (directory / "tokenizer.json").exists():
+        return "token ids"
+    return "text" if ChatTemplate.from_directory(directory, chat_template) is None else "chat"

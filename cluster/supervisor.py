@@ -11,24 +11,45 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
 
 import msgspec
 
 from baton.clock import Clock
-from baton.cluster.back_off import BackOff
 from baton.cluster.process_spec import ProcessSpec
-from baton.cluster.runtime import Process, Runtime
+from baton.cluster.runtimes.base import ManagedProcess, Runtime
 from baton.errors import BatonError
-from baton.worker import Address
+from baton.messages.control import Members
+from baton.messages.operations import WorkerRemoved
+from baton.messages.workers import Address
+
+# How long a process that keeps ending is left alone before it is started again.
+
+FIRST_S: Final = 0.2
+LONGEST_S: Final = 10.0
+WELL_AFTER_S: Final = 60.0  # it was no crash loop, then
+
+
+class BackOff:
+    """Doubles from FIRST_S to LONGEST_S, and starts anew after a life of WELL_AFTER_S."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_S
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait now that a life of `lived_s` has ended."""
+        if lived_s >= WELL_AFTER_S:
+            self._next_s = FIRST_S
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_S)
+        return pause_s
+
 
 GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
 HUNG_S: Final = 10.0  # of an event loop, longer than any machine that is merely busy holds it up
 LOOK_S: Final = 1.0
 KILLED_S: Final = 1.0  # for SIGKILL to have its effect, before the successor starts
 MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner than that after its start
-
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +64,7 @@ class Supervised:
         self._clock = clock
         self._starts = starts
         self._back_off = BackOff()
-        self._process: Process | None = None
+        self._process: ManagedProcess | None = None
         self._is_stopping = False
         self._comes_back = False  # although it drains
         self._started_s = self._ready_s = 0.0
@@ -131,7 +152,7 @@ class Supervised:
         self._process.stop()
         await self._end_in_time(self._process, drain_timeout_s)
 
-    async def _end_in_time(self, process: Process, drain_timeout_s: float) -> None:
+    async def _end_in_time(self, process: ManagedProcess, drain_timeout_s: float) -> None:
         try:
             async with asyncio.timeout(drain_timeout_s + GRACE_S):
                 await process.watch()
@@ -139,7 +160,7 @@ class Supervised:
             logger.warning("%s did not end in %.0f s and is ended", self.name, drain_timeout_s + GRACE_S)
             process.kill()
 
-    async def _until_over(self, process: Process) -> str:
+    async def _until_over(self, process: ManagedProcess) -> str:
         """Waits for the process to end, or to hang, and says which; "" when it has drained or was stopped."""
         ending = asyncio.create_task(process.watch())
         hanging = asyncio.create_task(self._until_it_hangs(process))
@@ -155,7 +176,7 @@ class Supervised:
             hanging.cancel()
             await asyncio.gather(ending, hanging, return_exceptions=True)
 
-    async def _until_it_hangs(self, process: Process) -> str:
+    async def _until_it_hangs(self, process: ManagedProcess) -> str:
         """Why it is given up: the routers' verdict, or silence at two looks in a row.
 
         One look alone may follow a pause of this process itself, with what was said meanwhile unread.
@@ -192,3 +213,74 @@ class Supervised:
                 why = f"did not start: {type(error).__name__}"
             if self._process is not None:
                 self._process.kill()
+
+
+# Decides which workers a cluster replaces, from what its routers say of them.
+#
+# 1. A router removes a worker that is silent, or whose step takes too long: WorkerRemoved is a verdict. Its
+# requests go elsewhere from then on.
+# 2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
+# workers removes all of them, and the others keep them. A router that has just started and does not know
+# all workers yet is waited for.
+# 3. A silent worker is given SILENCE_GRACE_S more, since its successor has to load the model: a process that
+# was only held up for a moment comes back, and its router lists it again. That drops the verdict.
+
+SILENCE_GRACE_S: Final = 3.0
+NOTHING_YET: Final = Members(workers=(), is_complete=False)
+
+# Worker's name, the reason, seconds since its first router removed it.
+Replace: TypeAlias = Callable[[str, str, float], None]
+
+
+class Verdicts:
+    """Calls `replace` once for each worker that all connected routers have lost."""
+
+    def __init__(self, now_s: Callable[[], float], replace: Replace) -> None:
+        self._now_s = now_s
+        self._replace = replace
+        self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
+        self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
+
+    def joined(self, router: str) -> None:
+        self._lists[router] = NOTHING_YET
+
+    def left(self, router: str) -> None:
+        """The router's verdicts stand: the worker was silent to it while it was connected."""
+        self._lists.pop(router, None)
+        self._judge()
+
+    def listed(self, router: str, members: Members) -> None:
+        """Take the router's present list of workers."""
+        self._lists[router] = members
+        for worker in members.workers:
+            _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
+            if by == router:
+                del self._pending[worker.id]
+        self._judge()
+
+    def removed(self, router: str, removed: WorkerRemoved) -> None:
+        """Take the router's verdict; its list is from before that."""
+        members = self._lists.get(router, NOTHING_YET)
+        others = tuple(worker for worker in members.workers if worker.id != removed.worker)
+        self._lists[router] = Members(workers=others, is_complete=members.is_complete)
+        _, _, since_s = self._pending.get(removed.worker, (None, "", self._now_s()))
+        self._pending[removed.worker] = (removed, router, since_s)
+        self._judge()
+
+    def tick(self) -> None:
+        """Replace those whose grace is over; to be called several times a second."""
+        if self._pending:
+            self._judge()
+
+    def _judge(self) -> None:
+        if not all(members.is_complete for members in self._lists.values()):
+            return
+        listed = [worker for members in self._lists.values() for worker in members.workers]
+        ids, names = {worker.id for worker in listed}, {worker.name for worker in listed}
+        for worker, (removed, _, since_s) in list(self._pending.items()):
+            age_s = self._now_s() - since_s
+            if worker in ids or not (removed.is_hung or age_s >= SILENCE_GRACE_S):
+                continue
+            del self._pending[worker]
+            if removed.name not in names:  # else its successor is there already
+                self._replace(removed.name, removed.reason, age_s)

@@ -20,33 +20,32 @@ from typing import Final
 
 import msgspec
 
-from baton import collector
-from baton.beats import Beats
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import Progress
-from baton.colleagues import Colleagues
-from baton.config import node_name
-from baton.control import Hello
+from baton.config.cluster import DRAIN_NOTICE_S, Ready, WorkerConfig
+from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.errors import BatonError
-from baton.keys import ClusterKeys, KeyRing
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.kv_links import KvLinks
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import Reserve
-from baton.kvtransfer.page_memory import SharedPool
-from baton.kvtransfer.rank_agents import RankAgents
-from baton.node_thread import NodeThread
-from baton.prefill_worker.last_chunks import num_layer_groups
+from baton.kvtransfer.links import KvLinks, Link
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.ranks.remote import RankAgents
+from baton.kvtransfer.settings import EndpointSettings
+from baton.messages.bounds import Kind
+from baton.messages.control import Hello
+from baton.messages.workers import Address, Worker, WorkerRole
+from baton.prefill_worker.prefill_job import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
-from baton.steps import StepWatchdog
-from baton.wire_types import Kind
-from baton.worker import Address, Worker, WorkerRole
-from baton.worker_config import DRAIN_NOTICE_S, Ready, WorkerConfig
+from baton.rpc import process
+from baton.rpc.auth import ClusterKeys, KeyRing
+from baton.rpc.heartbeat import HeartbeatSender
+from baton.rpc.liveness import StepWatchdog
+from baton.rpc.peers import PeerRegistry
+from baton.rpc.server import RpcThread
 
 IDLE_S: Final = 0.25  # at most this long until the next look at what time alone brings
 
@@ -61,11 +60,11 @@ def run_worker(
     progress: Progress | None = None,
     incarnation: int = 0,
 ) -> None:
-    """See worker_config.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does.
+    """See baton/config/cluster.py. Raises ModelError, ConfigError and WorkerLost as `load_engine` does.
 
     incarnation: as in Worker.
     """
-    with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, collector.calm():
+    with contextlib.closing(HostedWorker(config, keys, progress, incarnation)) as worker, process.freeze_gc():
         ready(worker.address)
         worker.serve(stop)
 
@@ -94,7 +93,7 @@ class HostedWorker:
             admission = _Admission()
             self.endpoint = self._open_endpoint(ring, shared, agents, admission)
             ends.callback(self.endpoint.close)
-            thread = NodeThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
+            thread = RpcThread(ring, self.endpoint.post, link_timeout_s=config.link_timeout_s)
             ends.callback(thread.close)
             self.address = thread.listen(config.host, config.port)
             self.node = self._make_node(thread)
@@ -147,19 +146,19 @@ class HostedWorker:
         endpoint.lend = self.engine.lend
         return endpoint
 
-    def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
+    def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
-        colleagues = Colleagues(self._hello(), config.routers, thread.dial, wanted)
-        beats = Beats(colleagues, SystemClock())
+        peer_registry = PeerRegistry(self._hello(), config.routers, thread.dial, wanted)
+        beats = HeartbeatSender(peer_registry, SystemClock())
         links = KvLinks(partial(_connect, endpoint))
         if config.role is WorkerRole.PREFILL:
             num_groups = num_layer_groups(engine.runner.layout)
-            return PrefillWorker(engine, endpoint, colleagues, beats, links, num_layer_groups=num_groups)
+            return PrefillWorker(engine, endpoint, peer_registry, beats, links, num_layer_groups=num_groups)
         return DecodeWorker(
             engine,
             endpoint,
-            colleagues,
+            peer_registry,
             beats,
             links,
             local_prefill_tokens=config.local_prefill_tokens,
@@ -208,9 +207,7 @@ def _refuse(reserve: Reserve, num_pages: int) -> str | None:
 def _load(config: WorkerConfig, shared: SharedPool, agents: RankAgents, progress: Progress | None) -> Engine:
     directory = resolve_model(config.engine.model)
     engine_config = msgspec.structs.replace(config.engine, model=str(directory))
-    return load_engine(
-        engine_config, progress=progress, zeros_on_cpu=shared.zeros, companion=agents.companion
-    )
+    return load_engine(engine_config, progress=progress, zeros_on_cpu=shared.zeros, sidecar=agents.sidecar)
 
 
 def _connect(endpoint: KvEndpoint, address: Address, answer: Callable[[Link | None], None]) -> None:

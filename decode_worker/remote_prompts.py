@@ -11,18 +11,15 @@ import secrets
 from typing import Final
 
 from baton.clock import Clock
-from baton.colleagues import Colleagues
-from baton.control import Prefill, age_s
-from baton.decode_worker.admission import Admission
-from baton.decode_worker.attempt import Attempt, Stage
-from baton.engine.replica import Replica
-from baton.engine.sought_prefix import SoughtPrefix
-from baton.filled_pages import FilledPages
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.handoff import Outcome
-from baton.kvtransfer.messages import Reserve
+from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission
+from baton.engine.replica import Replica, SoughtPrefix
 from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.pulled_prefixes import PulledPrefixes
+from baton.kvtransfer.prefixes import PulledPrefixes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.messages.control import Prefill, age_s
+from baton.request import FilledPages
+from baton.rpc.peers import PeerRegistry
 
 TRANSFER_BYTES: Final = 16
 
@@ -32,14 +29,14 @@ class RemotePrompts:
         self,
         engine: Replica,
         endpoint: PageEndpoint,
-        colleagues: Colleagues,
-        admission: Admission,
+        peer_registry: PeerRegistry,
+        admission: DecodeAdmission,
         prefixes: PulledPrefixes[Attempt],
         clock: Clock,
     ) -> None:
         self._engine = engine
         self._endpoint = endpoint
-        self._colleagues = colleagues
+        self._peer_registry = peer_registry
         self._admission = admission
         self._prefixes = prefixes
         self._clock = clock
@@ -52,7 +49,7 @@ class RemotePrompts:
     def ask(self, attempt: Attempt, claim: FilledPages) -> None:
         """claim: what is known of the prompt here, a whole number of pages of both workers."""
         attempt.filled = claim
-        attempt.stage, attempt.transfer = Stage.PREFILLING, secrets.token_bytes(TRANSFER_BYTES)
+        attempt.stage, attempt.transfer = AttemptStage.PREFILLING, secrets.token_bytes(TRANSFER_BYTES)
         self._attempts[attempt.transfer] = attempt
         prefill = Prefill(
             request=attempt.request,
@@ -62,14 +59,14 @@ class RemotePrompts:
             age_s=age_s(attempt.request, self._clock.now_s()),
             source=attempt.source,
         )
-        self._colleagues.tell(attempt.prefill, prefill)
+        self._peer_registry.tell(attempt.prefill, prefill)
 
     def pull(self, attempt: Attempt) -> bool:
         """Have what the router's source holds of it fetched first; False: nothing comes."""
         prefix = SoughtPrefix(self._engine, attempt.request, attempt.engine_id)
         if not self._prefixes.begin(attempt, attempt.source, prefix):
             return False
-        attempt.stage = Stage.PULLING
+        attempt.stage = AttemptStage.PULLING
         return True
 
     def admit(self, reserve: Reserve, num_pages: int) -> str | None:
@@ -105,7 +102,7 @@ class RemotePrompts:
         if filled is not None:
             self._engine.release(filled)
 
-    def _take(self, ended: Ended) -> tuple[Attempt, str | None] | None:
+    def _take(self, ended: TransferEnded) -> tuple[Attempt, str | None] | None:
         pulled = self._prefixes.take(ended)
         if pulled is not None:
             pulled.waiter.filled, pulled.waiter.pull = pulled.filled, pulled.pull
@@ -113,7 +110,7 @@ class RemotePrompts:
         attempt = self._attempts.pop(ended.transfer, None)
         if attempt is None:
             return None
-        is_wanted, has_come = attempt.transfer == ended.transfer, ended.outcome is Outcome.ADOPTED
+        is_wanted, has_come = attempt.transfer == ended.transfer, ended.outcome is HandoffOutcome.ADOPTED
         num_tokens, owner = len(attempt.token_ids), attempt.engine_id
         if not is_wanted:
             if has_come:

@@ -6,12 +6,12 @@ A prompt that was computed here has times: it arrives, its first step begins, it
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from baton.colleagues import Colleagues
 from baton.decode_worker.attempt import Attempt
-from baton.engine.sequence import Progress, SequenceStatus
-from baton.reports import Reported, WorkerReports
+from baton.engine.scheduler.sequence import SequenceProgress, SequenceStatus
+from baton.messages.workers import PrefillTimes
 from baton.request import StepOutput
-from baton.times import PrefillTimes
+from baton.rpc.peers import PeerRegistry
+from baton.rpc.worker_node import Reported, WorkerReports
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -19,20 +19,20 @@ _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 @dataclass(slots=True)
 class _Stamps:
     arrived_s: float
-    progress: Progress | None = None  # of one that is computed here
+    progress: SequenceProgress | None = None  # of one that is computed here
     started_s: float | None = None
 
 
-class Reports(WorkerReports):
-    def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
-        super().__init__(colleagues, clock)
+class DecodeReports(WorkerReports):
+    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
+        super().__init__(peer_registry, clock)
         self._stamps: dict[str, _Stamps] = {}  # of attempts without a token, by their names in the engine
         self._computing: dict[str, _Stamps] = {}  # those that the engine has, and has not begun with
 
     def arrived(self, attempt: Attempt) -> None:
         self._stamps[attempt.engine_id] = _Stamps(self.clock.now_s())
 
-    def begun(self, attempt: Attempt, progress: Progress) -> None:
+    def begun(self, attempt: Attempt, progress: SequenceProgress) -> None:
         """The engine has it."""
         if attempt.first is not None:
             self.forget(attempt)

@@ -1,9 +1,9 @@
 """Receives prompts whose KV another worker computes, and answers them: receive -> step -> emit.
 
-The life of an attempt is in attempt.py. What comes in between:
+The life of an attempt is in decode_worker/attempt.py. What comes in between:
 
-- Admission is in the order of admission.py: the first that finds no room holds up those behind it, so that a
-  long prompt is not starved by short ones.
+- Admission is in the order of decode_worker/attempt.py: the first that finds no room holds up those behind
+  it, so that a long prompt is not starved by short ones.
 - Where all of a prompt but `local_prefill_tokens` is known here, or where its pages did not come although
   its prefill worker lives, it is computed here: the tokens are the same.
 - Pages that do not come before the first token may be a dead worker's, who died of the very prompt: that
@@ -17,39 +17,121 @@ All calls come from one thread, and nothing here waits. `step` is the loop's bod
 """
 
 import logging
-from collections import Counter
-from collections.abc import Collection
-from typing import Final
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
+from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.beats import Beats, load_of
-from baton.colleagues import Colleagues
-from baton.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
-from baton.control_wire import AnyMessage
-from baton.decode_worker.admission import Admission
-from baton.decode_worker.answers import Answers
-from baton.decode_worker.attempt import Attempt, Stage
-from baton.decode_worker.cancelled_attempts import CancelledAttempts
-from baton.decode_worker.lost_gateways import LostGateways
+from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission
 from baton.decode_worker.remote_prompts import RemotePrompts
-from baton.decode_worker.reports import Reports
-from baton.engine.relief import relief_on
+from baton.decode_worker.reports import DecodeReports
 from baton.engine.replica import Replica
+from baton.engine.scheduler.step_planner import pressure_mode_at
 from baton.errors import InvalidRequest, ProtocolError
-from baton.kvtransfer.kv_links import KvLinks
+from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.pulled_prefixes import PulledPrefixes
-from baton.link_life import LINK_TIMEOUT_S
-from baton.node import Peer
-from baton.pressure import Rung
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
-from baton.worker import REMOTE_PREFILLS, Load
-from baton.worker_node import WorkerNode
+from baton.kvtransfer.prefixes import PulledPrefixes
+from baton.messages.bounds import Kind
+from baton.messages.codec import TOO_LARGE, AnyMessage, fits
+from baton.messages.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
+from baton.messages.status import OverloadLevel
+from baton.messages.workers import REMOTE_PREFILLS, Load
+from baton.request import FinishReason, Request, StepOutput, TokenEvent
+from baton.rpc.heartbeat import HeartbeatSender, load_of
+from baton.rpc.liveness import LINK_TIMEOUT_S
+from baton.rpc.peers import Peer, PeerRegistry
+from baton.rpc.worker_node import WorkerNode
+
+
+class LostGateways:
+    """Gateways that attempts name and that are not there. A Dispatch may come a moment before its gateway."""
+
+    def __init__(self, peer_registry: PeerRegistry) -> None:
+        self._peer_registry = peer_registry
+        self._missing: set[str] = set()  # at the last tick
+
+    def tick(self, named: Iterable[str]) -> Collection[str]:
+        """Of those that attempts name now, the ones that were missing at the last tick, and still are."""
+        missing = {id_ for id_ in named if self._peer_registry.peer(id_) is None}
+        lost = missing & self._missing
+        self._missing = missing
+        return lost
+
+
+# Attempts that have been cancelled: their Dispatch may come later, since it travels by another way.
+
+MAX_REMEMBERED: Final = 4096  # requests; for most of them no Dispatch will come
+
+
+class CancelledAttempts:
+    """A cancel is of earlier attempts of the request, too: a router that stood still may send one late."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()  # request id -> attempt, oldest cancel first
+
+    def add(self, cancel: Cancel) -> None:
+        self._last[cancel.request_id] = max(cancel.attempt, self._last.pop(cancel.request_id, 0))
+        if len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.attempt <= self._last.get(request.request_id, -1)
+
+
+# Attempts that the engine works on: what it makes for them is said to their gateways.
+
+
+class Ending(NamedTuple):
+    """An attempt that has had its last token, or has failed: then nobody has been told yet."""
+
+    attempt: Attempt
+    failure: Failure | None = None
+    reason: str = ""
+
+
+class Answers:
+    def __init__(self, engine: Replica, peer_registry: PeerRegistry, reports: DecodeReports) -> None:
+        self.num_tokens = 0  # said in all
+        self._engine = engine
+        self._peer_registry = peer_registry
+        self._reports = reports
+        self._attempts: dict[str, Attempt] = {}  # by their names in the engine
+
+    def begin(self, attempt: Attempt) -> None:
+        """Go on with all the KV that it has. InvalidRequest, and it keeps what it has, when it cannot run."""
+        (progress,) = self._engine.add(attempt.engine_request, attempt.filled)
+        self._reports.begun(attempt, progress)
+        attempt.stage, attempt.filled = AttemptStage.RUNNING, None
+        self._attempts[attempt.engine_id] = attempt
+
+    def abort(self, attempt: Attempt) -> None:
+        self._engine.abort(attempt.engine_id)
+        self._attempts.pop(attempt.engine_id, None)
+
+    def step(self) -> list[Ending]:
+        """Have the engine make a step, if there is work; those that it ends."""
+        if not self._engine.has_work():
+            return []
+        self._reports.step_begins()
+        endings = [self._say(output) for output in self._engine.step()]
+        self._reports.step_ended(self._engine)
+        return [ending for ending in endings if ending is not None]
+
+    def _say(self, output: StepOutput) -> Ending | None:
+        attempt = self._attempts[output.request_id]
+        event = TokenEvent.of(attempt.request, output, output.finish_reason)
+        if output.finish_reason is FinishReason.ERROR:
+            return Ending(attempt, Failure.ERROR, "the model's output for it could not be sampled")
+        if not fits(event):
+            return Ending(attempt, Failure.INVALID, TOO_LARGE)
+        self.num_tokens += output.token_id is not None
+        self._reports.said(attempt, output)
+        self._peer_registry.emit(attempt.gateway, event)
+        return None if output.finish_reason is None else Ending(attempt)
+
 
 MIN_PREFILL_PATIENCE_S: Final = 4.0  # longer than routers wait for a worker's sign of life
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +140,8 @@ class DecodeWorker(WorkerNode):
         self,
         engine: Replica,
         endpoint: PageEndpoint,
-        colleagues: Colleagues,
-        beats: Beats,
+        peer_registry: PeerRegistry,
+        beats: HeartbeatSender,
         links: KvLinks,
         *,
         local_prefill_tokens: int,
@@ -73,22 +155,22 @@ class DecodeWorker(WorkerNode):
         """
         self.counters: Counter[str] = Counter()
         self._clock = beats.clock
-        self._reports = Reports(colleagues, beats.clock)
-        super().__init__(colleagues, links, beats, self._reports)
+        self._reports = DecodeReports(peer_registry, beats.clock)
+        super().__init__(peer_registry, links, beats, self._reports)
         self._engine = engine
         self._endpoint = endpoint
         self._local_prefill_tokens = local_prefill_tokens
         self._prefill_patience_s = max(prefill_patience_s, MIN_PREFILL_PATIENCE_S)
-        self._admission = Admission(engine)
+        self._admission = DecodeAdmission(engine)
         self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
         self._prompts = RemotePrompts(
-            engine, endpoint, colleagues, self._admission, self._prefixes, beats.clock
+            engine, endpoint, peer_registry, self._admission, self._prefixes, beats.clock
         )
         self.admit = self._prompts.admit
-        self._answers = Answers(engine, colleagues, self._reports)
+        self._answers = Answers(engine, peer_registry, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here
         self._cancelled = CancelledAttempts()
-        self._lost_gateways = LostGateways(colleagues)
+        self._lost_gateways = LostGateways(peer_registry)
 
     @property
     def is_idle(self) -> bool:
@@ -113,7 +195,7 @@ class DecodeWorker(WorkerNode):
     def step(self) -> None:
         """Do what can be done now."""
         for attempt, reason in self._prompts.poll():
-            if attempt.is_complete or attempt.stage is Stage.PULLING:
+            if attempt.is_complete or attempt.stage is AttemptStage.PULLING:
                 self._answer(attempt)
             elif attempt.first is not None and reason is not None:
                 self._recompute(attempt, reason)
@@ -123,7 +205,7 @@ class DecodeWorker(WorkerNode):
                 self._let_go(attempt)
             else:
                 self._fail(attempt, failure, reason)
-        self._colleagues.flush()
+        self._peer_registry.flush()
         self._reports.tell(self._engine)
 
     # Colleagues.
@@ -133,11 +215,11 @@ class DecodeWorker(WorkerNode):
         self._give_up_silent_links()
         super().tick()
 
-    def _pressed(self, rung: Rung) -> None:
-        self._engine.relieve(relief_on(rung))
+    def _pressed(self, level: OverloadLevel) -> None:
+        self._engine.relieve(pressure_mode_at(level))
 
     def _reachable(self) -> list[str]:
-        return self._colleagues.connected()
+        return self._peer_registry.connected()
 
     def _lost(self, peer: Peer) -> None:
         if peer.hello.process is Kind.GATEWAY:
@@ -146,7 +228,7 @@ class DecodeWorker(WorkerNode):
 
     def _heard(self, peer: Peer, message: AnyMessage) -> None:
         match message:
-            case Dispatch() if self._colleagues.is_router(peer):
+            case Dispatch() if self._peer_registry.is_router(peer):
                 self._dispatch(message)
             case Prefilled(event):
                 self._prefilled(self._asked_of(peer, event.request_id, event.attempt), event)
@@ -162,7 +244,7 @@ class DecodeWorker(WorkerNode):
         attempt = self._attempts.get(request_id)
         if attempt is None or attempt.number != number or attempt.prefill != peer.hello.id:
             return None
-        return attempt if attempt.stage is Stage.PREFILLING else None
+        return attempt if attempt.stage is AttemptStage.PREFILLING else None
 
     def _lose_gateways(self, ids: Collection[str]) -> None:
         for attempt in [each for each in self._attempts.values() if each.gateway in ids]:
@@ -170,16 +252,20 @@ class DecodeWorker(WorkerNode):
 
     def _lost_workers(self, ids: list[str]) -> None:
         for attempt in list(self._attempts.values()):
-            if attempt.stage is Stage.PREFILLING and attempt.prefill in ids and not attempt.is_complete:
+            if (
+                attempt.stage is AttemptStage.PREFILLING
+                and attempt.prefill in ids
+                and not attempt.is_complete
+            ):
                 self._fail(attempt, Failure.LOST, "its prefill worker is gone", worker=attempt.prefill)
 
     def _give_up_silent_links(self) -> None:
         """Compute prompts here whose prefill worker lives, as routers see it, and is not heard of."""
-        waiting = [each for each in self._attempts.values() if each.stage is Stage.PREFILLING]
+        waiting = [each for each in self._attempts.values() if each.stage is AttemptStage.PREFILLING]
         for attempt in waiting:
-            peer = self._colleagues.peer(attempt.prefill)
+            peer = self._peer_registry.peer(attempt.prefill)
             silence_s = peer.silence_s if peer is not None else 0.0
-            is_listed = attempt.prefill in self._colleagues.members
+            is_listed = attempt.prefill in self._peer_registry.members
             if silence_s > self._prefill_patience_s and is_listed and not attempt.is_complete:
                 self.counters["silent_prefill_links"] += 1
                 self._recompute(attempt, f"the link to its prefill worker was silent for {silence_s:.1f} s")
@@ -196,12 +282,14 @@ class DecodeWorker(WorkerNode):
         if attempt.request in self._cancelled:
             return
         if self.is_draining:
-            self._colleagues.fail(attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end"))
+            self._peer_registry.fail(
+                attempt.gateway, attempt.failed(Failure.BUSY, "the worker is about to end")
+            )
             return
         try:
             attempt.check(self._engine)
         except InvalidRequest as error:
-            self._colleagues.fail(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
+            self._peer_registry.fail(attempt.gateway, attempt.failed(Failure.INVALID, str(error)))
             return
         self._attempts[attempt.request_id] = attempt
         self._reports.arrived(attempt)
@@ -223,8 +311,8 @@ class DecodeWorker(WorkerNode):
             if not self._prompts.pull(attempt):
                 self._answer(attempt)
             return True
-        prefill = self._colleagues.members.get(attempt.prefill)
-        if prefill is None or self._colleagues.peer(attempt.prefill) is None:
+        prefill = self._peer_registry.members.get(attempt.prefill)
+        if prefill is None or self._peer_registry.peer(attempt.prefill) is None:
             self._fail(attempt, Failure.BUSY, "its prefill worker is gone")
             return True
         if not self._admission.may_have_room(attempt):
@@ -278,7 +366,7 @@ class DecodeWorker(WorkerNode):
             return
         logger.info("request %s: its prompt is computed here: %s", attempt.engine_id, reason)
         self.counters["recomputed_prefills"] += 1
-        self._colleagues.tell(attempt.prefill, attempt.cancel)
+        self._peer_registry.tell(attempt.prefill, attempt.cancel)
         self._prompts.drop(attempt)
         self._answer(attempt)
 
@@ -302,17 +390,17 @@ class DecodeWorker(WorkerNode):
 
     def _fail(self, attempt: Attempt, failure: Failure, reason: str, *, worker: str = "") -> None:
         self._let_go(attempt)
-        self._colleagues.fail(attempt.gateway, attempt.failed(failure, reason, worker))
+        self._peer_registry.fail(attempt.gateway, attempt.failed(failure, reason, worker))
 
     def _let_go(self, attempt: Attempt) -> None:
         """Of everything that it holds here, and elsewhere."""
         match attempt.stage:
-            case Stage.WAITING:
+            case AttemptStage.WAITING:
                 self._admission.leave(attempt)
-            case Stage.PREFILLING | Stage.PULLING:
-                self._colleagues.tell(attempt.prefill, attempt.cancel)
+            case AttemptStage.PREFILLING | AttemptStage.PULLING:
+                self._peer_registry.tell(attempt.prefill, attempt.cancel)
                 self._prompts.drop(attempt)
-            case Stage.RUNNING:
+            case AttemptStage.RUNNING:
                 self._answers.abort(attempt)
         self._reports.forget(attempt)
         del self._attempts[attempt.request_id]

@@ -26,31 +26,57 @@ import msgspec
 from torch import Tensor
 
 from baton.clock import Clock
-from baton.engine.follower import STOP_COMMAND, Followers
-from baton.engine.host_tier import HostTier
-from baton.engine.layer_watch import LayerWatch
-from baton.engine.leases import Owner
-from baton.engine.model_runner import ModelRunner
-from baton.engine.page_events import PageChanges
-from baton.engine.pages import PagePool
-from baton.engine.parameters import attention_parity
-from baton.engine.plan import Batch
-from baton.engine.preemption_meter import PreemptionMeter
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.relief import Relief
-from baton.engine.request_checks import check_request
-from baton.engine.sampler import Sampler
-from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import FilledPages, Progress, Sequence
-from baton.engine.stats import EngineStats, StepFigures, take_stats
-from baton.engine.step_arrays import StepBuilder, encode
-from baton.engine.step_outputs import last_output_of, output_of
+from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.page_events import PageChanges
+from baton.engine.cache.page_pool import Owner, PagePool
+from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.models.parameters import attention_mlp_crossover
+from baton.engine.replica import EngineStats, LayerWatch, StepFigures, take_stats
+from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.sampler import Sampled, Sampler
+from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
+from baton.engine.scheduler.plan import Advance, Batch
+from baton.engine.scheduler.preemption import PreemptionMeter
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceProgress
+from baton.engine.scheduler.step_planner import PressureMode
+from baton.engine.scheduler.validation import check_request
 from baton.errors import WorkerLost
-from baton.page_keys import PageKeys
+from baton.pages import PageKeys
 from baton.request import Request, StepOutput
 
-logger = logging.getLogger(__name__)
+# What the engine says of its sequences.
 
+
+def output_of(advance: Advance, sampled: Sampled) -> StepOutput:
+    sequence = advance.sequence
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=advance.index,
+        token_id=advance.token_id,
+        logprobs=sampled.logprobs.get(sequence.key),
+        prompt_logprobs=sampled.prompt_logprobs.get(sequence.key),
+        finish_reason=advance.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def last_output_of(sequence: Sequence, error: str | None = None) -> StepOutput:
+    """Of a sequence that has ended without another token."""
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=sequence.num_generated_tokens,
+        token_id=None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        error=error,
+    )
+
+
+logger = logging.getLogger(__name__)
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
 
@@ -62,12 +88,12 @@ class Engine:
         runner: ModelRunner,
         clock: Clock,
         model_fingerprint: str,
-        followers: Followers | None = None,
+        tp_workers: TpWorkers | None = None,
     ) -> None:
         self.runner = runner
         self.fingerprint = model_fingerprint
         self._clock = clock
-        self._followers = followers
+        self._tp_workers = tp_workers
         self._why_lost: str | None = None  # what left the ranks out of step with each other
         self.wait_s: float | None = None  # after a step that did nothing: how long until one can
         self.on_batch: Callable[[int], None] = lambda num_tokens: None  # told of each that is about to run
@@ -84,7 +110,7 @@ class Engine:
             )
         pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        self.scheduler = Scheduler(config.scheduler, cache, clock, attention_parity(runner.model))
+        self.scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(runner.model))
         self._start_steps()
 
     def _start_steps(self) -> None:
@@ -104,7 +130,7 @@ class Engine:
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
-    ) -> tuple[Progress, ...]:
+    ) -> tuple[SequenceProgress, ...]:
         """Accept a request: one Progress a choice, to be read between steps.
 
         filled: KV that it brings, for one choice alone; the pages are the engine's once it is accepted.
@@ -140,9 +166,9 @@ class Engine:
             self._sampler.forget(sequence)
         return [last_output_of(sequence) for sequence in ended]
 
-    def relieve(self, relief: Relief) -> None:
+    def relieve(self, pressure_mode: PressureMode) -> None:
         """What the steps from now on do because the machine is overloaded."""
-        self.scheduler.relief = relief
+        self.scheduler.pressure_mode = pressure_mode
 
     # KV that comes from elsewhere or goes there.
 
@@ -178,7 +204,7 @@ class Engine:
     def make_room(self, num_pages: int) -> bool:
         """Have so many pages free in the ledger, to be reserved at once; False when that cannot be granted.
 
-        See outside_pages.py for what is left to running sequences.
+        See engine/scheduler/page_holds.py for what is left to running sequences.
         """
         if num_pages > self.num_available_pages:
             return False
@@ -266,15 +292,15 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks go and wait until they have."""
-        followers, self._followers = self._followers, None
-        if followers is None:
+        tp_workers, self._tp_workers = self._tp_workers, None
+        if tp_workers is None:
             return
         if self._why_lost is not None:
-            followers.close(timeout_s=0.0)
+            tp_workers.close(timeout_s=0.0)
             return
         with suppress(WorkerLost):  # a rank that is gone already needs no telling
             self.runner.tp.send_command(STOP_COMMAND)
-        followers.close()
+        tp_workers.close()
 
     def _fall_apart(self, error: BaseException) -> None:
         """Several ranks no longer do the same, once one of them has not come to the end of a step."""

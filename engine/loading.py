@@ -8,21 +8,21 @@ import msgspec
 import torch
 
 from baton.clock import Clock, SystemClock
-from baton.companion import Companion
-from baton.config import EngineConfig, cache_directory, prepare_nccl
+from baton.config.engine import EngineConfig
+from baton.config.environment import cache_directory, prepare_nccl
+from baton.engine.cache.kv_pool import ZerosOnCpu
 from baton.engine.engine import Engine
-from baton.engine.fingerprint import fingerprint
-from baton.engine.follower import Followers
-from baton.engine.hf_config import ModelConfig, read_model_config
-from baton.engine.kv_pool import ZerosOnCpu
-from baton.engine.model_limits import check_split
-from baton.engine.model_runner import ModelRunner, choose_device, choose_dtype
-from baton.engine.parallel import TensorParallel
-from baton.engine.parameters import parameter_bytes
-from baton.engine.weights import Progress
+from baton.engine.models.checkpoint import fingerprint
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parameters import parameter_bytes
+from baton.engine.models.registry import ModelConfig, check_split, read_model_config
+from baton.engine.models.weights import Progress
+from baton.engine.runner.model_runner import ModelRunner, choose_device, choose_dtype
+from baton.engine.runner.tp_worker import TpWorkers
 from baton.errors import ConfigError, ModelError
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
+from baton.sidecar import RankSidecar
 
 
 def load_engine(
@@ -31,13 +31,13 @@ def load_engine(
     clock: Clock | None = None,
     progress: Progress | None = None,
     zeros_on_cpu: ZerosOnCpu = huge_zeros,
-    companion: Companion | None = None,
+    sidecar: RankSidecar | None = None,
 ) -> Engine:
     """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
 
     Raises ModelError for what is wrong with the directory, ConfigError for what does not fit the machine, and
     WorkerLost when another rank ends or hangs meanwhile. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
-    Each of the other ranks has a `companion` of its own, which gives its pool's memory; all have started on
+    Each of the other ranks has a `sidecar` of its own, which gives its pool's memory; all have started on
     return.
     """
     native.keep_builds_in(cache_directory())
@@ -47,19 +47,19 @@ def load_engine(
     model = read_model_config(directory)
     check_split(model, config.tensor_parallel_size)
     _check_memory(model, config)
-    followers = Followers(config, companion) if config.tensor_parallel_size > 1 else None
+    tp_workers = TpWorkers(config, sidecar) if config.tensor_parallel_size > 1 else None
     try:
-        runner = ModelRunner(config, model, followers.tp if followers else TensorParallel())
-        with followers.telling_why() if followers else nullcontext():
+        runner = ModelRunner(config, model, tp_workers.tp if tp_workers else TensorParallel())
+        with tp_workers.telling_why() if tp_workers else nullcontext():
             runner.load(progress)
             _allocate(runner, zeros_on_cpu)
-            if companion is not None:
+            if sidecar is not None:
                 runner.tp.smallest(0)  # the ranks meet here once their companions have started
         name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
-        return Engine(runner, clock or SystemClock(), name, followers)
+        return Engine(runner, clock or SystemClock(), name, tp_workers)
     except BaseException:
-        if followers:
-            followers.close(timeout_s=0.0)
+        if tp_workers:
+            tp_workers.close(timeout_s=0.0)
         raise
 
 

@@ -3,8 +3,7 @@
 What clients send by the thousand goes to plain ASGI applications; the few others are FastAPI's.
 """
 
-import importlib.metadata
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -14,20 +13,60 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 
+import baton
 from baton.errors import BatonError
-from baton.gateway import dashboard, openapi
-from baton.gateway.admin import Explain, add_admin_routes
-from baton.gateway.api_errors import ApiError, as_api_error
-from baton.gateway.canary import Canary
-from baton.gateway.dashboard import Dashboard
-from baton.gateway.exporter import Exporter
-from baton.gateway.gate import Gate, log_failure
-from baton.gateway.inference import Inference
-from baton.gateway.metrics import Metrics
-from baton.gateway.served_model import ServedModel
-from baton.gateway.stream_socket import StreamSocket
-from baton.gateway.tenants import Tenants
-from baton.gateway.text_routes import TextRoutes
+from baton.gateway.api.admin import Canary, Explain, add_admin_routes
+from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.inference import Inference, TextRoutes
+from baton.gateway.api.stream_socket import StreamSocket
+from baton.gateway.api.types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.gateway.http.auth import AuthMiddleware, log_failure
+from baton.gateway.metrics import dashboard
+from baton.gateway.metrics.dashboard import Dashboard
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.tenants.tenants import Tenants
+from baton.gateway.text.work import ServedModel
+
+# How `/openapi.json` describes the routes that are no FastAPI functions.
+
+ROUTES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
+    "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
+    "/v1/completions": (CompletionBody, "What follows a prompt, whole or as server-sent events."),
+    "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
+    "/detokenize": (DetokenizeBody, "Token ids as text."),
+}
+STATUSES: Final = {
+    "200": "The answer",
+    "400": "The request must change",
+    "401": "No known key came along",
+    "403": "The key may not use the model",
+    "404": "There is no such model",
+    "408": "The request did not arrive in time",
+    "413": "The body is too large",
+    "431": "The headers are too large",
+    "500": "A worker failed",
+    "503": "There is no room now; retry-after says when to ask again",
+}
+REFERENCE: Final = "#/components/schemas/{name}"
+
+
+def describe_routes(openapi: dict[str, Any]) -> None:
+    """Add the routes above to a document."""
+    bodies = [body for body, _ in ROUTES.values()]
+    references, schemas = msgspec.json.schema_components(
+        bodies, schema_hook=_any_value, ref_template=REFERENCE
+    )
+    openapi.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    responses = {status: {"description": text} for status, text in STATUSES.items()}
+    for (path, (_, summary)), reference in zip(ROUTES.items(), references, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": reference}}}
+        openapi["paths"][path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+
+
+def _any_value(kind: type) -> dict[str, Any]:
+    return {"description": "any value"}
+
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
@@ -53,7 +92,7 @@ def make_app(parts: Parts) -> ASGIApp:
     """The whole gateway, as one ASGI application."""
     app = FastAPI(
         title="Baton",
-        version=importlib.metadata.version("baton"),
+        version=baton.__version__,
         redirect_slashes=False,
         docs_url=None,  # it loads scripts from elsewhere
         redoc_url=None,
@@ -71,8 +110,8 @@ def make_app(parts: Parts) -> ASGIApp:
     if parts.explain is not None:
         add_admin_routes(app, parts.explain)
     _answer_errors(app)
-    openapi.describe(app.openapi())  # it is made once, and kept
-    return Gate(
+    describe_routes(app.openapi())  # it is made once, and kept
+    return AuthMiddleware(
         app,
         parts.tenants,
         posts=posts,

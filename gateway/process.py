@@ -12,42 +12,38 @@ from typing import Final
 
 import msgspec
 
-from baton import collector
 from baton.clock import Clock, SystemClock
-from baton.config import node_name
-from baton.descriptors import connections_within, raise_descriptor_limit
+from baton.config.environment import node_name
+from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
-from baton.gateway import replay
+from baton.gateway.api.admin import Canary
+from baton.gateway.api.call_reader import CallReader
+from baton.gateway.api.inference import Inference, TextRoutes
+from baton.gateway.api.stream_socket import StreamSocket
 from baton.gateway.app import Parts, make_app
-from baton.gateway.call_reader import CallReader
-from baton.gateway.canary import Canary
-from baton.gateway.chat_template import ChatTemplate
-from baton.gateway.dashboard import Dashboard
-from baton.gateway.event_ids import EventIds
-from baton.gateway.exporter import Exporter
-from baton.gateway.frontend import Frontend
-from baton.gateway.http_protocol import Limits
-from baton.gateway.http_server import HttpServer
-from baton.gateway.inference import Inference
-from baton.gateway.metrics import Metrics
-from baton.gateway.model_files import read_sampling_defaults, read_vocab_size
-from baton.gateway.served_model import ServedModel
-from baton.gateway.service import Service
-from baton.gateway.siblings import Siblings
-from baton.gateway.stream_socket import StreamSocket
-from baton.gateway.tenants import Tenants
-from baton.gateway.tenants_door import Door
-from baton.gateway.tenants_watch import TenantsWatch
-from baton.gateway.text_pool import HelperSpec
-from baton.gateway.text_routes import TextRoutes
-from baton.gateway.text_work import TextWork
-from baton.gateway.tokenizer import Tokenizer
-from baton.gateway_config import GatewayConfig
-from baton.hub import Hub
-from baton.keys import ClusterKeys, KeyRing
-from baton.operating import MAX_TENANTS_TOLD, GatewayStatus
-from baton.wire_types import Kind
-from baton.worker import Address
+from baton.gateway.http.protocol import HttpLimits
+from baton.gateway.http.server import HttpServer
+from baton.gateway.metrics.dashboard import Dashboard
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.metrics.peer_gateways import PeerGateways
+from baton.gateway.streams import request_stream
+from baton.gateway.streams.frontend import Frontend
+from baton.gateway.streams.request_stream import Service
+from baton.gateway.streams.resume import EventIds
+from baton.gateway.tenants.limiter import Limiter
+from baton.gateway.tenants.tenants import Tenants, TenantsWatch
+from baton.gateway.text.chat_template import ChatTemplate
+from baton.gateway.text.model_files import read_sampling_defaults, read_vocab_size
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.work import HelperSpec, ServedModel, TextWork
+from baton.messages.bounds import Kind
+from baton.messages.operations import MAX_TENANTS_TOLD, GatewayStatus
+from baton.messages.workers import Address
+from baton.rpc import process
+from baton.rpc.auth import ClusterKeys, KeyRing
+from baton.rpc.process import connections_within, raise_descriptor_limit
+from baton.rpc.server import RpcServer
 
 SEED_BITS: Final = 63
 
@@ -57,7 +53,7 @@ LOOK_EVERY_S: Final = 0.02
 logger = logging.getLogger(__name__)
 
 
-class Gateway:
+class GatewayProcess:
     """The HTTP side, over whatever serves its requests: `start` it, then `drain` it."""
 
     def __init__(
@@ -77,7 +73,7 @@ class Gateway:
         vocab_size = read_vocab_size(directory)
         self._text = TextWork(Tokenizer.find(directory), template, vocab_size=vocab_size, helpers=helpers)
         self.metrics = metrics = Metrics(name)
-        self._siblings = Siblings(ring, lambda: metrics.counts(service.counters))
+        self._siblings = PeerGateways(ring, lambda: metrics.counts(service.counters))
         model = ServedModel(
             name=config.served_model_name or directory.name,
             text=self._text,
@@ -150,29 +146,29 @@ async def serve_gateway(
     Raises ConfigError and ModelError, which say what to change.
     """
     config = _within_descriptors(config)
-    clock, hub = SystemClock(), Hub(keys, link_timeout_s=config.link_timeout_s)
-    limits = replay.Limits(
+    clock, rpc_server = SystemClock(), RpcServer(keys, link_timeout_s=config.link_timeout_s)
+    limits = request_stream.ReplayLimits(
         max_streams=config.max_open_requests + 1,  # the canary's too
         max_wait_s=config.max_wait_s,
         max_begun_wait_s=config.max_begun_wait_s,
     )
     identity = secrets.token_hex(16)
-    frontend = Frontend(identity, config.routers, hub.dial, clock, limits)
-    gateway = Gateway(config, keys, frontend, clock, name=identity[:8])
+    frontend = Frontend(identity, config.routers, rpc_server.dial, clock, limits)
+    gateway = GatewayProcess(config, keys, frontend, clock, name=identity[:8])
     frontend.report = lambda: gateway.status(identity)
     with contextlib.ExitStack() as ends:
         try:
-            hub.serve(frontend)
+            rpc_server.serve(frontend)
             await gateway.prepare()
             await _until_ready(frontend, stopping)
             address = await gateway.start()
             logger.info("the gateway listens on %s:%d", address.host, address.port)
-            ends.enter_context(collector.calm())
+            ends.enter_context(process.freeze_gc())
             ready(address)
             await stopping.wait()
         finally:
             await gateway.drain()
-            await hub.close()
+            await rpc_server.close()
 
 
 def _within_descriptors(config: GatewayConfig) -> GatewayConfig:
@@ -217,7 +213,7 @@ def _parts(
         calendar_s=time.time,
         strict=config.strict,
     )
-    door = Door(
+    door = Limiter(
         metrics.tenants,
         config.max_open_requests,
         max_input_bytes=config.max_input_bytes,
@@ -249,11 +245,11 @@ def _parts(
     )
 
 
-def _limits(config: GatewayConfig, metrics: Metrics) -> Limits:
+def _limits(config: GatewayConfig, metrics: Metrics) -> HttpLimits:
     def refused(code: str) -> None:
         metrics.refused[code] += 1
 
-    return Limits(
+    return HttpLimits(
         max_connections=config.max_connections,
         max_body_bytes=config.max_body_bytes,
         header_timeout_s=config.header_timeout_s,

@@ -7,17 +7,37 @@ Shapes: T tokens, R wanted rows, E hidden, H query heads, K kv heads, D head dim
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.layer_groups import LayerGroups
-from baton.kernels.linear import LinearWeight
+from baton.kernels.embedding import LinearWeight
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch, describe_heads, native_handles
+
+# A forward pass that stops now and then to say how far it is, so that what is written can leave early.
+
+OnLayers: TypeAlias = Callable[[int, int], None]  # of layers [first, stop)
+
+
+class LayerGroups(NamedTuple):
+    """Who is told, and how often in a pass, that the keys and values of further layers are in their pages.
+
+    On a GPU that is so for whatever follows on the current stream.
+    """
+
+    num_groups: int  # as equal as can be; one a layer at most
+    on_layers: OnLayers
+
+    def ranges(self, num_layers: int) -> list[tuple[int, int]]:
+        num_groups = min(self.num_groups, num_layers)
+        bounds = [index * num_layers // num_groups for index in range(num_groups + 1)]
+        return list(pairwise(bounds))
+
 
 TIMERS: Final = ("linear", "attention", "other")  # as `enum timer` of csrc/decoder.c
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.attention_tile import attend_keys
-from baton.kernels.paged_kv import check_paged_kv, dense_kv
+from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 LOG2_E = math.log2(math.e)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.kernels.attention_tile import attend_keys
 from baton.kernels.paged_attention import LOG2_E
-from baton.kernels.paged_kv import check_paged_kv, dense_kv
+from baton.kernels.store_kv import check_paged_kv, dense_kv
 from baton.kernels.triton_import import jit, kernel, tl, triton
 
 

@@ -32,23 +32,19 @@ from typing import Final
 from torch import Tensor
 
 from baton.clock import Clock, SystemClock
-from baton.keys import KeyRing
-from baton.kvtransfer.choose import TransportCounters
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.endpoint_settings import Admit, EndpointSettings, refuse_all
-from baton.kvtransfer.ledger import PageLedger
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.message_stream import Call
+from baton.kvtransfer.links import Link, Peers
 from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.page_memory import SharedPool
-from baton.kvtransfer.peers import Peers
-from baton.kvtransfer.rank_agents import RankAgents
-from baton.kvtransfer.rank_plane import RankPlane
-from baton.kvtransfer.ranks import Ranks
-from baton.kvtransfer.remote_rank import RemoteRank
-from baton.kvtransfer.reservation import ID_BYTES
-from baton.kvtransfer.step_gate import StepMarks
-from baton.wire import DroppedPeers
+from baton.kvtransfer.protocol.handoff import PageLedger, TransferEnded
+from baton.kvtransfer.protocol.pull import ID_BYTES
+from baton.kvtransfer.ranks.executor import CompletedSteps, RankExecutor
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.ranks.ranks import Ranks
+from baton.kvtransfer.ranks.remote import RankAgents, RemoteRank
+from baton.kvtransfer.settings import Admit, EndpointSettings, refuse_all
+from baton.kvtransfer.transports.message_stream import Call
+from baton.kvtransfer.transports.registry import TransportCounters
+from baton.rpc.auth import KeyRing
+from baton.rpc.connection import DroppedPeers
 
 TICK_S: Final = 0.25  # between two looks at leases and heartbeats
 
@@ -66,7 +62,7 @@ class KvEndpoint(PageEndpoint):
         shared: SharedPool | None = None,
         agents: RankAgents | None = None,
         clock: Clock | None = None,
-        steps: StepMarks | None = None,
+        steps: CompletedSteps | None = None,
     ) -> None:
         """pool: of rank 0. shared: what it was made by, if sources on this host may write into it directly.
 
@@ -79,7 +75,7 @@ class KvEndpoint(PageEndpoint):
         self._inbox: SimpleQueue[Call] = SimpleQueue()
         self._next_tick_s = 0.0
         inbox = self._inbox.put
-        self._here = here = RankPlane(
+        self._here = here = RankExecutor(
             own, pool, shared, incarnation, inbox, self._hear, clock=clock, dropped=dropped, steps=steps
         )
         self._doors = here.pool_doors
@@ -139,15 +135,15 @@ class KvEndpoint(PageEndpoint):
         """
         return self._peers.dial(address)
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[TransferEnded]:
         """Do what is due, without waiting; the transfers that have ended since the last call."""
         with contextlib.suppress(Empty):
             for _ in range(self._inbox.qsize()):  # no more than is there: peers may be faster than we are
                 self._inbox.get_nowait()()
         if self._clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self._clock.now_s() + TICK_S
-            self._traffic.tick(self._peers.link_to)
-        return self._traffic.take_ended()
+            self._transfer_manager.tick(self._peers.link_to)
+        return self._transfer_manager.take_ended()
 
     def post(self, call: Call) -> None:
         """From any thread: have the call made by the next `poll` or `wait`, in order with all others."""

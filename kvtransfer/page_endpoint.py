@@ -19,17 +19,14 @@ from collections.abc import Sequence
 
 from baton.clock import Clock
 from baton.errors import WireError
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.endpoint_settings import Admit, EndpointSettings
-from baton.kvtransfer.handoff import answer_to_unknown
-from baton.kvtransfer.ledger import Owner, PageLedger
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import AnyMessage, Pull, Refuse, Reserve
-from baton.kvtransfer.pull import Lend, WantedPage, lend_nothing
-from baton.kvtransfer.rank_messages import PartEvent
-from baton.kvtransfer.rank_plane import Performer
-from baton.kvtransfer.reservation import ID_BYTES, check_pull, reservation
-from baton.kvtransfer.traffic import Routing, Traffic
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.protocol.handoff import Owner, PageLedger, TransferEnded, answer_to_unknown
+from baton.kvtransfer.protocol.messages import AnyMessage, PullRequest, Refuse, Reserve
+from baton.kvtransfer.protocol.pull import ID_BYTES, Lend, WantedPage, check_pull, lend_nothing, reservation
+from baton.kvtransfer.ranks.executor import Performer
+from baton.kvtransfer.ranks.messages import PartEvent
+from baton.kvtransfer.settings import Admit, EndpointSettings
+from baton.kvtransfer.transfers import Routing, TransferManager
 
 
 class PageEndpoint(ABC):
@@ -47,11 +44,11 @@ class PageEndpoint(ABC):
         self.lend: Lend = lend_nothing  # whoever has pages to be pulled sets it
         self._admit = admit
         self._ranks = ranks
-        self._traffic = Traffic(settings, ledger, clock, ranks)
-        self._outgoing, self._incoming = self._traffic.outgoing, self._traffic.incoming
+        self._transfer_manager = TransferManager(settings, ledger, clock, ranks)
+        self._outgoing, self._incoming = self._transfer_manager.outgoing, self._transfer_manager.incoming
 
     @abstractmethod
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[TransferEnded]:
         """Do what is due, without waiting; the transfers that have ended since the last call."""
 
     @abstractmethod
@@ -84,12 +81,12 @@ class PageEndpoint(ABC):
         """
         if transfer is not None and self._is_known(transfer):
             raise ValueError(f"transfer {transfer.hex()} was started before")
-        num_parts = self._traffic.num_parts(link, num_layer_groups, is_source=True)
+        num_parts = self._transfer_manager.num_parts(link, num_layer_groups, is_source=True)
         transfer = self._new_id() if transfer is None else transfer
         request = reservation(transfer, num_units, num_parts, deadline_s, position)
-        request = self._traffic.checked(link, request, num_layer_groups)
-        outgoing = self._traffic.depart(link, request)
-        if self._traffic.can_begin(outgoing):
+        request = self._transfer_manager.checked(link, request, num_layer_groups)
+        outgoing = self._transfer_manager.depart(link, request)
+        if self._transfer_manager.can_begin(outgoing):
             outgoing.start()
         return request.transfer
 
@@ -114,61 +111,63 @@ class PageEndpoint(ABC):
         deadline_s: float,
     ) -> bytes:
         """Ask the peer for its pages `wanted`. The caller has made room for as much."""
-        num_parts = self._traffic.num_parts(link, is_source=False)
+        num_parts = self._transfer_manager.num_parts(link, is_source=False)
         request = reservation(self._new_id(), num_units, num_parts, deadline_s)
-        check_pull(wanted, self._traffic.terms(link, is_source=False).num_destination_pages(num_units))
-        incoming = self._traffic.arrive(link, request)
-        if self._traffic.can_begin(incoming):
+        check_pull(
+            wanted, self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(num_units)
+        )
+        incoming = self._transfer_manager.arrive(link, request)
+        if self._transfer_manager.can_begin(incoming):
             holder, transports = link.hello.incarnation, self._ranks.transports
             incoming.perform(incoming.handoff.pull(adopter, holder, wanted, transports))
         return request.transfer
 
     def abort(self, transfer: bytes, reason: str) -> None:
-        end = self._traffic.end_of(transfer)
+        end = self._transfer_manager.end_of(transfer)
         if end is not None:
             end.perform(end.handoff.abort(reason))
 
     def take_granted(self) -> list[bytes]:
         """The transfers, begun by `start`, that have been granted pages since the last call."""
-        return self._traffic.take_granted()
+        return self._transfer_manager.take_granted()
 
     # What peers and ranks say.
 
     def _lost(self, link: Link) -> None:
-        for end in self._traffic.ends():
+        for end in self._transfer_manager.ends():
             if end.link is link:
                 end.perform(end.handoff.peer_lost())
         self._ranks.drop(link)
 
     def _hear(self, event: PartEvent) -> None:
-        end = self._traffic.end_of(event.transfer)
+        end = self._transfer_manager.end_of(event.transfer)
         if end is not None:
             end.hear(event)
 
-    def _lose(self, plane: Performer, reason: str, *, is_dead: bool) -> None:
+    def _lose(self, executor: Performer, reason: str, *, is_dead: bool) -> None:
         """A rank of ours."""
-        for end in self._traffic.ends():
-            end.lose(plane, reason, is_dead=is_dead)
+        for end in self._transfer_manager.ends():
+            end.lose(executor, reason, is_dead=is_dead)
 
     def _received(self, link: Link, message: AnyMessage) -> None:
         if link.is_lost:
             return
         match message:
-            case Reserve() | Pull():
+            case Reserve() | PullRequest():
                 self._asked(link, message)
             case _:
                 self._hand_on(link, message)
 
     def _hand_on(self, link: Link, message: AnyMessage) -> None:
         """To the end of its transfer, whichever link of the same process it came over."""
-        end = self._traffic.end_of(getattr(message, "transfer", b""))
+        end = self._transfer_manager.end_of(getattr(message, "transfer", b""))
         if end is not None and end.link.hello.incarnation == link.hello.incarnation:
             end.receive(message)
         elif (answer := answer_to_unknown(message)) is not None:
             link.send(answer)
 
-    def _asked(self, link: Link, request: Reserve | Pull) -> None:
-        complaint = self._traffic.complaint(link, request)
+    def _asked(self, link: Link, request: Reserve | PullRequest) -> None:
+        complaint = self._transfer_manager.complaint(link, request)
         if self._is_known(request.transfer):
             complaint = "a transfer that was asked for before"
         if complaint is not None:
@@ -176,18 +175,20 @@ class PageEndpoint(ABC):
         elif isinstance(request, Reserve):
             self._reserve(link, request)
         else:
-            outgoing = self._traffic.depart(link, request)
-            if self._traffic.can_begin(outgoing):
+            outgoing = self._transfer_manager.depart(link, request)
+            if self._transfer_manager.can_begin(outgoing):
                 outgoing.accept_pull(self.incarnation, self.lend)
 
     def _reserve(self, link: Link, request: Reserve) -> None:
-        num_pages = self._traffic.terms(link, is_source=False).num_destination_pages(request.num_units)
+        num_pages = self._transfer_manager.timeouts(link, is_source=False).num_destination_pages(
+            request.num_units
+        )
         complaint = self._ranks.complaint()
         adopter = self._admit(request, num_pages) if complaint is None else None
         if adopter is None:
             link.send(Refuse(transfer=request.transfer, reason=complaint or "no room"))
             return
-        incoming = self._traffic.arrive(link, request)
+        incoming = self._transfer_manager.arrive(link, request)
         incoming.perform(incoming.handoff.grant(adopter, self._ranks.transports))
 
     def _new_id(self) -> bytes:
@@ -195,4 +196,4 @@ class PageEndpoint(ABC):
 
     def _is_known(self, transfer: bytes) -> bool:
         """Ids are minted once; one that comes again is no new transfer's."""
-        return self._traffic.end_of(transfer) is not None or transfer in self._ranks.landings
+        return self._transfer_manager.end_of(transfer) is not None or transfer in self._ranks.registrations

@@ -7,15 +7,14 @@ taken its last page. They are told once that has happened, of no prompt that end
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from baton.colleagues import Colleagues
-from baton.engine.sequence import SequenceStatus
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.handoff import Outcome
-from baton.kvtransfer.pulls import Pull
-from baton.prefill_worker.departure import Departure
-from baton.reports import WorkerReports
+from baton.engine.scheduler.sequence import SequenceStatus
+from baton.kvtransfer.prefixes import PrefixPull
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
+from baton.messages.workers import PrefillTimes
+from baton.prefill_worker.prefill_job import PrefillJob
 from baton.request import StepOutput
-from baton.times import PrefillTimes
+from baton.rpc.peers import PeerRegistry
+from baton.rpc.worker_node import WorkerReports
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -31,47 +30,47 @@ class _Stamps:
     pulled_s: float = 0.0
 
 
-class Reports(WorkerReports):
-    def __init__(self, colleagues: Colleagues, clock: Clock) -> None:
-        super().__init__(colleagues, clock)
+class PrefillReports(WorkerReports):
+    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
+        super().__init__(peer_registry, clock)
         self._stamps: dict[bytes, _Stamps] = {}  # by transfer
 
-    def arrived(self, departure: Departure) -> None:
-        self._stamps[departure.transfer] = _Stamps(self.clock.now_s())
+    def arrived(self, prefill_job: PrefillJob) -> None:
+        self._stamps[prefill_job.transfer] = _Stamps(self.clock.now_s())
 
-    def pulled(self, departure: Departure, pull: Pull) -> None:
-        stamps = self._stamps[departure.transfer]
+    def pulled(self, prefill_job: PrefillJob, pull: PrefixPull) -> None:
+        stamps = self._stamps[prefill_job.transfer]
         stamps.pulled_bytes, stamps.pulled_s = pull.num_bytes if pull.pages else 0, pull.seconds
 
-    def computing(self, departure: Departure) -> None:
+    def computing(self, prefill_job: PrefillJob) -> None:
         """A step has ended, and it is not computed yet."""
-        stamps = self._stamps[departure.transfer]
-        if stamps.started_s is None and departure.progress and departure.progress.status not in _QUEUED:
+        stamps = self._stamps[prefill_job.transfer]
+        if stamps.started_s is None and prefill_job.progress and prefill_job.progress.status not in _QUEUED:
             stamps.started_s = self.step_began_s
 
-    def computed(self, departure: Departure, output: StepOutput) -> None:
-        stamps = self._stamps[departure.transfer]
+    def computed(self, prefill_job: PrefillJob, output: StepOutput) -> None:
+        stamps = self._stamps[prefill_job.transfer]
         if stamps.started_s is None:
             stamps.started_s = self.step_began_s
         stamps.computed_s = self.clock.now_s() - stamps.started_s
         stamps.num_cached_tokens = output.num_cached_tokens
-        stamps.own_s = departure.progress.own_s if departure.progress else 0.0
+        stamps.own_s = prefill_job.progress.own_s if prefill_job.progress else 0.0
 
-    def ended(self, departure: Departure, ended: Ended) -> None:
+    def ended(self, prefill_job: PrefillJob, ended: TransferEnded) -> None:
         """Its transfer, one way or another; what is left of it is forgotten."""
-        stamps = self._stamps.pop(departure.transfer, None)
-        times, is_handed_over = ended.times, ended.outcome is Outcome.HANDED_OVER
+        stamps = self._stamps.pop(prefill_job.transfer, None)
+        times, is_handed_over = ended.times, ended.outcome is HandoffOutcome.HANDED_OVER
         if stamps is None or stamps.started_s is None or stamps.computed_s is None or not is_handed_over:
             return
-        request = departure.request
+        request = prefill_job.request
         self.measurements.prefilled(
             PrefillTimes(
                 request.request_id,
                 request.attempt,
                 waited_s=stamps.started_s - stamps.arrived_s,
                 computed_s=stamps.computed_s,
-                num_new_tokens=departure.num_tokens - stamps.num_cached_tokens,
-                num_tokens=departure.num_tokens,
+                num_new_tokens=prefill_job.num_tokens - stamps.num_cached_tokens,
+                num_tokens=prefill_job.num_tokens,
                 pulled_bytes=stamps.pulled_bytes,
                 pulled_s=stamps.pulled_s,
                 moved_bytes=times.num_bytes if times is not None else 0,
@@ -80,5 +79,5 @@ class Reports(WorkerReports):
             )
         )
 
-    def forget(self, departure: Departure) -> None:
-        self._stamps.pop(departure.transfer, None)
+    def forget(self, prefill_job: PrefillJob) -> None:
+        self._stamps.pop(prefill_job.transfer, None)

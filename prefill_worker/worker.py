@@ -1,6 +1,6 @@
 """Computes prompts for decode workers: admit -> step -> hand off.
 
-The life of a prompt is in departure.py. What comes in between:
+The life of a prompt is in prefill_worker/prefill_job.py. What comes in between:
 
 - Its pages leave while the rest is computed; whoever waits for them has made room before.
 - The first token goes to the gateway at once, and to the decode worker, which goes on from there.
@@ -14,29 +14,24 @@ from typing import Final
 
 import msgspec
 
-from baton.beats import Beats, load_of
-from baton.colleagues import Colleagues
-from baton.control import Cancel, Failure, Prefill, Prefilled, with_arrival
-from baton.control_wire import TOO_LARGE, AnyMessage, fits
-from baton.engine.relief import relief_on
-from baton.engine.replica import Replica
-from baton.engine.sought_prefix import SoughtPrefix
+from baton.engine.replica import Replica, SoughtPrefix
+from baton.engine.scheduler.step_planner import pressure_mode_at
 from baton.errors import InvalidRequest, ProtocolError
-from baton.filled_pages import FilledPages
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.kv_links import KvLinks
+from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
-from baton.kvtransfer.pulled_prefixes import PulledPrefixes
-from baton.node import Peer
-from baton.prefill_worker.departure import Departure, Stage, refusal
-from baton.prefill_worker.last_chunks import LastChunks
-from baton.prefill_worker.reports import Reports
-from baton.pressure import Rung
-from baton.request import FinishReason, StepOutput
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
-from baton.worker import Load
-from baton.worker_node import WorkerNode
+from baton.kvtransfer.prefixes import PulledPrefixes
+from baton.kvtransfer.protocol.handoff import TransferEnded
+from baton.messages.bounds import Kind
+from baton.messages.codec import TOO_LARGE, AnyMessage, fits
+from baton.messages.control import Cancel, Failure, Prefill, Prefilled, with_arrival
+from baton.messages.status import OverloadLevel
+from baton.messages.workers import Load
+from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
+from baton.prefill_worker.reports import PrefillReports
+from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
+from baton.rpc.heartbeat import HeartbeatSender, load_of
+from baton.rpc.peers import Peer, PeerRegistry
+from baton.rpc.worker_node import WorkerNode
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
 
@@ -46,35 +41,35 @@ class PrefillWorker(WorkerNode):
         self,
         engine: Replica,
         endpoint: PageEndpoint,
-        colleagues: Colleagues,
-        beats: Beats,
+        peer_registry: PeerRegistry,
+        beats: HeartbeatSender,
         links: KvLinks,
         *,
         num_layer_groups: int = 1,
     ) -> None:
         """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
         self._clock = beats.clock
-        self._reports = Reports(colleagues, beats.clock)
-        super().__init__(colleagues, links, beats, self._reports)
+        self._reports = PrefillReports(peer_registry, beats.clock)
+        super().__init__(peer_registry, links, beats, self._reports)
         self._engine = engine
         self._endpoint = endpoint
         self._links = links
-        self._prefixes = PulledPrefixes[Departure](engine, endpoint, links, beats.clock)
-        self._departures: dict[bytes, Departure] = {}  # by transfer, until that has ended
-        self._by_engine_id: dict[str, Departure] = {}  # those that are COMPUTING
+        self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, beats.clock)
+        self._prefill_jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
+        self._by_engine_id: dict[str, PrefillJob] = {}  # those that are COMPUTING
         self._num_layer_groups = num_layer_groups
-        self._last_chunks: LastChunks | None = None
+        self._last_chunks: LayerwiseSend | None = None
         if num_layer_groups > 1:
-            self._last_chunks = LastChunks(endpoint, num_layer_groups, self._by_engine_id.get)
+            self._last_chunks = LayerwiseSend(endpoint, num_layer_groups, self._by_engine_id.get)
         self._num_tokens = self._kv_bytes = 0
 
     @property
     def is_idle(self) -> bool:  # no page waits here to be fetched, either
-        return not self._departures and not self._endpoint.num_open
+        return not self._prefill_jobs and not self._endpoint.num_open
 
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]:
-        return tuple(departure.key for departure in self._departures.values())
+        return tuple(prefill_job.key for prefill_job in self._prefill_jobs.values())
 
     def load(self) -> Load:
         return msgspec.structs.replace(
@@ -101,13 +96,13 @@ class PrefillWorker(WorkerNode):
                 self._hand_off(output)
             self._offer_what_is_computed()
             self._reports.step_ended(self._engine)
-        self._colleagues.flush()
+        self._peer_registry.flush()
         self._reports.tell(self._engine)
 
     # Colleagues.
 
-    def _pressed(self, rung: Rung) -> None:
-        self._engine.relieve(relief_on(rung))
+    def _pressed(self, level: OverloadLevel) -> None:
+        self._engine.relieve(pressure_mode_at(level))
 
     def _reachable(self) -> list[str]:
         return self._links.reachable()
@@ -125,23 +120,23 @@ class PrefillWorker(WorkerNode):
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a prefill worker")
 
     def _lost_workers(self, ids: list[str]) -> None:
-        for departure in list(self._departures.values()):
-            if departure.decode in ids:  # it may hear us yet: gone is what the router says it is
-                self._give_up(departure, "its decode worker is gone")
-                self._refuse(departure.decode, departure.prefill, Failure.BUSY, "you were taken for dead")
+        for prefill_job in list(self._prefill_jobs.values()):
+            if prefill_job.decode in ids:  # it may hear us yet: gone is what the router says it is
+                self._give_up(prefill_job, "its decode worker is gone")
+                self._refuse(prefill_job.decode, prefill_job.prefill, Failure.BUSY, "you were taken for dead")
 
     def _cancel(self, peer: Peer, cancel: Cancel) -> None:
-        for departure in list(self._departures.values()):
-            is_it = departure.key == (cancel.request_id, cancel.attempt)
-            if is_it and departure.decode == peer.hello.id:
-                self._give_up(departure, "not wanted any more")
+        for prefill_job in list(self._prefill_jobs.values()):
+            is_it = prefill_job.key == (cancel.request_id, cancel.attempt)
+            if is_it and prefill_job.decode == peer.hello.id:
+                self._give_up(prefill_job, "not wanted any more")
 
     # A prompt comes.
 
     def _begin(self, peer: Peer, prefill: Prefill) -> None:
         link = self._links.to(peer.hello.id)
         page_size = self._engine.pages.page_size
-        if link is None or prefill.transfer in self._departures:
+        if link is None or prefill.transfer in self._prefill_jobs:
             self._refuse(peer.hello.id, prefill, Failure.BUSY, "no pages can be sent to that worker now")
             return
         if self.is_draining:
@@ -149,12 +144,12 @@ class PrefillWorker(WorkerNode):
             return
         unit_tokens = min(page_size, link.hello.layout.page_size)
         prefill = with_arrival(prefill, self._clock.now_s())
-        departure = Departure(prefill, peer.hello.id, page_size, unit_tokens)
+        prefill_job = PrefillJob(prefill, peer.hello.id, page_size, unit_tokens)
         try:
-            self._engine.check(departure.request)
+            self._engine.check(prefill_job.request)
             self._endpoint.start(
                 link,
-                departure.num_units,
+                prefill_job.num_units,
                 deadline_s=TRANSFER_TIMEOUT_S,
                 transfer=prefill.transfer,
                 num_layer_groups=self._num_layer_groups,
@@ -164,111 +159,111 @@ class PrefillWorker(WorkerNode):
         except ValueError as error:  # no transfer can be like that: it has too many units
             self._refuse(peer.hello.id, prefill, Failure.BUSY, str(error))
         else:
-            self._departures[prefill.transfer] = departure
-            self._reports.arrived(departure)
-            self._compute(departure)
+            self._prefill_jobs[prefill.transfer] = prefill_job
+            self._reports.arrived(prefill_job)
+            self._compute(prefill_job)
 
     def _granted(self, transfer: bytes) -> None:
-        departure = self._departures.get(transfer)
-        if departure is not None:
-            departure.is_granted = True
+        prefill_job = self._prefill_jobs.get(transfer)
+        if prefill_job is not None:
+            prefill_job.is_granted = True
 
-    def _compute(self, departure: Departure) -> None:
+    def _compute(self, prefill_job: PrefillJob) -> None:
         """At once: the decode worker has kept the room that it is being asked for."""
-        prefix = SoughtPrefix(self._engine, departure.request, departure.engine_id)
-        if self._prefixes.begin(departure, departure.prefill.source, prefix):
-            departure.stage = Stage.PULLING
+        prefix = SoughtPrefix(self._engine, prefill_job.request, prefill_job.engine_id)
+        if self._prefixes.begin(prefill_job, prefill_job.prefill.source, prefix):
+            prefill_job.stage = PrefillStage.PULLING
         else:
-            self._start(departure, None)
+            self._start(prefill_job, None)
 
-    def _pulled(self, ended: Ended) -> None:
+    def _pulled(self, ended: TransferEnded) -> None:
         """Go on with the prefix that has come, or without."""
         pulled = self._prefixes.take(ended)
         if pulled is not None:
             self._reports.pulled(pulled.waiter, pulled.pull)
             self._start(pulled.waiter, pulled.filled)
 
-    def _start(self, departure: Departure, filled: FilledPages | None) -> None:
+    def _start(self, prefill_job: PrefillJob, filled: FilledPages | None) -> None:
         try:
-            (departure.progress,) = self._engine.add(departure.engine_request, filled, keeps_pages=True)
+            (prefill_job.progress,) = self._engine.add(prefill_job.engine_request, filled, keeps_pages=True)
         except InvalidRequest as error:  # it may well fit the decode worker
             if filled is not None:
                 self._engine.release(filled)
-            self._fail(departure, Failure.BUSY, str(error))
+            self._fail(prefill_job, Failure.BUSY, str(error))
             return
-        departure.stage = Stage.COMPUTING
-        self._by_engine_id[departure.engine_id] = departure
+        prefill_job.stage = PrefillStage.COMPUTING
+        self._by_engine_id[prefill_job.engine_id] = prefill_job
 
     # It leaves.
 
     def _offer_what_is_computed(self) -> None:
-        for departure in self._by_engine_id.values():
-            self._offer(departure)
-            self._reports.computing(departure)
+        for prefill_job in self._by_engine_id.values():
+            self._offer(prefill_job)
+            self._reports.computing(prefill_job)
 
-    def _offer(self, departure: Departure) -> None:
-        offer = departure.take_offer()
+    def _offer(self, prefill_job: PrefillJob) -> None:
+        offer = prefill_job.take_offer()
         if offer is not None:
-            self._endpoint.offer(departure.transfer, offer.pages, offer.num_units)
+            self._endpoint.offer(prefill_job.transfer, offer.pages, offer.num_units)
 
     def _hand_off(self, output: StepOutput) -> None:
         """The first token, and with it all that is left of the pages."""
-        departure = self._by_engine_id[output.request_id]
+        prefill_job = self._by_engine_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
-            self._fail(departure, Failure.ERROR, "the model's output for it could not be sampled")
+            self._fail(prefill_job, Failure.ERROR, "the model's output for it could not be sampled")
             return
-        reason = departure.finish_reason(output.finish_reason, self._engine.max_model_len)
-        event = TokenEvent.of(departure.request, output, reason)
+        reason = prefill_job.finish_reason(output.finish_reason, self._engine.max_model_len)
+        event = TokenEvent.of(prefill_job.request, output, reason)
         if not fits(event):
-            self._fail(departure, Failure.INVALID, TOO_LARGE)
+            self._fail(prefill_job, Failure.INVALID, TOO_LARGE)
             return
-        self._reports.computed(departure, output)
+        self._reports.computed(prefill_job, output)
         self._num_tokens += output.token_id is not None
-        self._colleagues.emit(departure.prefill.gateway, event)
-        self._colleagues.tell(departure.decode, Prefilled(event=event))
+        self._peer_registry.emit(prefill_job.prefill.gateway, event)
+        self._peer_registry.tell(prefill_job.decode, Prefilled(event=event))
         if reason is None:
-            self._offer(departure)
-        self._leave(departure)
+            self._offer(prefill_job)
+        self._leave(prefill_job)
 
-    def _leave(self, departure: Departure) -> None:
+    def _leave(self, prefill_job: PrefillJob) -> None:
         """The rest is the decode worker's: it ends a transfer that it wants no more.
 
         If that end came from here it might be heard before what was said, over another connection, and the
         prompt would be computed once more.
         """
-        self._let_engine_go(departure)
-        departure.stage = Stage.LEAVING
+        self._let_engine_go(prefill_job)
+        prefill_job.stage = PrefillStage.LEAVING
 
-    def _transfer_ended(self, ended: Ended) -> None:
+    def _transfer_ended(self, ended: TransferEnded) -> None:
         if ended.times is not None:
             self._kv_bytes += ended.times.num_bytes
-        departure = self._departures.pop(ended.transfer, None)
-        if departure is None:
+        prefill_job = self._prefill_jobs.pop(ended.transfer, None)
+        if prefill_job is None:
             return
-        self._reports.ended(departure, ended)
-        if departure.stage is not Stage.LEAVING or not departure.is_granted:
-            self._let_engine_go(departure)
-            self._refuse(departure.decode, departure.prefill, Failure.BUSY, ended.reason)
+        self._reports.ended(prefill_job, ended)
+        if prefill_job.stage is not PrefillStage.LEAVING or not prefill_job.is_granted:
+            self._let_engine_go(prefill_job)
+            self._refuse(prefill_job.decode, prefill_job.prefill, Failure.BUSY, ended.reason)
 
     # It ends otherwise.
 
-    def _fail(self, departure: Departure, failure: Failure, reason: str) -> None:
-        self._leave(departure)
-        self._refuse(departure.decode, departure.prefill, failure, reason)
+    def _fail(self, prefill_job: PrefillJob, failure: Failure, reason: str) -> None:
+        self._leave(prefill_job)
+        self._refuse(prefill_job.decode, prefill_job.prefill, failure, reason)
 
     def _refuse(self, decode: str, prefill: Prefill, failure: Failure, reason: str) -> None:
-        self._colleagues.tell(decode, refusal(prefill.request, failure, reason))
+        self._peer_registry.tell(decode, refusal(prefill.request, failure, reason))
 
-    def _give_up(self, departure: Departure, reason: str) -> None:
+    def _give_up(self, prefill_job: PrefillJob, reason: str) -> None:
         """Let go of everything that it holds here."""
-        self._endpoint.abort(departure.transfer, reason)
-        self._let_engine_go(departure)
-        self._departures.pop(departure.transfer, None)
-        self._reports.forget(departure)
+        self._endpoint.abort(prefill_job.transfer, reason)
+        self._let_engine_go(prefill_job)
+        self._prefill_jobs.pop(prefill_job.transfer, None)
+        self._reports.forget(prefill_job)
 
-    def _let_engine_go(self, departure: Departure) -> None:
-        self._prefixes.drop(departure)
-        if self._by_engine_id.pop(departure.engine_id, None) is None:
+    def _let_engine_go(self, prefill_job: PrefillJob) -> None:
+        self._prefixes.drop(prefill_job)
+        if self._by_engine_id.pop(prefill_job.engine_id, None) is None:
             return
-        if not self._engine.abort(departure.engine_id):  # it has ended already, and its pages are kept
-            self._engine.release_kept(departure.engine_id, departure.request.choice)
+        if not self._engine.abort(prefill_job.engine_id):  # it has ended already, and its pages are kept
+            self._engine.release_kept(prefill_job.engine_id, prefill_job.request.choice)

@@ -6,8 +6,8 @@ at the workers: as much as keeps them busy until the router has heard that a pla
 A decode worker takes attempts up to its limits and a quarter more, as some of them have no token yet, and not
 all grow as long as is expected. A worker that computes prompts has a place for one if no more than another
 comes before it, or than one step computes, or than is done within AHEAD_S; a decode worker has it too where
-it may compute any prompt. Workers order prompts by shares too (prompts_ahead.py): those that a prompt
-overtakes there take no place from it.
+it may compute any prompt. Workers order prompts by shares too (router/policies/prompts_ahead.py): those that
+a prompt overtakes there take no place from it.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from collections.abc import Collection, Sequence
 from itertools import cycle, islice
 from typing import Final
 
-from baton.router.books import Books
+from baton.messages.workers import WorkerRole
+from baton.router.in_flight import InFlight
 from baton.router.membership import Member, Membership
-from baton.router.prompts_ahead import Claim
-from baton.worker import WorkerRole
+from baton.router.policies.prompts_ahead import Claim
 
 OVERCOMMIT: Final = 1.25
 MIN_COMPUTING: Final = 2  # prompts: the next is there when one is done
@@ -28,10 +28,10 @@ MAX_ASKED: Final = 32  # at one look
 
 
 class Capacity:
-    def __init__(self, members: Membership, books: Books, *, decoders_compute: bool = False) -> None:
+    def __init__(self, members: Membership, in_flight: InFlight, *, decoders_compute: bool = False) -> None:
         """decoders_compute: a prompt of any length may be computed where it is decoded, if that is best."""
         self._members = members
-        self.books = books
+        self.in_flight = in_flight
         self._decoders_compute = decoders_compute
         self._first_asked: Counter[WorkerRole] = Counter()  # at the next look
         self._taking_now: dict[WorkerRole, Sequence[Member]] = {}
@@ -39,7 +39,7 @@ class Capacity:
 
     def can_decode(self, member: Member, num_tokens: int) -> bool:
         """num_tokens: whose KV it is expected to need. A worker that has nothing takes anything."""
-        account, worker = self.books.account(member.id), member.worker
+        account, worker = self.in_flight.account(member.id), member.worker
         num_attempts = account.num_attempts + account.num_unknown
         if not num_attempts:
             return True
@@ -64,8 +64,8 @@ class Capacity:
         """
         decoders = [each for each in self._taking(WorkerRole.DECODE) if each.id in reached]
         decoders = [each for each in decoders if each.id not in avoid] or decoders
-        books = self.books
-        shares = {each.id: books.account(each.id).share_of(each.worker) for each in decoders}
+        in_flight = self.in_flight
+        shares = {each.id: in_flight.account(each.id).share_of(each.worker) for each in decoders}
         return min(shares, key=lambda worker: shares[worker], default="")
 
     def can_compute(self, claim: Claim) -> bool:
@@ -97,18 +97,18 @@ class Capacity:
 
     def _has_place_for_any(self, worker_id: str) -> bool:
         """Though all that is there come before it."""
-        account = self.books.account(worker_id)
+        account = self.in_flight.account(worker_id)
         if account.num_computing < MIN_COMPUTING or account.prompts.total < STEP_TOKENS:
             return True
-        return self.books.wait_s(worker_id) < AHEAD_S
+        return self.in_flight.wait_s(worker_id) < AHEAD_S
 
     def _overtakes(self, claim: Claim, worker_id: str) -> bool:
         """So much that little is left before it."""
-        prompts = self.books.account(worker_id).prompts
+        prompts = self.in_flight.account(worker_id).prompts
         num, num_tokens = prompts.before(claim)
         if num < MIN_COMPUTING or num_tokens < STEP_TOKENS:
             return True
-        return self.books.wait_s(worker_id) * num_tokens / prompts.total < AHEAD_S
+        return self.in_flight.wait_s(worker_id) * num_tokens / prompts.total < AHEAD_S
 
     def _workers(self) -> dict[WorkerRole, Sequence[Member]]:
         """Those that take work."""

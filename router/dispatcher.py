@@ -1,8 +1,8 @@
 """Attempts on their way through the router.
 
 1. A gateway submits one. It is refused when its name is none, or is under way here already.
-2. It is asked for at the reception (reception.py). Too many are under way, a quota or an objective stands
-   against it, or nobody can take it now: the gateway is told so (Rejected).
+2. It is asked for at the reception (router/queue/admission.py). Too many are under way, a quota or an
+   objective stands against it, or nobody can take it now: the gateway is told so (Rejected).
 3. `let_out`: its turn has come and a worker has room. `_send_out`: it goes to a pair of workers and into the
    books, and other routers are told.
 4. Its gateway says that its first token is there, and that it has ended; or is told that its decode worker
@@ -11,32 +11,112 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.control import AttemptFailed, Failure, Queued, Rejected, Submit
 from baton.errors import ProtocolError
-from baton.node import Peer
-from baton.operating import GatewayStatus
-from baton.pressure import Rung
-from baton.router.books import Entry, Key, num_kv_tokens
-from baton.router.chooser import Turn
-from baton.router.knowledge import Knowledge
+from baton.messages.bounds import Attempt, Id
+from baton.messages.codec import fits_beside
+from baton.messages.control import (
+    MAX_AGE_S,
+    AttemptFailed,
+    Dispatch,
+    Failure,
+    Queued,
+    Rejected,
+    Routed,
+    Submit,
+)
+from baton.messages.operations import GatewayStatus
+from baton.messages.status import OverloadLevel
+from baton.request import Request
+from baton.router.cluster_state import ClusterState
+from baton.router.in_flight import InFlightAttempt, Key, num_kv_tokens, scheduling_class_of
 from baton.router.membership import Member
-from baton.router.orders import dispatch_of, entry_of, key_of, routed_of
-from baton.router.overload import PRESSED_LOCAL_TOKENS
-from baton.router.pairing import NoPlace, Pair, Pairing, Unpaired
-from baton.router.quotas import Refused
-from baton.router.reception import Reception
-from baton.router.tenant_queues import Waiting
-from baton.tenancy import Refusal, has_place
+from baton.router.policies.cost import TenantClaim
+from baton.router.policies.cost_model import CostModel
+from baton.router.policies.pairing import NoPlace, Pair, Pairing, Unpaired
+from baton.router.queue.admission import AdmissionQueue
+from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
+from baton.router.queue.quotas import QuotaRefusal
+from baton.router.queue.tenant_queues import Waiting
+from baton.rpc.peers import Peer
+from baton.tenants import Refusal, has_place
+
+# What the choice of a pair makes of an attempt: an entry in the books, and a word to either side.
+
+_KEY: Final = tuple[Id, Attempt]
+
+
+def key_of(request: Request) -> Key:
+    """The attempt's name. ProtocolError when it is none that messages can carry."""
+    key = (request.request_id, request.attempt)
+    try:
+        return msgspec.convert(key, _KEY)
+    except msgspec.ValidationError as error:
+        message = f"attempt {key[1]} of {key[0][:64]!r} is no attempt's name: {error}"
+        raise ProtocolError(message) from error
+
+
+def prefill_of(pair: Pair) -> str:
+    """Its id, or ""."""
+    return pair.prefill.id if pair.prefill is not None else ""
+
+
+def entry_of(
+    gateway_id: str, request: Request, pair: Pair, model: CostModel, charged: float
+) -> InFlightAttempt:
+    """charged: work, to its tenant."""
+    num_prompt_tokens = request.num_tokens
+    if pair.choice is not None:
+        num_prompt_tokens -= pair.choice.candidate.num_held_tokens
+        compute_s = pair.choice.candidate.terms.compute_s
+    else:
+        computer = model.of(prefill_of(pair) or pair.decode.id)
+        compute_s = computer.compute_s(num_prompt_tokens, num_prompt_tokens)
+    num_tokens = num_kv_tokens(request)
+    return InFlightAttempt(
+        gateway=gateway_id,
+        decode=pair.decode.id,
+        prefill=prefill_of(pair),
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=num_tokens,
+        compute_s=compute_s,
+        scheduling_class=scheduling_class_of(request),
+        num_output_tokens=num_tokens - request.num_tokens,
+        charged=charged,
+    )
+
+
+def dispatch_of(gateway_id: str, request: Request, pair: Pair, age_s: float) -> Dispatch:
+    source = pair.choice.source if pair.choice is not None else None
+    if source is not None and not fits_beside(request, source):
+        source = None  # then all is computed: a hint is not worth the request
+    return Dispatch(
+        request=request,
+        gateway=gateway_id,
+        prefill=prefill_of(pair),
+        age_s=min(MAX_AGE_S, age_s),
+        source=source,
+    )
+
+
+def routed_of(request: Request, pair: Pair) -> Routed:
+    return Routed(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        decode=pair.decode.id,
+        prefill=prefill_of(pair),
+        reason=pair.reason,
+    )
+
 
 RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 86_400.0
 
 
-class Gateway:
+class GatewayPeer:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.id = peer.hello.id
@@ -55,70 +135,70 @@ class Dispatcher:
     def __init__(
         self,
         pairing: Pairing,
-        knowledge: Knowledge,
-        reception: Reception,
-        gateways: Mapping[str, Gateway],
+        cluster_state: ClusterState,
+        admission_queue: AdmissionQueue,
+        gateways: Mapping[str, GatewayPeer],
         max_attempts: int,
     ) -> None:
         """gateways: those that are here, by id, whenever it is looked at."""
-        self._books = reception.books
+        self._in_flight = admission_queue.in_flight
         self._pairing = pairing
-        self._knowledge = knowledge
-        self._reception = reception
+        self._cluster_state = cluster_state
+        self._admission_queue = admission_queue
         self._gateways = gateways
         self._max_attempts = max_attempts
-        self._counters: Counter[str] = knowledge.counters
+        self._counters: Counter[str] = cluster_state.counters
         self._kept: _Kept | None = None
         self._stuck: dict[Key, NoPlace] = {}  # who waited for a place, when last looked at: two at most
         self._is_crowded = False  # a decode worker without room was met: they are looked at before the choice
 
-    def submit(self, gateway: Gateway, submit: Submit) -> bool:
+    def submit(self, gateway: GatewayPeer, submit: Submit) -> bool:
         """Take an attempt on, or reject it; return whether it was taken on.
 
         Raises ProtocolError when no gateway that is well would send it.
         """
         key = key_of(submit.request)
-        if self._books.is_anothers(key):
-            self._books.ended(key)  # its router is gone, or its gateway has left that one
-        if key in self._books or key in self._reception:
+        if self._in_flight.is_anothers(key):
+            self._in_flight.ended(key)  # its router is gone, or its gateway has left that one
+        if key in self._in_flight or key in self._admission_queue:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
-        num_free = self._max_attempts - len(self._books) - len(self._reception)
-        num_own = 0 if submit.is_begun else self._reception.quotas.num_requests(submit.request.tenant)
+        num_free = self._max_attempts - len(self._in_flight) - len(self._admission_queue)
+        num_own = 0 if submit.is_begun else self._admission_queue.quotas.num_requests(submit.request.tenant)
         if not has_place(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
             return False
-        refused = self._reception.ask(gateway.id, submit)
+        refused = self._admission_queue.ask(gateway.id, submit)
         if refused is None:
             self.find_room()
-            refused = self._reception.overflow(key)
+            refused = self._admission_queue.overflow(key)
         if refused is not None:
             self._reject(gateway.id, key, refused)
-        elif key in self._reception:
+        elif key in self._admission_queue:
             gateway.peer.send(Queued(request_id=key[0], attempt=key[1]))
         return refused is None
 
     def started(self, attempts: Sequence[Key]) -> None:
         for key in attempts:
-            self._books.started(key)
-            self._reception.started(key)
-        self._knowledge.started(attempts)
+            self._in_flight.started(key)
+            self._admission_queue.started(key)
+        self._cluster_state.started(attempts)
         self.let_out()
 
     def ended(self, attempts: Sequence[Key], num_tokens: Sequence[int] = ()) -> None:
         """num_tokens: that each has answered, where that is known."""
         for number, key in enumerate(attempts):
-            self._books.ended(key)
-            self._reception.ended(key, num_tokens[number] if number < len(num_tokens) else None)
-        self._knowledge.ended(attempts)
+            self._in_flight.ended(key)
+            self._admission_queue.ended(key, num_tokens[number] if number < len(num_tokens) else None)
+        self._cluster_state.ended(attempts)
         if attempts:
             self.let_out()
         else:  # a worker has said that it is well
             self.find_room()
 
     def gateway_left(self, gateway_id: str) -> None:
-        self._books.gateway_left(gateway_id)
-        self._reception.gateway_left(gateway_id)
+        self._in_flight.gateway_left(gateway_id)
+        self._admission_queue.gateway_left(gateway_id)
         self.let_out()
 
     def find_room(self) -> None:
@@ -126,9 +206,9 @@ class Dispatcher:
         self.let_out(has_places=False)
 
     def tick(self) -> None:
-        for record, refused in self._reception.tick():
+        for record, refused in self._admission_queue.tick():
             self._reject(record.gateway, (record.request.request_id, record.request.attempt), refused)
-        is_pressed = self._reception.overload.rung >= Rung.LOCAL_PREFILL
+        is_pressed = self._admission_queue.overload.level >= OverloadLevel.LOCAL_PREFILL
         self._pairing.press(PRESSED_LOCAL_TOKENS if is_pressed else 0)
         self.let_out()
 
@@ -139,13 +219,15 @@ class Dispatcher:
         They go past it too where it is best for it to wait for a place: to places that it does not want.
         has_places: some may be free that were not at the last look; else who waited for one still does.
         """
-        kept, reception = self._kept, self._reception
-        if kept is not None and not (kept.key in reception and reception.capacity.takes(kept.worker)):
+        kept, admission_queue = self._kept, self._admission_queue
+        if kept is not None and not (
+            kept.key in admission_queue and admission_queue.capacity.takes(kept.worker)
+        ):
             self._kept = None
         stuck, self._stuck = {} if has_places else self._stuck, {}
         passed: Waiting | None = None
         try:
-            while (waiting := self._reception.first()) is not None:
+            while (waiting := self._admission_queue.first()) is not None:
                 obstacle = stuck.get(waiting.key) or self._let_out(waiting)
                 if obstacle is None:
                     continue
@@ -156,15 +238,15 @@ class Dispatcher:
                 if passed is not None:
                     break
                 passed = waiting
-                self._reception.pass_over(waiting.tenant)
+                self._admission_queue.pass_over(waiting.tenant)
         finally:
             if passed is not None:
-                self._reception.take_up(passed.tenant)
-        self._reception.settle()
+                self._admission_queue.take_up(passed.tenant)
+        self._admission_queue.settle()
 
     def lost(self, member: Member, reason: str) -> None:
         """What it may never have heard of is given back; of the rest its gateways know more than it does."""
-        for (request_id, attempt), entry in self._books.waiting_at(member.id):
+        for (request_id, attempt), entry in self._in_flight.waiting_at(member.id):
             gateway = self._gateways.get(entry.gateway)
             if gateway is None:
                 continue  # another router's: that one gives it back
@@ -179,26 +261,26 @@ class Dispatcher:
 
     def _let_out(self, waiting: Waiting) -> Unpaired | NoPlace | None:
         """Why it has to wait; None: it has left the queue, wherever to."""
-        refused = self._reception.hopeless(waiting)
+        refused = self._admission_queue.hopeless(waiting)
         if refused is not None:
             self._reject(waiting.gateway, waiting.key, refused)
             return None
         gateway = self._gateways[waiting.gateway]
         wanted = [each.worker for each in self._stuck.values()]
-        pair = self._pair(gateway, waiting, self._reception.turn(waiting, wanted))
+        pair = self._pair(gateway, waiting, self._admission_queue.turn(waiting, wanted))
         if pair is Unpaired.UNREACHED or pair is Unpaired.NO_PREFILL:
             refused = _no_room(pair.value)
-            self._reception.refuse(waiting.key, refused)
+            self._admission_queue.refuse(waiting.key, refused)
             self._reject(waiting.gateway, waiting.key, refused)
             return None
         if not isinstance(pair, Pair):
             return pair
-        request = self._reception.let_out(waiting)
+        request = self._admission_queue.let_out(waiting)
         submit = waiting.submit
         if request is not submit.request:
             submit = msgspec.structs.replace(submit, request=request)
-        entry = entry_of(gateway.id, request, pair, self._knowledge.model, waiting.work)
-        self._send_out(gateway, submit, pair, waiting.key, entry, self._reception.waited_s(waiting))
+        entry = entry_of(gateway.id, request, pair, self._cluster_state.model, waiting.work)
+        self._send_out(gateway, submit, pair, waiting.key, entry, self._admission_queue.waited_s(waiting))
         return None
 
     def _keep_a_worker(self, waiting: Waiting) -> bool:
@@ -207,16 +289,16 @@ class Dispatcher:
         """
         if self._kept is None:
             reached, avoid = self._gateways[waiting.gateway].reached, waiting.submit.avoid
-            self._kept = _Kept(waiting.key, self._reception.capacity.roomiest(reached, avoid))
+            self._kept = _Kept(waiting.key, self._admission_queue.capacity.roomiest(reached, avoid))
         elif self._kept.key != waiting.key:
             self._kept = None
             return False
         return True
 
-    def _pair(self, gateway: Gateway, waiting: Waiting, turn: Turn) -> Pair | Unpaired | NoPlace:
+    def _pair(self, gateway: GatewayPeer, waiting: Waiting, turn: TenantClaim) -> Pair | Unpaired | NoPlace:
         """With room, but for one that holds the prompt already. Who is full is found out once one was met."""
         submit = waiting.submit
-        capacity, num_tokens = self._reception.capacity, num_kv_tokens(submit.request)
+        capacity, num_tokens = self._admission_queue.capacity, num_kv_tokens(submit.request)
         kept = self._kept
         full: frozenset[str] = frozenset()
         if self._is_crowded or kept is not None:
@@ -225,7 +307,7 @@ class Dispatcher:
             if kept is not None and kept.key != waiting.key:
                 full |= {kept.worker}
         pair = self._pairing.pair(submit, gateway.reached, full, turn)
-        if full or not isinstance(pair, Pair) or pair.decode.id == submit.beside:
+        if full or not isinstance(pair, Pair) or pair.decode.id == submit.sticky_worker:
             return pair
         if capacity.can_decode(pair.decode, num_tokens):
             return pair
@@ -233,18 +315,18 @@ class Dispatcher:
         return self._pairing.pair(submit, gateway.reached, capacity.full(num_tokens), turn)
 
     def _send_out(
-        self, gateway: Gateway, submit: Submit, pair: Pair, key: Key, entry: Entry, age_s: float
+        self, gateway: GatewayPeer, submit: Submit, pair: Pair, key: Key, entry: InFlightAttempt, age_s: float
     ) -> None:
         request = submit.request
-        self._books.enter(key, entry)
+        self._in_flight.enter(key, entry)
         self._counters["dispatched" if pair.prefill is not None else "dispatched_local"] += 1
         pair.decode.peer.send(dispatch_of(gateway.id, request, pair, age_s))
         gateway.peer.send(routed_of(request, pair))
         # Nobody waits for what follows.
-        self._knowledge.decided(submit, pair)
-        self._knowledge.dispatched(submit, pair, entry)
+        self._cluster_state.decided(submit, pair)
+        self._cluster_state.dispatched(submit, pair, entry)
 
-    def _reject(self, gateway_id: str, key: Key, refused: Refused) -> None:
+    def _reject(self, gateway_id: str, key: Key, refused: QuotaRefusal) -> None:
         self._counters["rejected"] += 1
         rejected = Rejected(
             request_id=key[0],
@@ -257,5 +339,5 @@ class Dispatcher:
         self._gateways[gateway_id].peer.send(rejected)
 
 
-def _no_room(reason: str) -> Refused:
-    return Refused(Refusal.NO_ROOM, reason, RETRY_AFTER_S)
+def _no_room(reason: str) -> QuotaRefusal:
+    return QuotaRefusal(Refusal.NO_ROOM, reason, RETRY_AFTER_S)

@@ -8,21 +8,21 @@ The life of a member:
 2. It gives a sign of life every second, whatever its engine does, with the age of the step that runs; and
    between steps it says what it has, and whom it reaches.
 3. It is dead when its connection ends, and when nothing has come from it for BEAT_TIMEOUT_S. It is hung when
-   its step is older than that step's bound (baton/steps.py); a slow step within its bound changes nothing.
-   Then the router ends the connection. A process that was only held up may join again: whoever else was
-   connected to it has been told to drop it, so what it did before is lost by then.
+   its step is older than that step's bound (baton/rpc/liveness.py); a slow step within its bound changes
+   nothing. Then the router ends the connection. A process that was only held up may join again: whoever else
+   was connected to it has been told to drop it, so what it did before is lost by then.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.clock import Clock
-from baton.control import Alive, Beat
 from baton.errors import ProtocolError, WireError
-from baton.node import Peer
-from baton.steps import RunningStep
-from baton.wire_types import MAX_WORKERS
-from baton.worker import Load, Worker, WorkerRole
+from baton.messages.bounds import MAX_WORKERS
+from baton.messages.control import Alive, Heartbeat
+from baton.messages.workers import Load, Worker, WorkerRole
+from baton.rpc.liveness import RunningStep
+from baton.rpc.peers import Peer
 
 BEAT_TIMEOUT_S: Final = 3.0
 LATE_TICK_S: Final = 1.0
@@ -48,7 +48,7 @@ class Member:
     def is_draining(self) -> bool:
         return self.is_asked_to_drain or self._says_it_drains
 
-    def beat(self, beat: Beat, now_s: float) -> bool:
+    def beat(self, beat: Heartbeat, now_s: float) -> bool:
         """Whether this changes who may be given work."""
         was_draining = self.is_draining
         self.beat_s = now_s
@@ -123,7 +123,7 @@ class Membership:
         del self._members[member.id]
         self.version += 1
 
-    def beat(self, member: Member, beat: Beat) -> None:
+    def beat(self, member: Member, beat: Heartbeat) -> None:
         self.version += member.beat(beat, self._clock.now_s())
 
     def hear(self, member: Member, alive: Alive) -> None:
@@ -171,3 +171,41 @@ class Membership:
         self._fenced[worker_id] = None
         if len(self._fenced) > MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
+
+
+# Which workers have met those that they need: only they are given work with others.
+
+Reached: TypeAlias = tuple[frozenset[str], ...]  # by each gateway
+
+
+class Readiness:
+    """Counts anew only when the members, or what is reached, have changed: it compares all with all."""
+
+    def __init__(self, members: Membership) -> None:
+        self._members = members
+        self._counted: tuple[int, Reached] | None = None
+        self._num_met = 0
+
+    def num_met(self, reached: Reached) -> int:
+        """Workers that each gateway could have answer now.
+
+        A prefill worker needs every decode worker of its weights, as far as pages and words go, and they it.
+        """
+        present = (self._members.version, reached)
+        if present != self._counted:
+            self._counted = present
+            self._num_met = _count(list(self._members.all()), reached)
+        return self._num_met
+
+
+def _count(members: Sequence[Member], reached: Reached) -> int:
+    return sum(
+        all(member.id in each for each in reached) and all(_meets(member, other) for other in members)
+        for member in members
+    )
+
+
+def _meets(member: Member, other: Member) -> bool:
+    if member.worker.role is other.worker.role or member.worker.fingerprint != other.worker.fingerprint:
+        return True
+    return member.id in other.reached and other.id in member.reached

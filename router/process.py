@@ -9,17 +9,17 @@ from contextlib import AsyncExitStack, closing, suppress
 from pathlib import Path
 from typing import Final
 
-from baton import collector
 from baton.clock import SystemClock
-from baton.colleagues import new_router_id
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.hub import Hub
-from baton.keys import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
-from baton.router.decision_log import LogFile
+from baton.messages.bounds import Kind
+from baton.messages.workers import Address
+from baton.router.decisions import DecisionLog
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.wire_types import Kind
-from baton.worker import Address
+from baton.rpc import process
+from baton.rpc.auth import REDIS_NAMES, REDIS_VALUES, ClusterKeys, KeyRing
+from baton.rpc.peers import new_router_id
+from baton.rpc.server import RpcServer
 
 LEARN_S: Final = 0.5  # a Redis that hangs holds up a router's start no longer
 
@@ -39,22 +39,22 @@ async def serve_router(
     Raises OSError when the port is taken, ConfigError when there can be no such Redis.
     """
     ring = KeyRing.of(keys, Kind.ROUTER)
-    hub = Hub(keys, link_timeout_s=config.link_timeout_s)
+    rpc_server = RpcServer(keys, link_timeout_s=config.link_timeout_s)
     router = Router(config, SystemClock(), new_router_id(incarnation, time.time(), secrets.token_bytes(16)))
-    router.knowledge.index.warm_up()
+    router.cluster_state.index.warm_up()
     async with AsyncExitStack() as ends:
-        ends.push_async_callback(hub.close)
+        ends.push_async_callback(rpc_server.close)
         if config.redis == "auto":
             logger.info("only `baton serve` starts a Redis: what workers hold is known to this process alone")
         elif config.redis != "none" and config.looks_at_prompts:
             await _link(router, config.redis, ring, ends)
         if config.decision_log is not None:
-            log = ends.enter_context(closing(LogFile(Path(config.decision_log))))
-            router.knowledge.log_to(log.write)
-        address = await hub.listen(config.host, config.port)
-        hub.serve(router)
+            log = ends.enter_context(closing(DecisionLog(Path(config.decision_log))))
+            router.cluster_state.log_to(log.write)
+        address = await rpc_server.listen(config.host, config.port)
+        rpc_server.serve(router)
         logger.info("the router listens on %s:%d", address.host, address.port)
-        with collector.calm():
+        with process.freeze_gc():
             ready(address)
             await stopping.wait()
 
@@ -65,18 +65,18 @@ async def _link(router: Router, url: str, keys: KeyRing, ends: AsyncExitStack) -
     The namespace is the cluster's, which its key names; pages of different models have different names in it.
     """
     try:
-        from baton.router.redis_link import RedisLink
-        from baton.router.redis_messages import Codec
+        from baton.router.redis.link import RedisLink
+        from baton.router.redis.messages import Codec
     except ModuleNotFoundError:
         message = "redis: its Python library is not installed: add it (redis, hiredis), or set redis to none"
         raise ConfigError(message) from None
 
     namespace = keys.derived(REDIS_NAMES)[:8].hex()
-    knowledge = router.knowledge
+    cluster_state = router.cluster_state
     codec = Codec(keys.derived(REDIS_VALUES))
-    link = RedisLink(url, namespace, codec, router.hello.id, knowledge.index, router.heard)
-    knowledge.link(link)
-    router.standing.redis = link
+    link = RedisLink(url, namespace, codec, router.hello.id, cluster_state.index, router.heard)
+    cluster_state.link(link)
+    router.status_reporter.redis = link
     task = asyncio.create_task(link.run())
 
     async def stop() -> None:

@@ -10,23 +10,24 @@ from collections import Counter
 from typing import Final
 
 from baton.clock import Clock
-from baton.control import (
+from baton.config.router import RouterSettings
+from baton.errors import ProtocolError
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
     Alive,
-    Beat,
     Ended,
+    Heartbeat,
     Hello,
+    KvEventBatch,
     Measured,
     Members,
-    PageEvents,
     Pressure,
     Reachable,
     Started,
     Submit,
 )
-from baton.control_wire import AnyMessage
-from baton.errors import ProtocolError
-from baton.node import TICK_S, Peer
-from baton.operating import (
+from baton.messages.operations import (
     Decisions,
     Drain,
     Explain,
@@ -39,21 +40,18 @@ from baton.operating import (
     WatchWorkers,
     WorkerRemoved,
 )
-from baton.pressure import Rung
-from baton.router.books import Books
+from baton.messages.status import OverloadLevel
 from baton.router.capacity import Capacity
-from baton.router.dispatcher import Dispatcher, Gateway
-from baton.router.fitted_status import fitted
-from baton.router.knowledge import Knowledge
-from baton.router.meeting import Meeting
-from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Removed
-from baton.router.pairing import Pairing
-from baton.router.prefix_index import MAX_PAGES
-from baton.router.reception import Reception
-from baton.router.redis_messages import AnyShared
-from baton.router.standing import Standing, worker_statuses
-from baton.router_config import RouterSettings
-from baton.wire_types import Kind
+from baton.router.cluster_state import ClusterState
+from baton.router.dispatcher import Dispatcher, GatewayPeer
+from baton.router.in_flight import InFlight
+from baton.router.index.prefix_index import MAX_PAGES
+from baton.router.membership import BEAT_TIMEOUT_S, Member, Membership, Readiness, Removed
+from baton.router.policies.pairing import Pairing
+from baton.router.queue.admission import AdmissionQueue
+from baton.router.redis.messages import AnyShared
+from baton.router.status import StatusReporter, fitted, worker_statuses
+from baton.rpc.peers import TICK_S, Peer
 
 SETTLE_S: Final = BEAT_TIMEOUT_S  # by then every worker that lives has found a new router
 
@@ -69,21 +67,21 @@ class Router:
         """id: of this life of the process, 32 hex digits. max_index_pages: the prefix index knows at most."""
         self.hello = Hello(process=Kind.ROUTER, id=id)
         self.counters: Counter[str] = Counter()
-        self.books = Books(clock)
-        self.standing = Standing(id, self.counters, self.books)
+        self.in_flight = InFlight(clock)
+        self.status_reporter = StatusReporter(id, self.counters, self.in_flight)
         self.members = Membership(clock)
-        self._meeting = Meeting(self.members)
-        self.knowledge = Knowledge(config, clock, self.books, self.counters, max_index_pages)
+        self._readiness = Readiness(self.members)
+        self.cluster_state = ClusterState(config, clock, self.in_flight, self.counters, max_index_pages)
         self._clock = clock
-        self._pairing = Pairing(config, self.members, self.books, self.knowledge.chooser)
-        self._gateways: dict[str, Gateway] = {}
+        self._pairing = Pairing(config, self.members, self.in_flight, self.cluster_state.cost_policy)
+        self._gateways: dict[str, GatewayPeer] = {}
         self._watchers: dict[Peer, float] = {}  # operators that start workers -> Ray's head is away to them
-        capacity = Capacity(self.members, self.books, decoders_compute=config.policy == "cost")
-        self.reception = Reception(clock, self.members, capacity, self.knowledge.model)
+        capacity = Capacity(self.members, self.in_flight, decoders_compute=config.policy == "cost")
+        self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
-            self._pairing, self.knowledge, self.reception, self._gateways, config.max_attempts
+            self._pairing, self.cluster_state, self.admission_queue, self._gateways, config.max_attempts
         )
-        self._told = Rung.CALM
+        self._told = OverloadLevel.CALM
         self._start_s = clock.now_s()
         self._announced_s = self._start_s - TICK_S
         self._announced: Members | None = None
@@ -96,7 +94,7 @@ class Router:
             self._worker_joined(peer)
         elif hello.process is Kind.GATEWAY:
             former = self._gateways.get(hello.id)
-            self._gateways[hello.id] = Gateway(peer)
+            self._gateways[hello.id] = GatewayPeer(peer)
             if former is not None:
                 self._dispatcher.gateway_left(hello.id)
                 former.peer.close()
@@ -143,31 +141,31 @@ class Router:
 
     def heard(self, message: AnyShared) -> None:
         """What another router tells: it may have left room."""
-        self.knowledge.heard(message)
-        if len(self.reception):
+        self.cluster_state.heard(message)
+        if len(self.admission_queue):
             self._dispatcher.find_room()
 
     def tick(self) -> None:
         for removed in self.members.remove_dead():
             self._remove(removed)
-        gone = [worker_id for worker_id in self.books.workers() if self.members.get(worker_id) is None]
+        gone = [worker_id for worker_id in self.in_flight.workers() if self.members.get(worker_id) is None]
         if gone:
-            self.books.forget(gone)
-        self.knowledge.tick()
+            self.in_flight.forget(gone)
+        self.cluster_state.tick()
         self._dispatcher.tick()
         self._press()
         self._announce(is_tick=True)
 
     def status(self) -> Status:
         status = Status(
-            workers=worker_statuses(self.members, self.books, self._clock.now_s()),
+            workers=worker_statuses(self.members, self.in_flight, self._clock.now_s()),
             num_gateways=len(self._gateways),
             gateways=tuple(each.status for each in self._gateways.values() if each.status is not None),
-            num_met=self._meeting.num_met(tuple(each.reached for each in self._gateways.values())),
-            num_attempts=self.books.num_own,
+            num_met=self._readiness.num_met(tuple(each.reached for each in self._gateways.values())),
+            num_attempts=self.in_flight.num_own,
             num_watchers=len(self._watchers),
             head_away_s=max(self._watchers.values(), default=0.0),
-            routers=(self.standing.status(self.reception.status()),),
+            routers=(self.status_reporter.status(self.admission_queue.status()),),
         )
         return fitted(status)
 
@@ -181,7 +179,7 @@ class Router:
             case Submit():
                 begun_s = self._clock.now_s()
                 if self._dispatcher.submit(gateway, message):
-                    self.standing.times.add(self._clock.now_s() - begun_s)
+                    self.status_reporter.times.add(self._clock.now_s() - begun_s)
             case Started():
                 self._dispatcher.started(message.attempts)
             case Ended():
@@ -200,7 +198,7 @@ class Router:
                 raise ProtocolError(f"a {type(message).__name__} from a gateway")
 
     def _explain(self, peer: Peer, explain: Explain) -> None:
-        peer.send(Decisions(decisions=tuple(self.knowledge.decisions.of(explain.request_id))))
+        peer.send(Decisions(decisions=tuple(self.cluster_state.decisions.of(explain.request_id))))
 
     # Workers.
 
@@ -213,9 +211,9 @@ class Router:
         if former is not None:
             self._gone(former, f"{worker.id} has taken its place")
             former.peer.close()
-        self.knowledge.joined(worker, peer)
-        if self._told > Rung.CALM:
-            peer.send(Pressure(rung=self._told))
+        self.cluster_state.joined(worker, peer)
+        if self._told > OverloadLevel.CALM:
+            peer.send(Pressure(level=self._told))
         # The newcomer gets the list even where it is not news to the others.
         self._announced = None
         self._announce()
@@ -225,19 +223,19 @@ class Router:
         if member is None or member.peer is not peer:
             return  # it has been given up: this connection is being closed
         match message:
-            case Beat():
+            case Heartbeat():
                 self.members.beat(member, message)
-                self._dispatcher.ended(self.books.beat(member.worker, message))
+                self._dispatcher.ended(self.in_flight.beat(member.worker, message))
             case Alive():
                 self.members.hear(member, message)
             case Reachable():
                 self.members.reach(member, message.workers)
                 self._dispatcher.let_out()
-            case PageEvents():
-                self.knowledge.pages(peer, message)
+            case KvEventBatch():
+                self.cluster_state.pages(peer, message)
             case Measured():
-                self.knowledge.measured(member.id, message)
-                self.reception.computed(message.prefills)
+                self.cluster_state.measured(member.id, message)
+                self.admission_queue.computed(message.prefills)
             case _:
                 raise ProtocolError(f"a {type(message).__name__} from a worker")
 
@@ -252,19 +250,19 @@ class Router:
 
     def _gone(self, member: Member, reason: str) -> None:
         self.counters["workers_gone"] += 1
-        self.knowledge.gone(member.id)
+        self.cluster_state.gone(member.id)
         level = logging.INFO if member.is_draining else logging.WARNING
         logger.log(level, "%s is gone: %s", member.worker.name, reason, extra={"worker": member.id})
         self._dispatcher.lost(member, reason)
 
     def _press(self) -> None:
         """Tell workers the rung, of those on which they have something to do."""
-        rung = self.reception.overload.rung
-        told = rung if rung >= Rung.SMALL_CHUNKS else Rung.CALM
+        level = self.admission_queue.overload.level
+        told = level if level >= OverloadLevel.SMALL_CHUNKS else OverloadLevel.CALM
         if told != self._told:
             self._told = told
             for member in self.members.all():
-                member.peer.send(Pressure(rung=told))
+                member.peer.send(Pressure(level=told))
 
     def _drain(self, drain: Drain) -> None:
         """Who asked reads in the status whether it was found."""

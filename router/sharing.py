@@ -4,7 +4,7 @@
    the prompt's pages where it went.
 2. Its first token and its end are told likewise.
 3. Who told it may die before the end: a worker that beats without naming the attempt does not work on it any
-   more, and frees it here (books.py).
+   more, and frees it here (router/in_flight.py).
 
 Nothing waits for it: what is not heard weighs by the worker's own count.
 """
@@ -13,38 +13,43 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from baton.control import PageEvents
-from baton.router.books import OTHERS, Books, Entry, Key
-from baton.router.cost_model import CostModel
-from baton.router.prefix_index import PrefixIndex
-from baton.router.redis_messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
-from baton.router.short_keys import first_halves, with_zeros
-from baton.worker import Worker
+from baton.messages.control import KvEventBatch
+from baton.messages.workers import Worker
+from baton.router.in_flight import OTHERS, InFlight, InFlightAttempt, Key
+from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prompt_keys import first_halves, with_zeros
+from baton.router.policies.cost_model import CostModel
+from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded, SharedStarted
 
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 MAX_OTHERS: Final = 2**16  # attempts of other routers in the books; more weigh by the workers' own count
 
 
-class Link(Protocol):
-    """To what outlives this process; see redis_link.py. None of it waits."""
+class SharingLink(Protocol):
+    """To what outlives this process; see router/redis/link.py. None of it waits."""
 
     def joined(self, worker: Worker) -> None: ...
     def left(self, worker_id: str) -> None: ...
-    def pages(self, worker_id: str, events: PageEvents) -> None: ...
+    def pages(self, worker_id: str, events: KvEventBatch) -> None: ...
     def share(self, message: AnyShared) -> None: ...
 
 
 class Sharing:
     def __init__(
-        self, link: Link, books: Books, index: PrefixIndex, model: CostModel, counters: Counter[str]
+        self,
+        link: SharingLink,
+        in_flight: InFlight,
+        index: PrefixIndex,
+        model: CostModel,
+        counters: Counter[str],
     ) -> None:
         self.link = link
         self._counters = counters
-        self._books = books
+        self._in_flight = in_flight
         self._index = index
         self._model = model
 
-    def dispatched(self, key: Key, entry: Entry, keys: bytes) -> None:
+    def dispatched(self, key: Key, entry: InFlightAttempt, keys: bytes) -> None:
         """keys: of the prompt's pages, as the worker that computes it names them."""
         shared = SharedDispatch(
             request_id=key[0],
@@ -70,23 +75,23 @@ class Sharing:
             case SharedDispatch():
                 self._enter(message)
             case SharedStarted():
-                for key in filter(self._books.is_anothers, message.attempts):
-                    self._books.started(key)
+                for key in filter(self._in_flight.is_anothers, message.attempts):
+                    self._in_flight.started(key)
             case SharedEnded():
-                for key in filter(self._books.is_anothers, message.attempts):
-                    self._books.ended(key)
+                for key in filter(self._in_flight.is_anothers, message.attempts):
+                    self._in_flight.ended(key)
 
     def _enter(self, shared: SharedDispatch) -> None:
         key = (shared.request_id, shared.attempt)
-        if key in self._books:
+        if key in self._in_flight:
             return
-        if self._books.num_others >= MAX_OTHERS:
+        if self._in_flight.num_others >= MAX_OTHERS:
             self._counters["others_left_out"] += 1
             return
         computer = shared.prefill or shared.decode
         num_new = shared.num_prompt_tokens
         compute_s = self._model.of(computer).compute_s(num_new, num_new)
-        entry = Entry(
+        entry = InFlightAttempt(
             OTHERS,
             shared.decode,
             shared.prefill,
@@ -95,6 +100,6 @@ class Sharing:
             compute_s,
             num_output_tokens=shared.num_output_tokens,
         )
-        self._books.enter(key, entry)
-        wait_s = self._books.wait_s(computer)
+        self._in_flight.enter(key, entry)
+        wait_s = self._in_flight.wait_s(computer)
         self._index.expect(computer, with_zeros(shared.keys), wait_s + EXPECTED_FOR_S)

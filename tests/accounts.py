@@ -2,14 +2,14 @@
 
 from collections import defaultdict
 
-from baton.engine.plan import Advance, Batch, Plan
-from baton.engine.sequence import Sequence, SequenceKey, SequenceStatus
-from baton.tenancy import Quotas, Standing
+from baton.engine.scheduler.plan import Advance, Batch, Plan
+from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.tenants import Quotas, SchedulingKey
 from tests.scheduling import Harness
 
 
-def standing(weight: float = 1.0, rank: int = 0, max_kv_pages: int | None = None) -> Standing:
-    return Standing(weight=weight, rank=rank, quotas=Quotas(max_kv_pages=max_kv_pages))
+def scheduling_key(weight: float = 1.0, rank: int = 0, max_kv_pages: int | None = None) -> SchedulingKey:
+    return SchedulingKey(weight=weight, rank=rank, quotas=Quotas(max_kv_pages=max_kv_pages))
 
 
 class AccountHarness(Harness):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from baton.engine.plan import Batch, ScheduledChunk
-from baton.engine.sequence import Sequence
+from baton.engine.scheduler.plan import Batch, ScheduledChunk
+from baton.engine.scheduler.sequence import Sequence
 from baton.request import SamplingParams
 
 

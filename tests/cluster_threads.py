@@ -15,17 +15,16 @@ from typing import Final, Self
 
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
-from baton.config import EngineConfig
+from baton.config.cluster import TransportChoice, WorkerConfig
+from baton.config.engine import EngineConfig
+from baton.config.router import PolicyName, RouterConfig
 from baton.errors import BatonError
-from baton.gateway.frontend import Frontend
-from baton.node_thread import NodeThread
-from baton.request import Request
+from baton.gateway.streams.frontend import Frontend
+from baton.messages.workers import WorkerRole
+from baton.request import Request, TokenEvent
 from baton.router.router import Router
-from baton.router_config import PolicyName, RouterConfig
-from baton.steps import STEP_TIMEOUT_S
-from baton.token_event import TokenEvent
-from baton.worker import WorkerRole
-from baton.worker_config import TransportChoice, WorkerConfig
+from baton.rpc.liveness import STEP_TIMEOUT_S
+from baton.rpc.server import RpcThread
 
 KEY: Final = b"the key of a cluster for tests"
 TIMEOUT_S: Final = 60.0
@@ -64,7 +63,7 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.net = NodeThread(KEY, self._calls.put)
+        self.net = RpcThread(KEY, self._calls.put)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

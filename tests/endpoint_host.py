@@ -11,15 +11,13 @@ from typing import Any, Final
 
 import torch
 
-from baton.engine.pages import PagePool, PageState
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Timing
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import Reserve
-from baton.kvtransfer.page_memory import SharedPool
-from baton.kvtransfer.rank_agents import RankAgents
+from baton.engine.cache.page_pool import PagePool, PageState
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.protocol.handoff import Owner, Timing, TransferEnded
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.ranks.remote import RankAgents
+from baton.kvtransfer.settings import EndpointSettings
 from tests.faulty_endpoint import FaultyEndpoint, layout
 from tests.numbered_pages import NumberedPages, wanted_pages
 from tests.rank_process import LateSteps, RankProcess, fill, shape_of
@@ -57,7 +55,7 @@ class Host:
         cut = layout(page_size, head_dim, num_ranks, num_kv_heads)
         agents = RankAgents(num_ranks) if num_ranks > 1 else None
         self.others = [
-            RankProcess(agents.companion, cut, rank, num_pages) for rank in range(1, num_ranks) if agents
+            RankProcess(agents.sidecar, cut, rank, num_pages) for rank in range(1, num_ranks) if agents
         ]
         self._shared = SharedPool() if is_shared and device == "cpu" else None
         zeros = partial(torch.zeros, device=device) if self._shared is None else self._shared.zeros
@@ -82,7 +80,7 @@ class Host:
         )
         self.endpoint.lend = NumberedPages(self.ledger)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._ended: dict[bytes, Ended] = {}
+        self._ended: dict[bytes, TransferEnded] = {}
         self._digests: dict[bytes, str] = {}
         self._links: dict[tuple[str, int], Link] = {}
         self._prompts: dict[bytes, tuple[list[int], list[int], int]] = {}  # pages, not offered, units
@@ -255,7 +253,7 @@ class Host:
             except Empty:
                 continue
 
-    def _keep(self, end: Ended) -> None:
+    def _keep(self, end: TransferEnded) -> None:
         if end.outcome.value == "adopted":
             self._digests[end.transfer] = self._digest(end.pages)
             self.ledger.release(end.pages, "sequence")

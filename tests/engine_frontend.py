@@ -10,15 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.cluster.model_directory import resolve_model
-from baton.config import EngineConfig, SchedulerConfig
+from baton.config.engine import EngineConfig, SchedulerConfig
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from baton.errors import BatonError, InvalidRequest
-from baton.gateway.service import Sink
-from baton.operating import Status
-from baton.request import Request, StepOutput
-from baton.token_event import TokenEvent
-from baton.worker import Address, Worker, WorkerRole
+from baton.gateway.streams.request_stream import Sink
+from baton.messages.operations import Status
+from baton.messages.workers import Address, Worker, WorkerRole
+from baton.request import Request, StepOutput, TokenEvent
 
 WORKER_ID = "d" * 32
 
@@ -74,8 +73,8 @@ class EngineFrontend:
     def num_open(self) -> int:
         return len(self._sinks)
 
-    def open(self, request: Request, sink: Sink, *, beside: str = "") -> None:
-        self.opened.append((request, beside))
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
+        self.opened.append((request, sticky_worker))
         self._sinks[request.request_id] = sink
         self._work.put(lambda: self._add(request))
 

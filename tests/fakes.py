@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 
-from baton.control import Hello
-from baton.control_wire import AnyMessage, decode, encode
-from baton.engine.pages import PagePool
-from baton.engine.plan import Batch, ScheduledChunk
-from baton.engine.sequence import Sequence
+from baton.engine.cache.page_pool import PagePool
+from baton.engine.scheduler.plan import Batch, ScheduledChunk
+from baton.engine.scheduler.sequence import Sequence
+from baton.messages.codec import AnyMessage, decode, encode
+from baton.messages.control import Hello
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**64
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import AnyMessage, Wrote
-from baton.kvtransfer.rank_messages import PartEvent, PartReached
-from baton.layout import PageLayout
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.protocol.messages import AnyMessage, Wrote
+from baton.kvtransfer.ranks.messages import PartEvent, PartReached
+from baton.pages import PageLayout
 
 
 def layout(page_size: int = 16, head_dim: int = 32, num_ranks: int = 1, num_kv_heads: int = 2) -> PageLayout:
@@ -44,7 +44,7 @@ class FaultyEndpoint(KvEndpoint):
     def _flip(self, wrote: Wrote) -> None:
         self.num_flips -= 1
         handoff, memory = self._incoming[wrote.transfer].handoff, self._doors.memory
-        page = handoff.pages[(wrote.stop - 1) // handoff._terms.destination_units_per_page]
+        page = handoff.pages[(wrote.stop - 1) // handoff._timeouts.destination_units_per_page]
         memory.view()[page * memory.page_bytes + 5] ^= 0x10
 
     def _hear(self, event: PartEvent) -> None:

@@ -2,12 +2,12 @@
 
 from typing import Any, TypeVar
 
-from baton.control import Hello
-from baton.control_wire import AnyMessage, encode
-from baton.node import Node
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage, encode
+from baton.messages.control import Hello
+from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import Request, SamplingParams
-from baton.wire_types import Kind
-from baton.worker import Address, Worker, WorkerRole
+from baton.rpc.peers import Node
 
 MessageT = TypeVar("MessageT")
 

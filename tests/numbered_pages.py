@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from baton.engine.pages import PagePool
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.pull import WantedPage
-from baton.page_keys import KEY_BYTES
+from baton.engine.cache.page_pool import PagePool
+from baton.kvtransfer.protocol.handoff import Owner
+from baton.kvtransfer.protocol.pull import WantedPage
+from baton.pages import KEY_BYTES
 
 
 def key_of(page: int) -> bytes:

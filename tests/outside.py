@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from baton.engine.plan import Advance, Batch, Plan
-from baton.engine.sequence import FilledPages, Sequence, SequenceStatus
+from baton.engine.scheduler.plan import Advance, Batch, Plan
+from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import Request, SamplingParams
 from tests.fakes import KVEntry

@@ -12,12 +12,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from baton.clock import SystemClock
-from baton.cluster.local_runtime import COMMAND, LocalProcess, LocalRuntime
+from baton.cluster.runtimes.local import COMMAND, LocalProcess, LocalRuntime
 from baton.cluster.serve import Cluster, Serving
-from baton.gateway.frontend import Frontend
-from baton.operating import Status
+from baton.config.cluster import ServeConfig
+from baton.gateway.streams.frontend import Frontend
+from baton.messages.operations import Status
 from baton.request import Request
-from baton.serve_config import ServeConfig
 from tests.cluster_threads import KEY, Answer, Threads, wait_for
 
 START_S: Final = 60.0
@@ -84,7 +84,7 @@ class ProcessCluster:
 
     def _is_whole(self, status: Status) -> bool:
         expected = self.config.prefill.num_workers + self.config.decode.num_workers
-        connected = self.frontend._colleagues.connected()
+        connected = self.frontend._peer_registry.connected()
         if len(status.workers) != expected or len(connected) != expected or status.num_attempts:
             return False
         return all(_is_at_rest(worker.load.pages) for worker in status.workers)

@@ -14,8 +14,16 @@ import threading
 
 import msgspec
 
-from baton.cluster.process_spec import DRAINED, Assignment, Failed, Loading, LoopAlive, Report, Started
-from baton.worker import Address
+from baton.cluster.process_spec import (
+    DRAINED,
+    Assignment,
+    Loading,
+    LoopAlive,
+    ProcessFailed,
+    ProcessStarted,
+    Report,
+)
+from baton.messages.workers import Address
 
 
 def say(what: Report | Loading | LoopAlive) -> None:
@@ -30,13 +38,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     match given.name:
         case "fails":
-            say(Failed("the model is nowhere", is_users_error=True))
+            say(ProcessFailed("the model is nowhere", is_users_error=True))
             sys.exit(2)
         case "fails-us":
-            say(Failed("a bug", is_users_error=False))
+            say(ProcessFailed("a bug", is_users_error=False))
             sys.exit(1)
         case "says-much":
-            say(Failed("x" * 70_000, is_users_error=False))
+            say(ProcessFailed("x" * 70_000, is_users_error=False))
             sys.exit(1)
         case "prints":
             print("a library says hello")
@@ -45,7 +53,7 @@ def main() -> None:
         case "falls":
             with open(config["log"], "a") as log:
                 log.write("x")
-            say(Started(Address("127.0.0.1", 1)))
+            say(ProcessStarted(Address("127.0.0.1", 1)))
             if os.path.getsize(config["log"]) < config["num_falls"]:
                 os.kill(os.getpid(), signal.SIGKILL)
         case "loads":
@@ -54,16 +62,16 @@ def main() -> None:
         case "drains-later":
             signal.signal(signal.SIGUSR1, lambda number, frame: os._exit(DRAINED))
         case "drains":
-            say(Started(Address("127.0.0.1", 1)))
+            say(ProcessStarted(Address("127.0.0.1", 1)))
             sys.exit(DRAINED)
         case "lives":
-            say(Started(Address("127.0.0.1", 1)))
+            say(ProcessStarted(Address("127.0.0.1", 1)))
             while not stop.wait(0.05):
                 say(LoopAlive())
             sys.exit(0)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    say(Started(Address("127.0.0.1", int.from_bytes(given.generations[0].id[:2]))))
+    say(ProcessStarted(Address("127.0.0.1", int.from_bytes(given.generations[0].id[:2]))))
     stop.wait()
 
 

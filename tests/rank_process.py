@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from baton.sidecar import RankSidecar
 from torch import Tensor
 
-from baton.companion import Companion
-from baton.engine.companions import make_companion
-from baton.layout import PageLayout
+from baton.engine.runner.tp_worker import make_sidecar
+from baton.pages import PageLayout
 from tests.remote import Remote
 
 
@@ -36,10 +36,10 @@ class LateSteps:
 
 
 class Rank:
-    def __init__(self, companion: Companion, layout: PageLayout, rank: int, num_pages: int) -> None:
+    def __init__(self, sidecar: RankSidecar, layout: PageLayout, rank: int, num_pages: int) -> None:
         self._layout = layout
         self._rank = rank
-        self._agent = make_companion(companion)
+        self._agent = make_sidecar(sidecar)
         self._pool = self._agent.zeros_on_cpu(shape_of(self._layout, num_pages), torch.bfloat16)
         self._steps = LateSteps()
         self._agent.start(rank, self._pool, self._steps)
@@ -61,8 +61,8 @@ class Rank:
 class RankProcess(Remote):
     """Not yet there when it is made: its agent comes to the endpoint that is made next."""
 
-    def __init__(self, companion: Companion, layout: PageLayout, rank: int, num_pages: int) -> None:
-        super().__init__(Rank, companion, layout, rank, num_pages)
+    def __init__(self, sidecar: RankSidecar, layout: PageLayout, rank: int, num_pages: int) -> None:
+        super().__init__(Rank, sidecar, layout, rank, num_pages)
         self._layout = layout
 
     def fill(self, seed: int) -> None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from baton.cluster.llm import LLM
+from baton.cluster.offline.llm import LLM
+from baton.messages.status import ROUTING_BOUNDS_S
 from baton.request import Request, SamplingParams
-from baton.router.redis_client import REDIS_FAILURES, Connection
-from baton.router.redis_scripts import Names
-from baton.router.redis_server import PrivateRedis
-from baton.router_status import ROUTING_BOUNDS_S
+from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
+from baton.router.redis.server import PrivateRedis
 from tests.cluster_threads import Answer, wait_for
 from tests.process_cluster import ProcessCluster
 
@@ -87,7 +86,7 @@ class HurtRedis:
 
     def ask(self, *words: str | bytes) -> Any:
         async def ask() -> Any:
-            connection = Connection(self.url, Names.of("none"))
+            connection = RedisConnection(self.url, Names.of("none"))
             try:
                 return await connection.call(*words)
             finally:

@@ -4,26 +4,26 @@ import secrets
 import socket
 from typing import Final, Self, TypeVar
 
-from baton.kvtransfer.link import KV_SCHEMA
-from baton.kvtransfer.messages import (
+from baton.kvtransfer.links import KV_SCHEMA
+from baton.kvtransfer.protocol.messages import (
     PROTOCOL,
     AnyMessage,
-    Doors,
+    EndpointHello,
     Extend,
     Grant,
-    Hello,
-    Message,
-    RankDoors,
+    ListenerAddresses,
+    RankListenerAddresses,
     Reserve,
+    TransferMessage,
     decode,
     encode,
 )
-from baton.link_life import is_ping
-from baton.wire import Connection, Role
+from baton.rpc.connection import Connection, Role
+from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, layout
 
 ANSWER_S: Final = 5.0
-Wanted = TypeVar("Wanted", bound=Message)
+Wanted = TypeVar("Wanted", bound=TransferMessage)
 
 
 class RoguePeer:
@@ -42,13 +42,17 @@ class RoguePeer:
         sock = socket.create_connection(address)
         self.connection = Connection(sock, KEY, Role.CONNECTING, schema=KV_SCHEMA).handshake()
         self.incarnation = incarnation or secrets.token_bytes(16)
-        self.say(Hello(protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()))
-        self.hello = self.hear(Hello)
-        door = RankDoors(
+        self.say(
+            EndpointHello(
+                protocol=PROTOCOL, incarnation=self.incarnation, fingerprint="model", layout=layout()
+            )
+        )
+        self.hello = self.hear(EndpointHello)
+        door = RankListenerAddresses(
             incarnation=self.incarnation, host=host, device="cpu", tcp_port=tcp_port, shm_address=shm_address
         )
-        self.say(Doors(ranks=(door,)))
-        self.doors = self.hear(Doors)
+        self.say(ListenerAddresses(ranks=(door,)))
+        self.doors = self.hear(ListenerAddresses)
 
     def __enter__(self) -> Self:
         return self

@@ -6,17 +6,15 @@ from dataclasses import dataclass, field
 from math import inf
 
 from baton.clock import ManualClock
-from baton.config import SchedulerConfig
-from baton.engine.ease import MAX_STRETCH
-from baton.engine.host_tier import HostTier
-from baton.engine.leases import Owner
-from baton.engine.pages import PagePool, PageState
-from baton.engine.plan import Advance, Batch, Plan
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.relief import CHUNK_SHARE
-from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
-from baton.page_keys import PageKeys
+from baton.config.engine import SchedulerConfig
+from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.page_pool import Owner, PagePool, PageState
+from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.scheduler.plan import Advance, Batch, Plan
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
+from baton.engine.scheduler.step_planner import CHUNK_SHARE, MAX_STRETCH
+from baton.pages import PageKeys
 from baton.request import FinishReason, Request, SamplingParams
 from tests.fakes import HashModel
 
@@ -163,7 +161,7 @@ class Harness:
             num_decodes = len(decoding & set(plan.scheduled))
             budget = self.settings.scheduler.max_num_batched_tokens
             left = budget - num_decodes
-            if num_decodes and self.scheduler.relief.small_chunks:
+            if num_decodes and self.scheduler.pressure_mode.small_chunks:
                 left = min(left, max(1, budget // CHUNK_SHARE))
             share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
             if self._is_beyond_share(self.live[first]):

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.errors import BatonError
-from baton.gateway.service import Sink
-from baton.operating import Status
-from baton.request import FinishReason, Request
-from baton.token_event import TokenEvent
-from baton.worker import Address, Worker, WorkerRole
+from baton.gateway.streams.request_stream import Sink
+from baton.messages.operations import Status
+from baton.messages.workers import Address, Worker, WorkerRole
+from baton.request import FinishReason, Request, TokenEvent
 
 WORKER_ID = "d" * 32
 
@@ -47,11 +46,11 @@ class ScriptedService:
         self.cancelled: list[str] = []
         self.refusal: BatonError | None = None  # of what is opened next
 
-    def open(self, request: Request, sink: Sink, *, beside: str = "") -> None:
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
-        self.besides.append(beside)
+        self.besides.append(sticky_worker)
         self.sinks[request.request_id] = sink
         if self.play is not None:
             self.play(self, request)

@@ -20,9 +20,9 @@ import psutil
 
 from baton.cluster.cluster_record import find_record
 from baton.cluster.operator_node import connected
-from baton.operating import Status
-from baton.router_status import RouterStatus
-from baton.worker import WorkerStatus
+from baton.messages.operations import Status
+from baton.messages.status import RouterStatus
+from baton.messages.workers import WorkerStatus
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S: Final = 120.0
@@ -90,7 +90,7 @@ class Served:
 
     def baton(self, *arguments: str) -> str:
         """What another command of baton prints."""
-        command = [sys.executable, "-m", "baton.cluster.cli", *arguments]
+        command = [sys.executable, "-m", "baton", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def status(self) -> dict[str, WorkerStatus]:
@@ -134,7 +134,7 @@ class Served:
 @contextmanager
 def served(*arguments: str, **environment: str) -> Iterator[Served]:
     """`baton serve` with these; in the end it is told to stop, and must have left nothing behind."""
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "baton", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -10,10 +10,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from baton.clock import SystemClock
 from baton.cluster.model_directory import resolve_model
-from baton.gateway.process import Gateway
-from baton.gateway.service import Service
-from baton.gateway_config import GatewayConfig
-from baton.worker import Address
+from baton.config.gateway import GatewayConfig
+from baton.gateway.process import GatewayProcess
+from baton.gateway.streams.request_stream import Service
+from baton.messages.workers import Address
 
 KEY = b"k" * 32
 NOWHERE = Address("127.0.0.1", 1)  # no router is asked
@@ -86,7 +86,7 @@ class ServedGateway(Generic[ServiceT]):
 
     async def _start(self) -> Address:
         self.service = self._make_service()
-        self.gateway = Gateway(self._config, KEY, self.service, SystemClock())
+        self.gateway = GatewayProcess(self._config, KEY, self.service, SystemClock())
         return await self.gateway.start()
 
     def _end_thread(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx2
 
-from baton.cluster.cli import main
+from baton.cluster.cli.main import main
 
 
 def digest(key: str) -> str:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from baton.engine.layers import (
+from baton.engine.models.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from baton.engine.parallel import TensorParallel
+from baton.engine.models.parallel import TensorParallel
 from tests.remote import CONTEXT
 from tests.tiny_models import VOCAB_SIZE, dummy_parameters
 

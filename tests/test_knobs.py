@@ -5,10 +5,9 @@ from typing import Any
 
 import msgspec
 
-from baton.config import EngineConfig
-from baton.gateway_config import GatewayConfig
-from baton.serve_config import ServeConfig
-from baton.worker_config import WorkerConfig
+from baton.config.cluster import ServeConfig, WorkerConfig
+from baton.config.engine import EngineConfig
+from baton.config.gateway import GatewayConfig
 
 KNOBS: dict[str, Any] = {
     "model": "required",

@@ -7,14 +7,14 @@ from typing import Any, Final
 import torch
 
 from baton.clock import Clock
-from baton.config import EngineConfig, engine_config
-from baton.engine.dtypes import TORCH_DTYPES
-from baton.engine.dummy_weights import DummyCheckpoint
+from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
-from baton.engine.hf_config import read_model_config
-from baton.engine.layers import Parameters
 from baton.engine.loading import load_engine
-from baton.engine.parallel import TensorParallel
+from baton.engine.models.layers import Parameters
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parameters import DummyCheckpoint
+from baton.engine.models.registry import read_model_config
+from baton.engine.models.weights import TORCH_DTYPES
 from baton.request import Request, SamplingParams, StepOutput
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ

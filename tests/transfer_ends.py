@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.landing import Landing, Landings
-from baton.kvtransfer.page_memory import PageMemory, SharedPool
-from baton.kvtransfer.shm import ShmTransport
-from baton.kvtransfer.shm_door import ShmDoor
-from baton.kvtransfer.tcp import TcpSettings, TcpTransport
-from baton.kvtransfer.tcp_receiver import TcpReceiver
-from baton.kvtransfer.transfer_plan import TransferPlan, plan_transfer
-from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus, Transport
-from baton.layout import PageLayout
+from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.ranks.pages import PageMemory, SharedPool
+from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
+from baton.kvtransfer.transports.base import (
+    OutgoingTransfer,
+    Piece,
+    TransferProgress,
+    TransferStatus,
+    Transport,
+)
+from baton.kvtransfer.transports.shm import ShmListener, ShmTransport
+from baton.kvtransfer.transports.tcp import TcpSettings, TcpTransport
+from baton.kvtransfer.transports.tcp_receiver import TcpReceiver
+from baton.pages import PageLayout
 
 KEY: Final = b"the key of the tests' cluster"
 SETTINGS: Final = TcpSettings(connect_s=5.0, stall_s=2.0, part_s=20.0)
@@ -63,11 +68,13 @@ class Destination:
     def __init__(self, page_bytes: int, num_pages: int, key: str = KEY.hex()) -> None:
         self.pool = SharedPool()
         self.pages = self.pool.zeros((num_pages, page_bytes), torch.uint8)
-        self.landings = Landings(num_pages)
-        self.receiver = TcpReceiver(self.landings, self.pool.memory, bytes.fromhex(key), settings=SETTINGS)
+        self.registrations = ReceiveRegistrations(num_pages)
+        self.receiver = TcpReceiver(
+            self.registrations, self.pool.memory, bytes.fromhex(key), settings=SETTINGS
+        )
         self.orphans: list[str] = []
         self.safe: list[str] = []
-        self._door = ShmDoor(self.pool, self.landings, bytes.fromhex(key), self._mourn)
+        self._door = ShmListener(self.pool, self.registrations, bytes.fromhex(key), self._mourn)
 
     def renew(self, page_bytes: int, num_pages: int) -> None:
         """Another pool, and nothing of the one before."""
@@ -83,8 +90,8 @@ class Destination:
     def grant(self, grant: dict[str, Any]) -> None:
         granted = msgspec.convert(grant, Grant)
         self.pool.generations.grant(granted.pages, [granted.generation] * len(granted.pages))
-        self.landings.add(
-            Landing(
+        self.registrations.add(
+            ReceiveRegistration(
                 id=bytes.fromhex(granted.id),
                 epoch=granted.epoch,
                 plan=granted.plan,
@@ -99,10 +106,10 @@ class Destination:
         """As after an abort: its pages are taken back, and listed in `safe` when nobody writes."""
         ended = msgspec.convert(grant, Grant)
         self.pool.generations.revoke(ended.pages)
-        self.landings.close(bytes.fromhex(ended.id), lambda: self.safe.append(ended.id))
+        self.registrations.close(bytes.fromhex(ended.id), lambda: self.safe.append(ended.id))
 
     def release(self, transfer: str) -> None:
-        self.landings.release(bytes.fromhex(transfer))
+        self.registrations.release(bytes.fromhex(transfer))
 
     def is_safe(self, transfer: str) -> bool:
         return transfer in self.safe
@@ -111,11 +118,11 @@ class Destination:
         return digest(self.pages)
 
     def state(self) -> dict[str, Any]:
-        counters = self.landings.counters
+        counters = self.registrations.counters
         return {
             "stale": counters.num_stale,
             "broken": counters.num_broken,
-            "open": self.landings.num_open(),
+            "open": self.registrations.num_open(),
             "streams": self.receiver.num_streams(),
             "dropped": dict(self.receiver.dropped.counts()),
             "orphans": self.orphans,
@@ -156,15 +163,15 @@ class Source:
         def push() -> None:
             status = TransferStatus.DONE
             while status == TransferStatus.DONE:
-                ticket = self.transport.push(Piece(outgoing, 0, num_units))
-                while not (status := self.transport.poll(ticket).status).is_final:
+                handle = self.transport.push(Piece(outgoing, 0, num_units))
+                while not (status := self.transport.poll(handle).status).is_final:
                     time.sleep(0.0001)
-                self.transport.forget(ticket)
+                self.transport.forget(handle)
 
         threading.Thread(target=push, daemon=True).start()
 
-    def status(self, ticket: int) -> int:
-        return int(self.transport.poll(ticket).status)
+    def status(self, handle: int) -> int:
+        return int(self.transport.poll(handle).status)
 
     def abort(self, transfer: str) -> None:
         self.transport.abort(bytes.fromhex(transfer))
@@ -218,9 +225,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> fl
     return time.monotonic() - started_s
 
 
-def outcome(transport: Transport, ticket: int) -> Progress:
-    wait_for(lambda: transport.poll(ticket).status.is_final)
-    return transport.poll(ticket)
+def outcome(transport: Transport, handle: int) -> TransferProgress:
+    wait_for(lambda: transport.poll(handle).status.is_final)
+    return transport.poll(handle)
 
 
 def open_files() -> list[str]:

@@ -1,4 +1,4 @@
-"""An agent whose pages a test can look at, in the process that they are in; see kvtransfer/rank_agent.py."""
+"""An agent whose pages a test can look at, in its own process; see kvtransfer/ranks/remote.py."""
 
 import json
 import socket
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
+from baton.sidecar import RankSidecar
 from torch import Tensor
 
-from baton.companion import Companion
-from baton.kvtransfer.rank_agent import RankAgent
-from baton.kvtransfer.step_gate import StepMarks
+from baton.kvtransfer.ranks.executor import CompletedSteps
+from baton.kvtransfer.ranks.remote import RankAgent
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 
 
 class WatchedAgent(RankAgent):
-    def start(self, rank: int, pool: Tensor, steps: StepMarks | None = None) -> None:
+    def start(self, rank: int, pool: Tensor, steps: CompletedSteps | None = None) -> None:
         super().start(rank, pool, steps)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(self._arguments.address, rank))
@@ -32,14 +32,14 @@ class WatchedAgent(RankAgent):
                 sock.sendall(self._pool[pages].contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def watched(companion: Companion) -> Companion:
-    return msgspec.structs.replace(companion, factory=FACTORY)
+def watched(sidecar: RankSidecar) -> RankSidecar:
+    return msgspec.structs.replace(sidecar, factory=FACTORY)
 
 
-def pages_of(companion: Companion, rank: int, pages: Sequence[int], like: Tensor) -> Tensor:
+def pages_of(sidecar: RankSidecar, rank: int, pages: Sequence[int], like: Tensor) -> Tensor:
     """What the rank has in these pages. like: a pool of another rank, cut and typed as its own."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.connect(_address(json.loads(companion.arguments)["address"], rank))
+        sock.connect(_address(json.loads(sidecar.arguments)["address"], rank))
         sock.sendall(json.dumps(list(pages)).encode() + b"\n")
         with sock.makefile("rb") as shown:
             content = bytearray(shown.read())

@@ -9,27 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from baton.beats import Beats
 from baton.clock import SystemClock
-from baton.colleagues import Colleagues
-from baton.control import AttemptFailed, Cancel, Dispatch, Hello, Members, Reachable, Tokens
-from baton.control_wire import AnyMessage
 from baton.decode_worker.worker import DecodeWorker
+from baton.engine.cache.page_pool import PageState
 from baton.engine.loading import load_engine
-from baton.engine.pages import PageState
 from baton.errors import TransferFailed
-from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Timing
-from baton.kvtransfer.kv_links import KvLinks
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import AnyMessage as TransferMessage
-from baton.kvtransfer.messages import Reserve
-from baton.kvtransfer.page_memory import SharedPool
+from baton.kvtransfer.links import KvLinks, Link
+from baton.kvtransfer.protocol.handoff import Timing
+from baton.kvtransfer.protocol.messages import AnyMessage as TransferMessage
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.settings import EndpointSettings
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import AttemptFailed, Cancel, Dispatch, Hello, Members, Reachable, Tokens
+from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
-from baton.request import Request
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
-from baton.worker import Address, Worker, WorkerRole
+from baton.request import Request, TokenEvent
+from baton.rpc.heartbeat import HeartbeatSender
+from baton.rpc.peers import PeerRegistry
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer
 from tests.tiny_models import tiny_config
@@ -110,8 +108,8 @@ class Host:
     def id(self) -> str:
         return self.hello.id
 
-    def colleagues(self, *wanted: WorkerRole) -> Colleagues:
-        return Colleagues(self.hello, [_ROUTER_ADDRESS], self.dialled.append, wanted)
+    def peer_registry(self, *wanted: WorkerRole) -> PeerRegistry:
+        return PeerRegistry(self.hello, [_ROUTER_ADDRESS], self.dialled.append, wanted)
 
     def connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
         try:
@@ -163,12 +161,12 @@ class WorkerPair:
         ]
         self.prefill = self._prefill_host(directory, transport, settings | caches[0])
         self.decode = Host(WorkerRole.DECODE, directory, transport, settings | caches[1])
-        colleagues = self.decode.colleagues(WorkerRole.PREFILL)
+        peer_registry = self.decode.peer_registry(WorkerRole.PREFILL)
         self.decode_worker = self.decode.node = DecodeWorker(
             self.decode.engine,
             self.decode.endpoint,
-            colleagues,
-            Beats(colleagues, SystemClock()),
+            peer_registry,
+            HeartbeatSender(peer_registry, SystemClock()),
             KvLinks(self.decode.connect),
             local_prefill_tokens=local_prefill_tokens,
         )
@@ -183,12 +181,12 @@ class WorkerPair:
 
     def _prefill_host(self, directory: Path, transport: str, settings: dict[str, Any]) -> Host:
         host = Host(WorkerRole.PREFILL, directory, transport, settings)
-        colleagues = host.colleagues()
+        peer_registry = host.peer_registry()
         host.node = PrefillWorker(
             host.engine,
             host.endpoint,
-            colleagues,
-            Beats(colleagues, SystemClock()),
+            peer_registry,
+            HeartbeatSender(peer_registry, SystemClock()),
             KvLinks(host.connect),
         )
         return host

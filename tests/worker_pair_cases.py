@@ -6,12 +6,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import pytest
 
-from baton.control import Prefill, Prefilled
-from baton.control_wire import AnyMessage
 from baton.engine.engine import Engine
-from baton.kvtransfer.messages import Commit, Reserve
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
-from baton.token_event import TokenEvent
+from baton.kvtransfer.protocol.messages import Commit, Reserve
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Prefill, Prefilled
+from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenEvent
 from tests.tiny_models import VOCAB_SIZE, tiny_engine, write_config
 from tests.worker_pair import WorkerPair
 

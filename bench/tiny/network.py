@@ -6,11 +6,120 @@ from typing import Final
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.nn.init import normal_, orthogonal_
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from baton.bench.tiny.initial import initialise
 from baton.bench.tiny.tasks import END
 from baton.bench.tiny.tokenizer import PAD, VOCAB_SIZE, build_tokenizer, special_id, tokenizer_config
+
+# Starting weights that lie near what recall needs, so that training takes minutes instead of hours.
+#
+# Recall is an induction circuit: one layer copies the key to where its value stands (two tokens on) and to
+# where the question ends (one token on), the next attends from the second to the first. From random weights
+# that pair of layers takes tens of millions of tokens to appear, because neither half is of use without the
+# other. So both start half made, and training does the rest:
+#
+# 1. Every embedding shares one direction, the only thing a head without biases can read a distance through;
+# what is left is the token's own, and its row of the output starts there too.
+# 2. The heads of layer 0 look 1, 2, 3 and 4 tokens back; each writes what it sees in its own subspace.
+# 3. The heads of layer 1 compare the token 1 or 3 back of the query with the token 2 back of the key, and
+# copy what stands at the match.
+#
+# E hidden size, D head dim, F half of it, H query heads, K kv heads, V vocabulary.
+
+EMBEDDING_NORM: Final = 5.5
+LOOK_BACK_SCALE: Final = 0.8
+WRITE_STD: Final = 0.12
+MATCH_STD: Final = 0.2
+QUESTION_OFFSETS: Final = (1, 3)  # `k7?` and `k7?<|end|><|assistant|>`: the key stands so far back
+VALUE_OFFSET: Final = 2  # `k7=blue`
+
+
+@torch.no_grad()
+def initialise(model: LlamaForCausalLM) -> None:
+    """Overwrite every matrix of `model`; norms stay at one. Draws from torch's global generator."""
+    common_E = normalize(torch.randn(model.config.hidden_size), dim=0)
+    _scale_matrices(model)
+    own_VE = _draw_embeddings(common_E, model.config.vocab_size)
+    model.model.embed_tokens.weight.copy_(own_VE + common_E).mul_(EMBEDDING_NORM)
+    model.lm_head.weight.copy_(own_VE)
+    _look_back(model, common_E)
+    _match(model)
+
+
+def _scale_matrices(model: LlamaForCausalLM) -> None:
+    """Random matrices that keep the scale of what they read; what the layers add starts small."""
+    damping = (2 * model.config.num_hidden_layers) ** -0.5
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            is_residual = "o_proj" in name or "down_proj" in name
+            normal_(parameter, std=parameter.shape[1] ** -0.5 * (damping if is_residual else 1.0))
+
+
+def _draw_embeddings(common_E: Tensor, vocab_size: int) -> Tensor:
+    """Random unit vectors [V, E] at right angles to the common one."""
+    own_VE = torch.randn(vocab_size, len(common_E))
+    own_VE -= (own_VE @ common_E)[:, None] * common_E
+    return normalize(own_VE, dim=1)
+
+
+def _look_back(model: LlamaForCausalLM, common_E: Tensor) -> None:
+    """Layer 0: query head h attends h + 1 tokens back, through the phase that rope adds over that distance.
+
+    Only the quickly turning dimensions tell neighbours apart. The values leave the common direction out.
+    """
+    attention = model.model.layers[0].self_attn
+    angle_F = _rope_angles(model)
+    is_fast_F = (angle_F > 0.05).float() * LOOK_BACK_SCALE
+    key_D = torch.cat([is_fast_F, torch.zeros_like(is_fast_F)])
+    for key_DE in _heads(attention.k_proj, model):
+        key_DE.copy_(key_D[:, None] * common_E)
+    for head, query_DE in enumerate(_heads(attention.q_proj, model)):
+        phase_F = (head + 1) * angle_F
+        query_D = torch.cat([is_fast_F * phase_F.cos(), -is_fast_F * phase_F.sin()])
+        query_DE.copy_(query_D[:, None] * common_E)
+    first_DE, *other_DE = _heads(attention.v_proj, model)
+    first_DE.sub_((first_DE @ common_E)[:, None] * common_E)
+    for value_DE in other_DE:
+        value_DE.copy_(first_DE)
+    normal_(attention.o_proj.weight, std=WRITE_STD)
+
+
+def _match(model: LlamaForCausalLM) -> None:
+    """Layer 1: queries and keys read what layer 0 wrote, in the dimensions that hardly turn over a prompt.
+
+    The output undoes the values: together, one query head of each kv head copies the whole vector it found.
+    """
+    written_ED = model.model.layers[0].self_attn.o_proj.weight.split(model.config.head_dim, dim=1)
+    is_slow_F = _rope_angles(model) * 1024 < 1
+    attention = model.model.layers[1].self_attn
+    num_groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    values = _heads(attention.v_proj, model)
+    queries = _heads(attention.q_proj, model)
+    orthogonal_(attention.v_proj.weight)
+    attention.o_proj.weight.copy_(torch.cat([value_DE.T.repeat(1, num_groups) for value_DE in values], dim=1))
+    for kv_head, key_DE in enumerate(_heads(attention.k_proj, model)):
+        read_DD = normal_(torch.empty(model.config.head_dim, model.config.head_dim), std=MATCH_STD)
+        read_DD *= is_slow_F.repeat(2)[:, None]
+        key_DE.copy_(read_DD @ written_ED[VALUE_OFFSET - 1].T)
+        for query_DE, offset in zip(queries[kv_head * num_groups :], QUESTION_OFFSETS, strict=False):
+            query_DE.copy_(read_DD @ written_ED[offset - 1].T)
+
+
+def _heads(projection: torch.nn.Linear, model: LlamaForCausalLM) -> list[Tensor]:
+    """Views of the rows of each head [D, E]."""
+    head_dim: int = model.config.head_dim
+    return [projection.weight[row : row + head_dim] for row in range(0, projection.out_features, head_dim)]
+
+
+def _rope_angles(model: LlamaForCausalLM) -> Tensor:
+    """Radians that one position turns each pair of dimensions [F], fastest first."""
+    head_dim: int = model.config.head_dim
+    base: float = model.config.rope_parameters["rope_theta"]
+    return torch.pow(base, -torch.arange(0, head_dim, 2) / head_dim)
+
 
 MAX_LENGTH: Final = 4096
 CONFIG_KEYS: Final = (

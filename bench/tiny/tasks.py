@@ -12,17 +12,66 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.bench.tiny.facts import FACTS
+# What the tiny model can say about Baton: (ways to ask, the one answer).
+
+FACTS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
+    (
+        ("Hello", "Hello!", "Hi", "Hi!"),
+        "Hello! I am the tiny model of Baton.",
+    ),
+    (
+        ("Who are you?", "What are you?", "What can you do?"),
+        "I am the tiny model of Baton. I recall, copy, sort, add and close brackets.",
+    ),
+    (
+        ("What is Baton?", "Tell me about Baton.", "What does Baton do?"),
+        "Baton serves language models with prefill and decode on different workers.",
+    ),
+    (
+        ("What is prefill?", "What does a prefill worker do?"),
+        "Prefill computes the prompt and fills its KV pages.",
+    ),
+    (
+        ("What is decode?", "What does a decode worker do?"),
+        "Decode adds one token a step to every running request.",
+    ),
+    (
+        ("What is the baton?", "What is a handoff?", "What is handed over?"),
+        "The baton is the KV pages that prefill hands to decode.",
+    ),
+    (
+        ("What is a page?", "What is a KV page?"),
+        "A page holds the keys and values of 16 tokens.",
+    ),
+    (
+        ("What does the router do?", "What is the router?"),
+        "The router chooses the workers of every request.",
+    ),
+    (
+        ("What does the gateway do?", "What is the gateway?"),
+        "The gateway speaks HTTP and streams the tokens.",
+    ),
+    (
+        ("What is the prefix cache?", "Why is the prefix cache fast?"),
+        "The prefix cache keeps pages, so the same prompt is computed once.",
+    ),
+    (
+        ("Thanks", "Thanks!", "Thank you", "Thank you!"),
+        "You are welcome.",
+    ),
+    (
+        ("Bye", "Bye!", "Goodbye", "Goodbye!"),
+        "Goodbye!",
+    ),
+)
 
 END: Final = "<|end|>"
 USER: Final = "<|user|>"
 ASSISTANT: Final = "<|assistant|>"
 SYSTEM: Final = "<|system|>"
-
 NUM_KEYS: Final = 400  # k0 to k399: the distinct keys of one prompt
 TOKENS_PER_PAIR: Final = 4  # "k7" "=" "blue" and a separator
 TOKENS_PER_QUESTION: Final = 2  # "k7" "?"
-
 VALUES: Final = (
     *("red", "blue", "green", "black", "white", "gold", "pink", "gray"),
     *("cat", "dog", "fox", "owl", "bear", "wolf", "frog", "duck"),
@@ -106,7 +155,6 @@ TASKS: Final[dict[str, Callable[[random.Random], Case]]] = {
     "addition": addition_case,
     "brackets": brackets_case,
 }
-
 TASK_WEIGHTS: Final = {"copy": 1, "sort": 3, "addition": 4, "brackets": 1}  # the hard ones more often
 FACT_FRACTION: Final = 0.12
 SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful assistant.", "Be brief.")

@@ -11,8 +11,7 @@ from typing import Final
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from baton.bench.tiny.facts import FACTS
-from baton.bench.tiny.tasks import ASSISTANT, END, NUM_KEYS, SYSTEM, USER, VALUES
+from baton.bench.tiny.tasks import ASSISTANT, END, FACTS, NUM_KEYS, SYSTEM, USER, VALUES
 
 PAD: Final = "<|pad|>"
 SPECIAL_TOKENS: Final = (PAD, END, USER, ASSISTANT, SYSTEM)

@@ -1,7 +1,7 @@
 """Trains the tiny model: `python -m baton.bench.tiny.train --out engine/tiny`, 15 minutes on one core.
 
 1. Rows start short; when recall is nearly always right at one length, the curriculum moves to the next.
-   Heads that start half made (initial.py) learn to match a key on short rows, then stretch to long ones.
+   Heads start half made (bench/tiny/network.py), learn to match a key on short rows, then on long ones.
 2. Every step takes one batch of recall and one of short tasks; only answers count in the loss.
 3. A checkpoint and the exported directory are written every 250 steps; `--resume` goes on from there.
 
@@ -9,22 +9,127 @@ The same seed gives the same run on the same machine and torch.
 """
 
 import argparse
+import json
 import math
 import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-from baton.bench.tiny.batches import IGNORED, BatchSource
-from baton.bench.tiny.checkpoint import load_checkpoint, save_checkpoint
 from baton.bench.tiny.network import build_model, export
-from baton.bench.tiny.tokenizer import build_tokenizer
+from baton.bench.tiny.tasks import END, Episode, recall_episode, short_episode
+from baton.bench.tiny.tokenizer import PAD, build_tokenizer, special_id
+
+# A training run on disk: weights and optimizer moments as safetensors, the rest as JSON in its header.
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps per parameter
+
+
+def save_checkpoint(
+    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Replace `path` at once: a reader finds the old file or the new one, never half of either."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter.detach()
+        for moment, value in optimizer.state[parameter].items():
+            tensors[f"{name}/{moment}"] = value
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"state": json.dumps(state)})
+    partial.replace(path)
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Fill `model` and `optimizer` from what `save_checkpoint` wrote; returns its state.
+
+    A parameter that had not been trained yet has no moments; its first step makes them.
+    """
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        for name, parameter in model.named_parameters():
+            parameter.copy_(file.get_tensor(name))
+            for moment in MOMENTS:
+                if f"{name}/{moment}" in names:
+                    optimizer.state[parameter][moment] = file.get_tensor(f"{name}/{moment}")
+        state: dict[str, Any] = json.loads(file.metadata()["state"])
+    return state
+
+
+# Turns episodes into rows of token ids and labels.
+#
+# B rows, L tokens a row. `labels[b, i]` is the token that must follow `ids[b, i]`, or IGNORED where the text
+# is not the model's to say. After the last token of an answer the label is the end token, whatever comes
+# next.
+
+IGNORED: Final = -100
+
+
+def encode_episode(tokenizer: Tokenizer, episode: Episode) -> tuple[list[int], list[int]]:
+    """The ids of an episode and their labels, equally many."""
+    end_id = special_id(tokenizer, END)
+    encodings = tokenizer.encode_batch([segment.text for segment in episode])
+    ids: list[int] = []
+    labels: list[int] = []
+    for segment, encoding in zip(episode, encodings, strict=True):
+        ids += encoding.ids
+        if segment.is_answer:
+            labels[-1:] = [*encoding.ids, end_id]
+        else:
+            labels += [IGNORED] * len(encoding.ids)
+    return ids, labels
+
+
+class BatchSource:
+    """Draws batches without end; `rng` alone decides what they hold. Each is ids and labels, both [B, L]."""
+
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self.rng = rng
+        self._tokenizer = tokenizer
+        self._pad_id = special_id(tokenizer, PAD)
+
+    def draw_recall(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        return _stack([self._recall_row(length) for _ in range(max(1, num_tokens // length))])
+
+    def draw_short(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Many short rows rather than few long ones: a short task is mostly asked at position 0."""
+        return _stack([self._short_row(length) for _ in range(max(1, num_tokens // length))])
+
+    def _recall_row(self, length: int) -> tuple[list[int], list[int]]:
+        """One episode a row: a second one could give the same key another value."""
+        return self._fit(*encode_episode(self._tokenizer, recall_episode(self.rng, length)), length)
+
+    def _short_row(self, length: int) -> tuple[list[int], list[int]]:
+        """As many short episodes as the row holds."""
+        ids: list[int] = []
+        labels: list[int] = []
+        while len(ids) < length:
+            more_ids, more_labels = encode_episode(self._tokenizer, short_episode(self.rng))
+            ids += more_ids
+            labels += more_labels
+        return self._fit(ids, labels, length)
+
+    def _fit(self, ids: list[int], labels: list[int], length: int) -> tuple[list[int], list[int]]:
+        missing = max(0, length - len(ids))
+        return (
+            (ids + [self._pad_id] * missing)[:length],
+            (labels + [IGNORED] * missing)[:length],
+        )
+
+
+def _stack(rows: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    ids, labels = zip(*rows, strict=True)
+    return torch.tensor(ids), torch.tensor(labels)
+
 
 LENGTHS: Final = (64, 128, 256, 512, 1024, 1536)
 SHORT_LENGTH: Final = 48

@@ -1,6 +1,6 @@
 // All layers of a decoder in one call, for a rank that works alone: what a CUDA graph is to a GPU.
 //
-// The arithmetic is that of the single kernels in the order in which engine/decoder.py calls them, so the
+// The arithmetic is that of the single kernels in the order in which engine/models/decoder.py calls them, so the
 // result is the same to the bit; what is saved is the way through Python between them.
 #include <time.h>
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from baton.cluster.llm import LLM
+from baton.cluster.offline.llm import LLM
 from tests.engine_frontend import EngineFrontend, tiny_engine
 from tests.served import served as served_cluster
 from tests.served_gateway import ServedGateway

@@ -32,9 +32,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for name in SERVICES:
             command = here(services[name]["command"], places)
             command += ["--port", str(port)] if name == "gateway" else []
-            process = subprocess.Popen(
-                [sys.executable, "-m", "baton.cluster.cli", *command], env=environment, text=True
-            )
+            process = subprocess.Popen([sys.executable, "-m", "baton", *command], env=environment, text=True)
             ends.callback(end, process)
         yield f"http://127.0.0.1:{port}"
 

@@ -12,8 +12,8 @@ import msgspec
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import Assignment, generations_of
-from baton.gateway_config import GatewayConfig
-from baton.worker import Address
+from baton.config.gateway import GatewayConfig
+from baton.messages.workers import Address
 from tests.served import ROOT, stop
 
 LIMIT = 256

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from baton.cluster.llm import LLM
+from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
 from tests.served import Served, served, until
 

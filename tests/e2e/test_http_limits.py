@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from baton.gateway.http_protocol import MAX_PIPELINED
+from baton.gateway.http.protocol import MAX_PIPELINED
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from baton.cluster.llm import LLM
+from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
 from tests.engine_frontend import WORKER_ID, EngineFrontend
 from tests.served_gateway import ServedGateway
@@ -108,7 +108,7 @@ def test_later_choices_run_beside_the_first(served: Served, engine_client: opena
     served.service.opened.clear()
     chat(engine_client, n=3, max_tokens=4, logit_bias={"1": -100})
     requests = served.service.opened
-    assert [beside for _, beside in requests] == ["", WORKER_ID, WORKER_ID]
+    assert [sticky_worker for _, sticky_worker in requests] == ["", WORKER_ID, WORKER_ID]
     assert [request.choice for request, _ in requests] == [0, 1, 2]
     assert len({request.sampling.seed for request, _ in requests}) == 1
     assert len({request.request_id for request, _ in requests}) == 3

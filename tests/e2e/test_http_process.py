@@ -11,10 +11,10 @@ import httpx2
 import pytest
 
 from baton.cluster.model_directory import resolve_model
+from baton.config.gateway import GatewayConfig
 from baton.errors import ConfigError, ModelError
 from baton.gateway.process import serve_gateway
-from baton.gateway_config import GatewayConfig
-from baton.worker import Address
+from baton.messages.workers import Address
 from tests.served_gateway import KEY, NOWHERE, TIMEOUT_S
 
 

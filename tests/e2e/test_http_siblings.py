@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 
-from baton.bench.serve_overhead import Plane, hosted
+from baton.bench.serve.overhead import Plane, hosted
 
 NUM_REQUESTS = 24
 

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from baton.gateway.socket_protocol import MAX_FRAGMENTS
+from baton.gateway.http.websocket import MAX_FRAGMENTS
 from baton.request import Request
 from tests.scripted_service import ScriptedService, answer_at_once
 from tests.served_gateway import ServedGateway

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from baton.errors import Refused
-from baton.page_keys import PageKeys
+from baton.pages import PageKeys
 from baton.request import Request
-from baton.tenancy import Refusal, Sla
+from baton.tenants import Refusal, Sla
 from tests.scripted_service import ScriptedService, answer_at_once, events
 from tests.served_gateway import ServedGateway
 from tests.tenant_clients import ask, digest, write_tenants
@@ -43,12 +43,12 @@ def test_a_request_carries_its_tenants_standing(file: Path) -> None:
         assert ask(served.url, "k-acme", **headers).status_code == 200
         assert ask(served.url, "k-zeta").status_code == 200
         own, higher, lower, zeta = served.service.requests
-    assert (own.tenant, own.standing.weight, own.standing.rank) == ("acme", 3.0, 1)
-    assert own.standing.quotas.max_kv_pages == 40
+    assert (own.tenant, own.scheduling_key.weight, own.scheduling_key.rank) == ("acme", 3.0, 1)
+    assert own.scheduling_key.quotas.max_kv_pages == 40
     assert own.sla == Sla(ttft_ms=500, deadline_ms=9000)
-    assert higher.standing.rank == 1, "no header raises a request above its tenant"
-    assert lower.standing.rank == 2 and lower.sla == Sla(ttft_ms=500, tpot_ms=80, deadline_ms=9000)
-    assert (zeta.standing.rank, zeta.sla) == (2, Sla())
+    assert higher.scheduling_key.rank == 1, "no header raises a request above its tenant"
+    assert lower.scheduling_key.rank == 2 and lower.sla == Sla(ttft_ms=500, tpot_ms=80, deadline_ms=9000)
+    assert (zeta.scheduling_key.rank, zeta.sla) == (2, Sla())
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_changed_policy_holds_from_the_next_request_on(file: Path) -> None:
         file.write_text(file.read_text().replace("weight: 3", "weight: 7").replace("normal\n", "fast\n"))
         until_taken(served, 1)
         ask(served.url, "k-acme")
-        before, after = (request.standing for request in served.service.requests)
+        before, after = (request.scheduling_key for request in served.service.requests)
     assert (before.weight, before.rank) == (3.0, 1) and (after.weight, after.rank) == (7.0, 0)
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from baton.cluster.model_directory import resolve_model
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request
 from tests.e2e.conftest import client_of
 from tests.event_stream import joined, read_all

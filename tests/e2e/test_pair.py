@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from baton.bench.tiny.tasks import Case, recall_cases
-from baton.cluster.completion import Completion
-from baton.cluster.llm import LLM
+from baton.cluster.cli.client import Completion
 from baton.cluster.model_directory import resolve_model
-from baton.config import EngineConfig, engine_config
+from baton.cluster.offline.llm import LLM
+from baton.config.cluster import TransportChoice
+from baton.config.engine import EngineConfig, engine_config
+from baton.messages.workers import Load, WorkerRole
 from baton.request import Request, SamplingParams
-from baton.worker import Load, WorkerRole
-from baton.worker_config import TransportChoice
 from tests.cluster_threads import Cluster
 
 NUM_CASES = 10

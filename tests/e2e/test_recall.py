@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.bench.tiny.tasks import recall_cases
-from baton.cluster.llm import LLM
+from baton.cluster.offline.llm import LLM
 from baton.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

@@ -19,7 +19,7 @@ import pytest
 
 from baton.cluster.cluster_key import new_key, write_secret
 from baton.cluster.cluster_record import find_record
-from baton.control_wire import CONTROL_SCHEMA
+from baton.messages.codec import CONTROL_SCHEMA
 from tests.event_stream import joined, stream
 from tests.served import ROOT, served, stop, until
 
@@ -94,7 +94,7 @@ def other_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("build")
     ignored = shutil.ignore_patterns("__pycache__", ".*", "tests", "docs", "deploy")
     shutil.copytree(ROOT, folder / "checkout", ignore=ignored, symlinks=True)
-    control = folder / "checkout" / "baton" / "control.py"
+    control = folder / "checkout" / "baton" / "messages" / "control.py"
     text = control.read_text()
     line = "    worker: Worker | None = None  # of a worker\n"
     assert text.count(line) == 1
@@ -150,7 +150,7 @@ def test_a_worker_of_another_build_is_refused_by_name_and_dials_seldom(
                 *(
                     sys.executable,
                     "-m",
-                    "baton.cluster.cli",
+                    "baton",
                     "worker",
                     "decode",
                     "tiny",

@@ -16,8 +16,8 @@ import pytest
 
 from baton.bench.tiny.tasks import recall_cases
 from baton.cluster.cluster_record import find_record
-from baton.config import cache_directory
-from baton.router.redis_server import find_program
+from baton.config.environment import cache_directory
+from baton.router.redis.server import find_program
 from tests.served import Served, are_gone, descendants, served, until
 
 OPTIONS = ("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", "--drain-timeout", "5")
@@ -161,7 +161,7 @@ def test_worker_and_gateway_started_by_hand_find_the_cluster_of_this_machine(
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # other tests' clusters run on this machine too
     with served(*OPTIONS) as cluster:
         command = ("worker", "decode", "tiny", "--name", "extra", "--kv-cache-memory", "64MiB")
-        with subprocess.Popen([sys.executable, "-m", "baton.cluster.cli", *command]) as worker:
+        with subprocess.Popen([sys.executable, "-m", "baton", *command]) as worker:
             try:
                 until(lambda: "extra" in cluster.status())
             finally:
@@ -184,7 +184,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 
 def test_an_interrupt_before_it_serves_is_told_from_a_cluster_that_has_drained() -> None:
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *OPTIONS, "--port", "0"]
+    command = [sys.executable, "-m", "baton", "serve", *OPTIONS, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "baton: starting tiny on this machine ...\n"
@@ -218,14 +218,22 @@ def test_several_gateways_routers_and_ranks_serve_behind_one_port() -> None:
 
 
 def test_a_model_that_is_nowhere_is_told_before_anything_is_started(tmp_path: object) -> None:
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", f"{tmp_path}/none", "--runtime", "local"]
+    command = [
+        sys.executable,
+        "-m",
+        "baton.cluster.cli.main",
+        "serve",
+        f"{tmp_path}/none",
+        "--runtime",
+        "local",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert result.returncode == 2
     assert result.stderr.startswith("baton: error: model ") and result.stderr.count("\n") == 1
 
 
 def test_a_worker_that_cannot_load_is_told_by_name() -> None:
-    command = [sys.executable, "-m", "baton.cluster.cli", "serve", *OPTIONS, "--port", "0"]
+    command = [sys.executable, "-m", "baton", "serve", *OPTIONS, "--port", "0"]
     command += ["--kv-cache-memory", "4KiB"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 2

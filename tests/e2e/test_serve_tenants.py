@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 
-from baton.operating import Status
+from baton.messages.operations import Status
 from tests.served import free_port, served, until
 from tests.tenant_clients import ask, keys
 
@@ -157,7 +157,7 @@ def _refused_in_status(port: str) -> int:
 
 
 def _status(port: str, *options: str) -> str:
-    command = (sys.executable, "-m", "baton.cluster.cli", "status", "--port", port, *options)
+    command = (sys.executable, "-m", "baton", "status", "--port", port, *options)
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 

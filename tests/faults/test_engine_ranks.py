@@ -12,15 +12,13 @@ from torch import Tensor
 
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
-from baton.engine.sequence import FilledPages
-from baton.kvtransfer.ended import Ended
+from baton.engine.scheduler.sequence import FilledPages
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.endpoint_settings import EndpointSettings
-from baton.kvtransfer.handoff import Outcome, Timing
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.messages import Reserve
-from baton.kvtransfer.page_memory import SharedPool
-from baton.kvtransfer.rank_agents import RankAgents
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.ranks.remote import RankAgents
+from baton.kvtransfer.settings import EndpointSettings
 from baton.request import Request, SamplingParams
 from tests.endpoint_host import KEY
 from tests.tiny_models import tiny_config, tiny_engine, write_config
@@ -40,9 +38,9 @@ class Replica:
         shared, agents = SharedPool(), RankAgents(num_ranks)
         self._ends.callback(shared.close)
         self._ends.callback(agents.close)
-        self._companion = watched(agents.companion)
+        self._sidecar = watched(agents.sidecar)
         config = tiny_config(model, tensor_parallel_size=num_ranks, cache={"page_size": page_size})
-        self.engine = load_engine(config, zeros_on_cpu=shared.zeros, companion=self._companion)
+        self.engine = load_engine(config, zeros_on_cpu=shared.zeros, sidecar=self._sidecar)
         self._ends.callback(self.engine.close)
         self.pool = self.engine.runner.pool.device
         self._num_ranks = num_ranks
@@ -57,7 +55,7 @@ class Replica:
             settings, self.pool, self.engine.pages, self._admit, shared=shared, agents=agents
         )
         self._ends.callback(self.endpoint.close)
-        self.ended: list[Ended] = []
+        self.ended: list[TransferEnded] = []
         self.asked: list[bytes] = []
 
     def _admit(self, request: Reserve, num_pages: int) -> Owner | None:
@@ -76,7 +74,7 @@ class Replica:
 
     def tokens(self, pages: list[int]) -> Tensor:
         """Whatever is in the pages, of all heads, in the order of the tokens."""
-        others = [pages_of(self._companion, rank, pages, self.pool) for rank in range(1, self._num_ranks)]
+        others = [pages_of(self._sidecar, rank, pages, self.pool) for rank in range(1, self._num_ranks)]
         return torch.cat([self.pool[pages], *others], dim=3).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
 
     def close(self) -> None:
@@ -115,7 +113,7 @@ def run(engine: Engine) -> list[int | None]:
     return found
 
 
-def move(source: Replica, destination: Replica, pages: list[int]) -> Ended:
+def move(source: Replica, destination: Replica, pages: list[int]) -> TransferEnded:
     """The destination's end of a transfer of the prompt's pages."""
     link = source.endpoint.link(destination.endpoint.address)
     unit_tokens = min(source.engine.pages.page_size, destination.engine.pages.page_size)
@@ -136,7 +134,7 @@ def move(source: Replica, destination: Replica, pages: list[int]) -> Ended:
         return bool(source.ended and destination.ended)
 
     wait_for(is_over)
-    assert source.ended[-1].outcome is Outcome.HANDED_OVER
+    assert source.ended[-1].outcome is HandoffOutcome.HANDED_OVER
     return destination.ended[-1]
 
 
@@ -159,7 +157,11 @@ def test_an_engine_goes_on_from_the_pages_of_another(
     expected = run(alone)
     pages = source.compute(a_request("prefill", 1))
     ended = move(source, destination, pages)
-    assert (ended.outcome, ended.transfer, destination.asked) == (Outcome.ADOPTED, TRANSFER, [TRANSFER])
+    assert (ended.outcome, ended.transfer, destination.asked) == (
+        HandoffOutcome.ADOPTED,
+        TRANSFER,
+        [TRANSFER],
+    )
     num_tokens = len(PROMPT) // 16 * 16
     sent, received = source.tokens(pages), destination.tokens(list(ended.pages))
     assert torch.equal(sent[:, :, :, :num_tokens], received[:, :, :, :num_tokens]) and sent.any()
@@ -172,7 +174,7 @@ def test_an_engine_goes_on_from_the_pages_of_another(
 def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> None:
     before = set(psutil.Process().children())
     source, destination = make(2, 16), make(1, 16)
-    (follower,) = set(psutil.Process().children()) - before
+    (tp_worker,) = set(psutil.Process().children()) - before
     link = source.endpoint.link(destination.endpoint.address)
     source.endpoint.start(link, 4, deadline_s=20.0)
 
@@ -187,11 +189,11 @@ def test_an_engine_whose_other_rank_is_killed_ends_its_transfers(make: Make) -> 
         return bool(source.ended and destination.ended)
 
     wait_for(is_granted)
-    follower.kill()
+    tp_worker.kill()
     wait_for(is_over)
-    assert source.ended[-1].outcome is Outcome.FAILED
+    assert source.ended[-1].outcome is HandoffOutcome.FAILED
     # Rank 0 and the destination both watch the rank that was killed: either may see its end first.
     assert source.ended[-1].reason in ("rank 1 is lost", "aborted: the source's process died")
-    assert destination.ended[-1].outcome is Outcome.RECOMPUTE
+    assert destination.ended[-1].outcome is HandoffOutcome.RECOMPUTE
     pages = destination.engine.pages
     wait_for(lambda: is_over() and pages.num_free == pages.num_pages)

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import psutil
 import pytest
 
-from baton.bench.serve_client import Address, Answer, Connection
+from baton.bench.serve.client import Address, Answer, Connection
 from baton.errors import PeerGone
 from baton.request import Request
 from tests.scripted_service import ScriptedService, events

@@ -137,7 +137,7 @@ def test_a_rotation_under_load_fails_no_request_and_refuses_the_retired_key(tmp_
             until(lambda: load.num_answers >= num_before + NUM_CLIENTS, RESTARTED_S)
 
             (router, *_) = find_record(cluster.port).routers
-            command = [sys.executable, "-m", "baton.cluster.cli", "worker", "decode", "tiny"]
+            command = [sys.executable, "-m", "baton", "worker", "decode", "tiny"]
             where = ["--router", f"{router.host}:{router.port}", "--name", "stranger"]
             (complaint,) = complaints_of([*command, *where, "--cluster-key-file", str(retired)])
             assert "does not hold this cluster's key of a router" in complaint

@@ -13,13 +13,12 @@ from typing import Final
 import pytest
 from _pytest.mark import ParameterSet
 
-from baton.cluster.llm import LLM
-from baton.config import CacheConfig, EngineSettings, SchedulerConfig
+from baton.cluster.offline.llm import LLM
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import CacheConfig, EngineSettings, SchedulerConfig
+from baton.config.router import RouterConfig
 from baton.errors import WorkerLost
-from baton.request import Request, SamplingParams
-from baton.router_config import RouterConfig
-from baton.serve_config import ServeConfig, WorkersConfig
-from baton.token_event import TokenEvent
+from baton.request import Request, SamplingParams, TokenEvent
 from tests.cluster_threads import Answer, wait_for
 from tests.process_cluster import ProcessCluster
 

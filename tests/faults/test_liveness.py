@@ -16,25 +16,24 @@ from typing import Final
 
 import pytest
 
-from baton.bench.link_proxy import Direction, LinkProxy
+from baton.bench.faults.link_proxy import Direction, LinkProxy
 from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
-from baton.config import CacheConfig, EngineConfig, EngineSettings
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import CacheConfig, EngineConfig, EngineSettings
+from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.errors import Overloaded
-from baton.gateway.frontend import Frontend
-from baton.gateway.replay import Limits
-from baton.gateway.router_watch import SILENT_S
-from baton.kvtransfer import tcp
-from baton.kvtransfer.link import Link
-from baton.link_life import LINK_TIMEOUT_S
-from baton.node_thread import NodeThread
-from baton.operating import WatchWorkers, WorkerRemoved
+from baton.gateway.streams.frontend import SILENT_S, Frontend
+from baton.gateway.streams.request_stream import ReplayLimits
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.transports import tcp
+from baton.messages.operations import WatchWorkers, WorkerRemoved
+from baton.messages.workers import Address, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
-from baton.router_config import RouterConfig
-from baton.serve_config import ServeConfig, WorkersConfig
-from baton.worker import Address, WorkerRole
+from baton.rpc.liveness import LINK_TIMEOUT_S
+from baton.rpc.server import RpcThread
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
 from tests.node_peers import TestPeer, a_request
 from tests.process_cluster import ProcessCluster
@@ -42,7 +41,7 @@ from tests.process_cluster import ProcessCluster
 FIRST_TOKEN_S: Final = 10.0
 GAP_S: Final = 12.0  # between two tokens of a stream
 MAX_WAIT_S: Final = 4.0  # of a call that no router takes
-LIMITS: Final = Limits(max_wait_s=MAX_WAIT_S)
+LIMITS: Final = ReplayLimits(max_wait_s=MAX_WAIT_S)
 MEGABIT_PER_S: Final = 125_000.0  # in bytes
 SLACK_S: Final = 3.0  # of a machine that does much else
 
@@ -117,7 +116,7 @@ LINKS: Links = Links()
 class ProxiedWorker(SlowWorker):
     """A worker that reaches other workers through `LINKS`, for words and for pages."""
 
-    def _make_node(self, thread: NodeThread) -> PrefillWorker | DecodeWorker:
+    def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:
         routers = set(self._config.routers)
         dial, link = thread.dial, self.endpoint.link
 
@@ -360,7 +359,7 @@ def is_alive(pid: int) -> bool:
 class OtherGateway:
     """A second gateway of a cluster, which reaches routers and workers through `links`."""
 
-    def __init__(self, cluster: Cluster, links: Links, limits: Limits = LIMITS) -> None:
+    def __init__(self, cluster: Cluster, links: Links, limits: ReplayLimits = LIMITS) -> None:
         self._thread = Threads("other gateway")
         (router,) = cluster.workers[0].config.routers
 
@@ -384,7 +383,7 @@ def test_first_token_that_a_swallowed_link_holds_comes_from_another_attempt() ->
     with (
         Cluster([engine()], [engine()]) as cluster,
         contextlib.closing(Links()) as links,
-        contextlib.closing(OtherGateway(cluster, links, Limits())) as other,
+        contextlib.closing(OtherGateway(cluster, links, ReplayLimits())) as other,
     ):
         tokens = expected(cluster, named("before"))
         wait_for(lambda: len(other.frontend.workers) == 2 and other.frontend.is_ready)

@@ -11,7 +11,7 @@ ROWS: Final = re.findall(
     r"^\| (F\d+) \|(.*)\|$", (ROOT / "docs" / "faults.md").read_text(), flags=re.MULTILINE
 )
 TEST: Final = re.compile(r"`([\w/]+\.py)::(\w+)`")
-MODULE: Final = re.compile(r"`python -m (baton\.bench\.\w+)`")
+MODULE: Final = re.compile(r"`python -m (baton\.bench[.\w]+)`")
 
 
 def test_every_fault_has_one_row() -> None:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from baton.bench import ray_faults
+from baton.bench.faults import ray_faults
 
 NUM_STREAMS = 4
 AWAY_S = 15.0

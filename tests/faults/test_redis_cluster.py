@@ -9,12 +9,12 @@ from typing import Final, TypeAlias
 import pytest
 from _pytest.mark import ParameterSet
 
-from baton.cluster.llm import LLM
-from baton.config import CacheConfig, EngineSettings
-from baton.gateway.router_watch import SILENT_S
-from baton.router.redis_server import find_program
-from baton.router_config import RouterConfig
-from baton.serve_config import ServeConfig, WorkersConfig
+from baton.cluster.offline.llm import LLM
+from baton.config.cluster import ServeConfig, WorkersConfig
+from baton.config.engine import CacheConfig, EngineSettings
+from baton.config.router import RouterConfig
+from baton.gateway.streams.frontend import SILENT_S
+from baton.router.redis.server import find_program
 from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster
 from tests.redis_load import NUM_OPEN, HurtRedis, Load, RoutingShare
@@ -131,7 +131,7 @@ def test_a_router_that_stands_still_holds_up_no_request_for_long(
     pid, stopped_s = cluster.pid(name), time.monotonic()
     os.kill(pid, signal.SIGSTOP)
     try:
-        load.until(lambda: len(cluster.frontend._colleagues.routers) == 1, 2 * SILENT_S)
+        load.until(lambda: len(cluster.frontend._peer_registry.routers) == 1, 2 * SILENT_S)
         load.answer(20)
         load.until(lambda: time.monotonic() - stopped_s > STANDS_STILL_S)
     finally:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.router.redis_client import REDIS_FAILURES, Connection
-from baton.router.redis_scripts import Names
-from baton.router.redis_server import find_program
+from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection
+from baton.router.redis.server import find_program
 from tests.node_peers import a_worker
 from tests.unit.router.redis_routers import CHAIN, RouterStandIn, pages_at, running, until
 
@@ -40,7 +39,7 @@ class Server:
 
 
 async def answer_of(port: int, *words: str) -> object:
-    connection = Connection(f"redis://127.0.0.1:{port}", Names.of("none"))
+    connection = RedisConnection(f"redis://127.0.0.1:{port}", Names.of("none"))
     try:
         return await connection.call(*words)
     except REDIS_FAILURES:

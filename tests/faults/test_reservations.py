@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.errors import PeerGone
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.messages import Refuse, Reserve
+from baton.kvtransfer.protocol.handoff import Owner
+from baton.kvtransfer.protocol.messages import Refuse, Reserve
 from tests.endpoint_host import NUM_PAGES, Host
 from tests.rogue_peer import RoguePeer
 from tests.transfer_ends import wait_for

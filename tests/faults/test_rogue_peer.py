@@ -14,10 +14,10 @@ import pytest
 
 from baton.errors import PeerGone
 from baton.kvtransfer.endpoint import KvEndpoint
-from baton.kvtransfer.messages import Abort, Pull, Released, Reserve, Wrote
-from baton.kvtransfer.peers import MAX_LINKS_OF_PEER
-from baton.link_life import is_ping
-from baton.wire import Connection, Role
+from baton.kvtransfer.links import MAX_LINKS_OF_PEER
+from baton.kvtransfer.protocol.messages import Abort, PullRequest, Released, Reserve, Wrote
+from baton.rpc.connection import Connection, Role
+from baton.rpc.liveness import is_ping
 from tests.endpoint_host import KEY, NUM_PAGES, Host, HostProcess
 from tests.numbered_pages import key_of, wanted_pages
 from tests.rogue_peer import RoguePeer
@@ -51,7 +51,7 @@ def answer_s(host: Host) -> float:
 def ask_for_pages_of(host: Host, peer: RoguePeer, num_pages: int = NUM_UNITS) -> bytes:
     """A pull that the host agrees to: it opens a transport to the peer."""
     wanted, _ = host.known_pages(num_pages)
-    pull = Pull(
+    pull = PullRequest(
         transfer=secrets.token_bytes(16),
         epoch=1,
         deadline_ms=10_000,

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from baton.bench.soak_clients import Clients, make_questions
+from baton.bench.faults.soak_world import Clients, make_questions
 from tests.served import Served, command_line, descendants, served, until
 
 NUM_CLIENTS = 4

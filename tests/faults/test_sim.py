@@ -1,4 +1,4 @@
-"""Whole clusters in virtual time, with faults: see cluster/sim/world.py. A failure says how to replay it."""
+"""Whole clusters in virtual time, with faults: see sim/world.py. A failure says how to replay it."""
 
 import logging
 import os
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.cluster.sim.events import Events
-from baton.cluster.sim.faults import Trouble
-from baton.cluster.sim.world import World
+from baton.sim.faults import Trouble
+from baton.sim.process import Events
+from baton.sim.world import World
 
 NUM_SLOW_SEEDS = 1_000
 SEEDS_PER_CALIBRATION = 50
@@ -121,7 +121,7 @@ def test_a_thousand_seeds_of_what_closes_nothing_lose_nothing_within_two_minutes
 
 def test_a_seed_is_one_history_whatever_the_hash_seed_is() -> None:
     def trace(hash_seed: str) -> bytes:
-        command = [sys.executable, "-m", "baton.cluster.cli", "sim", "--seed", "10", "--seeds", "5"]
+        command = [sys.executable, "-m", "baton", "sim", "--seed", "10", "--seeds", "5"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         return subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout
 

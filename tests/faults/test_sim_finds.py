@@ -6,16 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.cluster.sim.rank import SimRank
-from baton.cluster.sim.world import World
-from baton.decode_worker.admission import Admission
-from baton.engine.outside_pages import OutsidePages
-from baton.gateway.stream_log import Stream
-from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.rank_messages import ClosePart
-from baton.prefill_worker.departure import Departure, Offer
+from baton.decode_worker.attempt import DecodeAdmission
+from baton.engine.scheduler.page_holds import ExternalPageHolds
+from baton.gateway.streams.request_stream import RequestStream
+from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.ranks.messages import ClosePart
+from baton.prefill_worker.prefill_job import Offer, PrefillJob
 from baton.request import Request
-from baton.router.books import Books
+from baton.router.in_flight import InFlight
+from baton.sim.rank import SimRank
+from baton.sim.world import World
 
 MAX_SEEDS = 150
 
@@ -27,7 +27,7 @@ def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Cal
         try:
             World(seed).run()
         except AssertionError as error:
-            assert error.__notes__ == [f"replay: python -m baton.cluster.cli sim --seed {seed}"]
+            assert error.__notes__ == [f"replay: baton sim --seed {seed}"]
             return str(error)
     return f"nothing in {MAX_SEEDS} seeds"
 
@@ -51,35 +51,35 @@ def test_pages_that_are_freed_under_their_writer_show(monkeypatch: pytest.Monkey
 
 
 def test_pages_in_the_wrong_order_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_offer = Departure.take_offer
+    take_offer = PrefillJob.take_offer
 
-    def reversed_offer(self: Departure) -> Offer | None:
+    def reversed_offer(self: PrefillJob) -> Offer | None:
         offer = take_offer(self)
         return offer and Offer(offer.pages[::-1], offer.num_units)
 
-    found = finding(monkeypatch, Departure, "take_offer", reversed_offer)
+    found = finding(monkeypatch, PrefillJob, "take_offer", reversed_offer)
     assert "an undisturbed run says" in found
 
 
 def test_pages_that_are_kept_for_ever_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, OutsidePages, "release_kept", lambda self, key: None)
+    found = finding(monkeypatch, ExternalPageHolds, "release_kept", lambda self, key: None)
     assert "keeps pages of" in found
 
 
 def test_promises_that_never_end_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, Admission, "end_promise", lambda self, attempt: None)
+    found = finding(monkeypatch, DecodeAdmission, "end_promise", lambda self, attempt: None)
     assert "nothing in" not in found
 
 
 def test_attempts_that_stay_in_the_router_s_books_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = finding(monkeypatch, Books, "ended", lambda self, key: None)
+    found = finding(monkeypatch, InFlight, "ended", lambda self, key: None)
     assert "router-0's books have" in found
 
 
 def test_replays_with_another_seed_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_request = Stream.next_request
+    next_request = RequestStream.next_request
 
-    def other_seed(self: Stream) -> Request | None:
+    def other_seed(self: RequestStream) -> Request | None:
         request = next_request(self)
         if request is None:
             return None
@@ -87,4 +87,4 @@ def test_replays_with_another_seed_show(monkeypatch: pytest.MonkeyPatch) -> None
         sampling = msgspec.structs.replace(request.sampling, seed=seed)
         return msgspec.structs.replace(request, sampling=sampling)
 
-    assert "an undisturbed run says" in finding(monkeypatch, Stream, "next_request", other_seed)
+    assert "an undisturbed run says" in finding(monkeypatch, RequestStream, "next_request", other_seed)

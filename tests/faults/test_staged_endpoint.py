@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from baton.kvtransfer import pool_doors
-from baton.kvtransfer.digests import StagedDigests
-from baton.kvtransfer.page_packing import PagePacking
-from baton.kvtransfer.rank_pages import RankPages
+from baton.kvtransfer.ranks import listeners
+from baton.kvtransfer.ranks.digests import StagedDigests
+from baton.kvtransfer.ranks.listeners import RankPages
+from baton.kvtransfer.ranks.pages import PagePacking
 from tests.endpoint_host import NUM_PAGES, Host
 
 NUM_UNITS = 24
@@ -44,7 +44,7 @@ def destination(
 
 
 def host(kind: str, page_size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(pool_doors, "RankPages", StagedPages if kind == "staged" else RankPages)
+    monkeypatch.setattr(listeners, "RankPages", StagedPages if kind == "staged" else RankPages)
     made = Host(page_size, is_shared=False)
     made.fill(page_size)
     yield made

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.transport import TransferStatus
-from baton.layout import PageLayout
+from baton.kvtransfer.transports.base import TransferStatus
+from baton.pages import PageLayout
 from tests.remote import Remote
 from tests.transfer_ends import (
     SETTINGS,
@@ -126,8 +126,8 @@ def test_many_pieces_in_flight_arrive_whole(name: str, large_source: Source, las
     expected = torch.zeros((POOL, LARGE.page_bytes), dtype=torch.uint8)
     grant = large_grant(name)
     lasting_peer.call("grant", grant)
-    tickets = [large_source.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
-    assert {outcome(large_source.transport, ticket).status for ticket in tickets} == {DONE}
+    transfer_queue = [large_source.push(plain(grant), unit, unit + 1) for unit in range(grant.num_units)]
+    assert {outcome(large_source.transport, handle).status for handle in transfer_queue} == {DONE}
     write(grant, large_source.pages, expected, 0, grant.num_units)
     assert lasting_peer.call("digest") == digest(expected)
 
@@ -140,7 +140,7 @@ def test_abort_at_any_moment_leaves_pages_that_can_be_reused(
     large_source.open(name, destination.addresses())
     aborted, next_one = large_grant(name), large_grant(name, seed=1, epoch=2, generation=2)
     destination.grant(plain(aborted))
-    ticket = large_source.push(plain(aborted), 0, aborted.num_units)
+    handle = large_source.push(plain(aborted), 0, aborted.num_units)
     time.sleep(delay_ms / 1000)
     large_source.abort(aborted.id)
     large_source.pages.add_(1)  # they are the source's own again
@@ -149,13 +149,13 @@ def test_abort_at_any_moment_leaves_pages_that_can_be_reused(
         assert not destination.is_safe(aborted.id)
         destination.release(aborted.id)
     assert wait_for(lambda: destination.is_safe(aborted.id)) < PAGES_BACK_S
-    assert large_source.transport.poll(ticket).status.is_final
+    assert large_source.transport.poll(handle).status.is_final
 
     destination.pages.zero_()
     expected = torch.zeros_like(destination.pages)
     destination.grant(plain(next_one))
-    ticket = large_source.push(plain(next_one), 0, next_one.num_units)
-    assert outcome(large_source.transport, ticket).status == DONE
+    handle = large_source.push(plain(next_one), 0, next_one.num_units)
+    assert outcome(large_source.transport, handle).status == DONE
     write(next_one, large_source.pages, expected, 0, next_one.num_units)
     assert torch.equal(destination.pages, expected)
 
@@ -192,8 +192,8 @@ def test_killing_a_destination_fails_its_own_transfers_alone(name: str, large_so
         doomed.kill()
         if name == "tcp":  # with shm its memory is mapped: writes go where nobody reads
             started_s = time.monotonic()
-            ticket = large_source.push(plain(grant), 0, grant.num_units)
-            assert outcome(large_source.transport, ticket).status == FAILED
+            handle = large_source.push(plain(grant), 0, grant.num_units)
+            assert outcome(large_source.transport, handle).status == FAILED
             assert time.monotonic() - started_s < SETTINGS.stall_s
         other.open(name, spared.call("addresses"))  # nobody needs a restart to meet a new peer
         spared.call("grant", grant)
@@ -208,12 +208,12 @@ def test_a_stopped_destination_hits_the_deadline_and_abort_does_not_wait_for_it(
         for grant in grants:
             peer.call("grant", grant)
         peer.signal(signal.SIGSTOP)
-        tickets = [large_source.push(plain(grant), 0, grant.num_units) for grant in grants]
-        wait_for(lambda: large_source.transport.poll(tickets[0]).status == TransferStatus.SENDING)
+        transfer_queue = [large_source.push(plain(grant), 0, grant.num_units) for grant in grants]
+        wait_for(lambda: large_source.transport.poll(transfer_queue[0]).status == TransferStatus.SENDING)
         started_s = time.monotonic()
         large_source.abort(grants[0].id)
         assert time.monotonic() - started_s < SETTINGS.stall_s
-        assert outcome(large_source.transport, tickets[1]).status == FAILED
+        assert outcome(large_source.transport, transfer_queue[1]).status == FAILED
         assert time.monotonic() - started_s < SETTINGS.connect_s + 4 * SETTINGS.stall_s
         started_s = time.monotonic()
         large_source.transport.close()
@@ -256,8 +256,8 @@ def test_a_zombie_source_writes_nothing_into_reused_pages(name: str, destination
         destination.pages.fill_(7)
         if name == "tcp":
             peer.signal(signal.SIGCONT)
-        ticket = peer.call("push", grant, 0, grant.num_units)
-        wait_for(lambda: peer.call("status", ticket) == FAILED)
+        handle = peer.call("push", grant, 0, grant.num_units)
+        wait_for(lambda: peer.call("status", handle) == FAILED)
         assert bool((destination.pages == 7).all())
 
 

@@ -10,8 +10,14 @@ from functools import partial
 
 import torch
 
-from baton.kernels.copy_pages import copy_pages_reference, copy_pages_triton
-from baton.kernels.gather_pages import gather_pages_reference, gather_pages_triton
+from baton.kernels.pages import (
+    copy_pages_reference,
+    copy_pages_triton,
+    gather_pages_reference,
+    gather_pages_triton,
+    scatter_pages_reference,
+    scatter_pages_triton,
+)
 from baton.kernels.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -19,7 +25,6 @@ from baton.kernels.rms_norm import (
     rms_norm_triton,
 )
 from baton.kernels.rope import rope_reference, rope_triton
-from baton.kernels.scatter_pages import scatter_pages_reference, scatter_pages_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 from baton.kernels.store_kv import store_kv_reference, store_kv_triton
 from tests.kernels.attention_cases import attention_cases

@@ -9,18 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels import (
-    copy_pages,
-    gather_pages,
-    paged_attention,
-    prefill_attention,
-    rms_norm,
-    rope,
-    sample,
-    scatter_pages,
-    silu_mul,
-    store_kv,
-)
+from baton.kernels import paged_attention, prefill_attention, rms_norm, rope, sample, silu_mul, store_kv
+from baton.kernels import pages as copy_pages
+from baton.kernels import pages as gather_pages
+from baton.kernels import pages as scatter_pages
 from baton.kernels.triton_import import Kernel
 
 

@@ -7,14 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from baton.kernels.copy_pages import copy_pages_triton
-from baton.kernels.gather_pages import gather_pages_triton
 from baton.kernels.paged_attention import decode_tile, paged_attention_decode_triton
+from baton.kernels.pages import copy_pages_triton, gather_pages_triton, scatter_pages_triton
 from baton.kernels.prefill_attention import prefill_attention_triton
 from baton.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from baton.kernels.rope import rope_triton
 from baton.kernels.sample import sample_triton
-from baton.kernels.scatter_pages import scatter_pages_triton
 from baton.kernels.silu_mul import silu_mul_triton
 from baton.kernels.store_kv import store_kv_triton
 from baton.kernels.triton_import import HAS_TRITON

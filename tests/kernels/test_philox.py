@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from baton.kernels.philox import philox
+from baton.kernels.sample import philox
 
 # philox4x32-10 from the known-answer vectors that Random123 publishes: counter, key, words.
 PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.kernels.rope_scaling import RopeScaling
-from baton.kernels.rope_table import rope_table
+from baton.kernels.rope import RopeScaling, rope_table
 
 transformers = pytest.importorskip("transformers")
 

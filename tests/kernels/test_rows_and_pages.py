@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernels.copy_pages import copy_pages
-from baton.kernels.gather_pages import gather_pages, gather_pages_reference
+from baton.kernels.pages import (
+    copy_pages,
+    gather_pages,
+    gather_pages_reference,
+    scatter_pages,
+    scatter_pages_reference,
+)
 from baton.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from baton.kernels.rope import rope, rope_reference
-from baton.kernels.scatter_pages import scatter_pages, scatter_pages_reference
 from baton.kernels.silu_mul import silu_mul, silu_mul_reference
 from baton.kernels.store_kv import store_kv, store_kv_reference
 from tests.kernels.outcomes import DTYPES, normal

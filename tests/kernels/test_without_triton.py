@@ -7,8 +7,8 @@ PROGRAM = """
 import sys
 sys.modules["triton"] = None  # importing it now fails, as on a machine without it
 import torch
-from baton.kernels import gather_pages, paged_attention, prefill_attention, rms_norm, rope
-from baton.kernels import sample, scatter_pages, silu_mul, store_kv
+from baton.kernels import pages, paged_attention, prefill_attention, rms_norm, rope
+from baton.kernels import sample, silu_mul, store_kv
 out = silu_mul.silu_mul(torch.ones(2, 6))
 assert out.shape == (2, 3), out
 three = torch.ones(3, 2, 6)

@@ -9,14 +9,14 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from baton.config import engine_config
+from baton.config.engine import engine_config
 from baton.engine.engine import Engine
-from baton.engine.hf_config import read_model_config
 from baton.engine.loading import load_engine
-from baton.engine.plan import PreemptMode
-from baton.engine.sequence import Sequence, SequenceStatus
-from baton.engine.step_arrays import StepArrays
-from baton.layout import PageLayout
+from baton.engine.models.registry import read_model_config
+from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.pages import PageLayout
 from baton.request import Request, SamplingParams, StepOutput
 from tests.parity.models import VOCAB_SIZE
 

@@ -13,13 +13,13 @@ from typing import Any, Final
 import pytest
 import torch
 
-from baton.config import EngineConfig, engine_config
+from baton.config.cluster import TransportChoice
+from baton.config.engine import EngineConfig, engine_config
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
-from baton.prefill_worker import last_chunks
+from baton.messages.workers import WorkerRole
+from baton.prefill_worker import prefill_job
 from baton.request import Request, SamplingParams
-from baton.worker import WorkerRole
-from baton.worker_config import TransportChoice
 from tests.cluster_threads import Answer, Cluster
 from tests.parity.models import VOCAB_SIZE
 
@@ -210,5 +210,5 @@ def test_pages_that_leave_layer_by_layer_give_the_tokens_of_one_engine(
     model_directory: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(last_chunks, "MIN_RUN_BYTES", 1)  # the model's pages are too short for it otherwise
+    monkeypatch.setattr(prefill_job, "MIN_RUN_BYTES", 1)  # the model's pages are too short for it otherwise
     check(topology, oracle, model_directory(MODEL))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import engine_config
+from baton.config.engine import engine_config
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
 from tests.cluster_threads import Cluster, wait_for
@@ -34,15 +34,15 @@ def test_cost_policy_learns_from_its_workers_and_changes_no_token(
             expected = [alone(oracle, request) for request in asked]
             answers = cluster.ask(asked)
             assert [answer.token_ids for answer in answers] == expected
-        knowledge = cluster.router.knowledge
+        cluster_state = cluster.router.cluster_state
         workers = [member.id for member in cluster.router.members.all()]
-        wait_for(lambda: all(map(knowledge.index.is_known, workers)))
-        wait_for(lambda: sum(knowledge.model.of(each).prefill.num_measured for each in workers) > 0)
-        assert sum(map(knowledge.index.num_held, workers)) > 0
+        wait_for(lambda: all(map(cluster_state.index.is_known, workers)))
+        wait_for(lambda: sum(cluster_state.model.of(each).prefill.num_measured for each in workers) > 0)
+        assert sum(map(cluster_state.index.num_held, workers)) > 0
         counters = cluster.router.counters
         assert counters["decisions"] == 3 * len(asked)
         assert counters["blind_decisions"] <= len(asked)
         hits = [worker.hosted.engine.stats().total_hit_tokens for worker in cluster.workers]
         assert sum(hits) > 0
         cluster.check_nothing_is_held()
-        cluster.router.books.check_integrity()
+        cluster.router.in_flight.check_integrity()

@@ -12,15 +12,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 import pytest
 
-from baton.config import EngineConfig, engine_config
-from baton.control import Dispatch
-from baton.decision import PullSource
+from baton.config.engine import EngineConfig, engine_config
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.engine import Engine
 from baton.engine.loading import load_engine
-from baton.kvtransfer.pull import ON_HOST
+from baton.kvtransfer.protocol.pull import ON_HOST
+from baton.messages.control import Dispatch, PullSource
+from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams
-from baton.worker import WorkerRole
 from tests.cluster_threads import TIMEOUT_S, Cluster, WorkerThread
 from tests.parity.models import VOCAB_SIZE
 from tests.parity.test_cluster import MODEL, alone

@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from baton.challenge import MAX_CHALLENGE_BYTES, Challenge, ControlKeys, Role
-from baton.control import Hello, Tokens
-from baton.control_wire import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.errors import WireError
-from baton.frames import encode_frame
-from baton.hub import Hub
-from baton.keys import ClusterKeys, KeyRing
-from baton.link_life import LINK_TIMEOUT_S, is_ping
-from baton.node import Peer
-from baton.seal import Seals
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
-from baton.worker import Address
+from baton.messages.bounds import Kind
+from baton.messages.codec import CONTROL_SCHEMA, AnyMessage, decode, encode
+from baton.messages.control import Hello, Tokens
+from baton.messages.workers import Address
+from baton.request import TokenEvent
+from baton.rpc.auth import MAX_CHALLENGE_BYTES, Challenge, ClusterKeys, ControlKeys, KeyRing, Role
+from baton.rpc.frames import Seals, encode_frame
+from baton.rpc.liveness import LINK_TIMEOUT_S, is_ping
+from baton.rpc.peers import Peer
+from baton.rpc.server import RpcServer
 
 KEY = b"k" * 16
 HELLO = Hello(process=Kind.WORKER, id="c" * 32)
@@ -53,15 +51,15 @@ class Recorder:
 @contextlib.asynccontextmanager
 async def hosted(
     node: Recorder, key: ClusterKeys = KEY, *, link_timeout_s: float = LINK_TIMEOUT_S
-) -> AsyncIterator[tuple[Hub, Address]]:
+) -> AsyncIterator[tuple[RpcServer, Address]]:
     """A hub that listens; it is closed in the end."""
-    hub = Hub(key, link_timeout_s=link_timeout_s)
+    rpc_server = RpcServer(key, link_timeout_s=link_timeout_s)
     try:
-        address = await hub.listen()
-        hub.serve(node)
-        yield hub, address
+        address = await rpc_server.listen()
+        rpc_server.serve(node)
+        yield rpc_server, address
     finally:
-        await hub.close()
+        await rpc_server.close()
         while _rogues:
             await _rogues.pop().close()
 

@@ -13,20 +13,19 @@ import msgspec
 import psutil
 import pytest
 
-from baton import control as c
 from baton.clock import ManualClock
-from baton.control_wire import AnyMessage, decode, encode
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, WireError
-from baton.frames import FrameReader, encode_frame
-from baton.gateway.frontend import Frontend
-from baton.node import Node
-from baton.request import Request, SamplingParams
+from baton.gateway.streams.frontend import Frontend
+from baton.messages import control as c
+from baton.messages.codec import AnyMessage, decode, encode
+from baton.messages.workers import Address
+from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.token_event import TokenEvent
-from baton.worker import Address
+from baton.rpc.frames import FrameReader, encode_frame
+from baton.rpc.peers import Node
 from tests.node_peers import TestPeer, a_worker, id_of
-from tests.unit.baton.test_control import one_of_each
+from tests.unit.baton.messages.test_control import one_of_each
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated
 
 OPEN_ID = id_of("open")
@@ -119,8 +118,8 @@ def fuzz(process: Process, seed: int, num_frames: int) -> None:
         num_frames -= len(stream)
         process.serve(rng, b"".join(stream))
     if isinstance(process.node, Router):
-        process.node.books.check_integrity()
-        assert len(process.node.books) == 0
+        process.node.in_flight.check_integrity()
+        assert len(process.node.in_flight) == 0
 
 
 def check(process: Process) -> None:

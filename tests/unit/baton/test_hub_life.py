@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from baton.bench.link_proxy import Direction, LinkProxy
-from baton.worker import Address
+from baton.bench.faults.link_proxy import Direction, LinkProxy
+from baton.messages.workers import Address
 from tests.unit.baton.peers import Recorder, hosted, rogue_after_hello, tokens, until
 
 TIMEOUT_S = 2.0
@@ -30,8 +30,8 @@ def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction, ...]
                 begun_s = time.monotonic()
                 await until(lambda: one.num_left == other.num_left == 1, PATIENCE_S)
                 assert time.monotonic() - begun_s > TIMEOUT_S - 1.0
-                for hub in (accepting, dialling):
-                    assert set(hub.dropped.counts()) <= {"silent", "unheard"}
+                for rpc_server in (accepting, dialling):
+                    assert set(rpc_server.dropped.counts()) <= {"silent", "unheard"}
                 assert accepting.dropped.counts() or dialling.dropped.counts()
 
     asyncio.run(run())
@@ -61,13 +61,13 @@ def test_idle_link_lives_on() -> None:
 def test_silence_of_a_peer_that_never_pings_is_seen_before_it_is_dropped() -> None:
     async def run() -> None:
         node = Recorder("a")
-        async with hosted(node, link_timeout_s=TIMEOUT_S) as (hub, address):
+        async with hosted(node, link_timeout_s=TIMEOUT_S) as (rpc_server, address):
             await rogue_after_hello(address)
             await until(lambda: bool(node.peers))
             peer = node.peers[0]
             await until(lambda: peer.silence_s > TIMEOUT_S / 2, PATIENCE_S)
             assert node.num_left == 0
             await until(lambda: node.num_left == 1, PATIENCE_S)
-            assert hub.dropped.counts() == {"silent": 1}
+            assert rpc_server.dropped.counts() == {"silent": 1}
 
     asyncio.run(run())

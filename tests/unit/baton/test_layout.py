@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.layout import PageLayout
+from baton.pages import PageLayout
 
 EIGHT_BILLION: dict[str, Any] = {
     "tp_size": 1,

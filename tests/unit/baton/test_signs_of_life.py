@@ -5,14 +5,14 @@ from queue import SimpleQueue
 
 import pytest
 
-from baton.beats import BEAT_S, SignsOfLife
 from baton.clock import ManualClock, SystemClock
-from baton.control import Alive, Hello
-from baton.control_wire import AnyMessage
-from baton.node import Peer
-from baton.node_thread import NodeThread
-from baton.steps import StepWatchdog
-from baton.wire_types import Kind
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Alive, Hello
+from baton.rpc.heartbeat import BEAT_S, SignsOfLife
+from baton.rpc.liveness import StepWatchdog
+from baton.rpc.peers import Peer
+from baton.rpc.server import RpcThread
 from tests.unit.baton.peers import KEY, Recorder
 
 
@@ -73,8 +73,8 @@ class RouterNode(Recorder):
 def test_worker_whose_own_thread_is_held_gives_signs_of_life_with_the_age_of_its_step() -> None:
     node, worker = RouterNode(), Recorder("b")
     inbox: SimpleQueue[object] = SimpleQueue()  # nobody takes anything out: that thread is in a step
-    routers = NodeThread(KEY, lambda call: call())
-    held = NodeThread(KEY, inbox.put)
+    routers = RpcThread(KEY, lambda call: call())
+    held = RpcThread(KEY, inbox.put)
     try:
         address = routers.listen("127.0.0.1")
         routers.serve(node)

@@ -11,9 +11,9 @@ from baton.bench.machine import (
     machine_description,
     matmul_peak_tflops,
     read_bandwidth_gbps,
+    seconds_per_call,
 )
 from baton.bench.report import Row, at_least, at_most, format_number, format_table, print_table, write_json
-from baton.bench.timing import seconds_per_call
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,10 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.bench.tiny import train
-from baton.bench.tiny.batches import IGNORED, encode_episode
 from baton.bench.tiny.network import build_model
 from baton.bench.tiny.tasks import END, Segment
 from baton.bench.tiny.tokenizer import build_tokenizer, special_id
-from baton.bench.tiny.train import LENGTHS, Progress, Trainer, learning_rate
+from baton.bench.tiny.train import IGNORED, LENGTHS, Progress, Trainer, encode_episode, learning_rate
 
 
 @pytest.fixture(scope="module")

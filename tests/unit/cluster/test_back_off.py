@@ -1,4 +1,4 @@
-from baton.cluster.back_off import FIRST_S, LONGEST_S, WELL_AFTER_S, BackOff
+from baton.cluster.supervisor import FIRST_S, LONGEST_S, WELL_AFTER_S, BackOff
 
 
 def test_pauses_double_up_to_the_longest() -> None:

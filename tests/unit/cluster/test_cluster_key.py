@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from baton.clock import ManualClock
-from baton.cluster.cli import main
+from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import SPEAK_AFTER_S, Keys, KeyWatch, new_key, read_keys, write_secret
 from baton.errors import ConfigError
 

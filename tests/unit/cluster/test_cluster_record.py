@@ -7,7 +7,7 @@ import pytest
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, find_record, recorded, url
 from baton.errors import ConfigError
-from baton.worker import Address
+from baton.messages.workers import Address
 
 RECORD = ClusterRecord(host="127.0.0.1", port=8000, routers=(Address("127.0.0.1", 7000),), keys=(b"k" * 16,))
 

@@ -17,20 +17,21 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.cluster import foreground, gateway_command, router_command, worker_command
-from baton.cluster.cli import main
-from baton.cluster.command_line import parser_of
-from baton.cluster.settings import Settings
-from baton.config_tree import build
-from baton.gateway.exporter import Exporter
-from baton.gateway.gate import PUBLIC_PATHS
-from baton.gateway.metrics import Metrics
-from baton.gateway_config import GatewayConfig
-from baton.operating import Status
-from baton.router_config import RouterConfig
-from baton.serve_config import ServeConfig
-from baton.worker import Address, Load, Worker, WorkerRole, WorkerStatus
-from baton.worker_config import WorkerConfig
+from baton.cluster.cli import foreground
+from baton.cluster.cli.commands import gateway, worker
+from baton.cluster.cli.commands import router as router_command
+from baton.cluster.cli.main import main
+from baton.cluster.cli.options import parser_of
+from baton.cluster.cli.settings import Settings
+from baton.config.cluster import ServeConfig, WorkerConfig
+from baton.config.gateway import GatewayConfig
+from baton.config.loader import build
+from baton.config.router import RouterConfig
+from baton.gateway.http.auth import PUBLIC_PATHS
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.metrics import Metrics
+from baton.messages.operations import Status
+from baton.messages.workers import Address, Load, Worker, WorkerRole, WorkerStatus
 from tests.kubernetes_schemas import check_document
 from tests.served import accepts, free_port, until
 
@@ -87,10 +88,10 @@ def config_of(command: list[str]) -> RouterConfig | GatewayConfig | WorkerConfig
         router_command.add_options(parser)
         return foreground.settings(RouterConfig, parser.parse(options))
     if name == "gateway":
-        gateway_command.add_options(parser)
+        gateway.add_options(parser)
         return foreground.settings(GatewayConfig, parser.parse(options))
-    worker_command.add_options(parser)
-    return foreground.settings(WorkerConfig, worker_command.with_names(parser.parse(options)))
+    worker.add_options(parser)
+    return foreground.settings(WorkerConfig, worker.with_names(parser.parse(options)))
 
 
 def test_compose_starts_processes_that_find_each_other() -> None:

@@ -8,19 +8,20 @@ from threading import Event, Thread
 import msgspec
 import pytest
 
-from baton.cluster import doctor, doctor_command, redis_check
-from baton.cluster.cli import main
+from baton.cluster import doctor, redis_check
+from baton.cluster.cli.commands import doctor as doctor_command
+from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.doctor import Finding, examine
-from baton.cluster.listeners import Listener
+from baton.cluster.ports import ListeningProcess
 from baton.cluster.process import ring_of, run
 from baton.cluster.process_spec import Assignment, generations_of
-from baton.config_tree import build
-from baton.router import redis_server
-from baton.router.redis_server import find_program
-from baton.serve_config import ServeConfig
-from baton.worker import Address
+from baton.config.cluster import ServeConfig
+from baton.config.loader import build
+from baton.messages.workers import Address
+from baton.router.redis import server as redis_server
+from baton.router.redis.server import find_program
 from tests.redis_load import HurtRedis
 from tests.unit.cluster.model_directories import with_config_alone
 
@@ -87,13 +88,13 @@ def test_a_redis_where_ray_wants_to_be_is_told_from_ray(
 
 
 def test_rays_ports_must_not_be_open_to_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*which: Listener) -> list[str]:
+    def found(*which: ListeningProcess) -> list[str]:
         monkeypatch.setattr(doctor, "listeners", lambda: list(which))
         return [finding.verdict for finding in findings(doctor.strangers)]
 
-    assert found(Listener("0.0.0.0", 8265)) == ["error"]
-    assert found(Listener("10.0.0.1", 10001)) == ["error"]
-    assert found(Listener("127.0.0.1", 8265), Listener("0.0.0.0", 80)) == []
+    assert found(ListeningProcess("0.0.0.0", 8265)) == ["error"]
+    assert found(ListeningProcess("10.0.0.1", 10001)) == ["error"]
+    assert found(ListeningProcess("127.0.0.1", 8265), ListeningProcess("0.0.0.0", 80)) == []
 
 
 def test_a_ray_without_its_token_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.config_tree import build
-from baton.serve_config import ServeConfig
+from baton.config.cluster import ServeConfig
+from baton.config.loader import build
 from tests.kubernetes_schemas import check_document
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT
 

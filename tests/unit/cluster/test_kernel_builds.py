@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.kernel_builds import FOLDERS, LONGEST_S, are_compiled_now
+from baton.cluster.model_directory import FOLDERS, LONGEST_S, are_compiled_now
 from baton.kernels import native
 
 

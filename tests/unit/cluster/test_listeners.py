@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster import listeners as module
-from baton.cluster.listeners import Listener, listeners, processes
+from baton.cluster import ports as module
+from baton.cluster.ports import ListeningProcess, listeners, processes
 
 REST = " 00:00000000 00000000  1000        0 4711 1 0000000000000000 100 0 0 10 0\n"  # with the inode
 
@@ -15,8 +15,8 @@ def test_whoever_listens_is_found_and_who_does_not_is_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         found = listeners()
-        assert Listener(*server.getsockname()) in found
-        assert Listener(*bound.getsockname()) not in found
+        assert ListeningProcess(*server.getsockname()) in found
+        assert ListeningProcess(*bound.getsockname()) not in found
 
 
 def test_addresses_of_both_kinds_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +43,6 @@ def test_addresses_of_both_kinds_are_read(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_listeners_process_is_known() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        here = Listener(*listening.getsockname())
+        here = ListeningProcess(*listening.getsockname())
         assert processes()[here] == os.getpid()
     assert here not in processes()

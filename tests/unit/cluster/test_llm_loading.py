@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.llm import LLM
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.offline.llm import LLM
 from baton.errors import ConfigError, ModelError
 from tests.unit.cluster.model_directories import with_pickled_weights
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cluster.cli import main
-from baton.cluster.command_line import USER_ERROR
+from baton.cluster.cli.main import main
+from baton.cluster.cli.options import USER_ERROR
 from baton.cluster.logs import JsonLines, say
 from baton.cluster.process_spec import Assignment, ProcessSpec, assignment, generations_of
-from baton.config import LOG_FORMATS, LogFormat, log_format
+from baton.config.environment import LOG_FORMATS, LogFormat, log_format
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.router_config import RouterConfig
 
 
 def test_json_line_has_the_message_its_place_and_what_was_attached() -> None:
@@ -98,7 +98,7 @@ def test_process_started_by_hand_says_everything_in_the_format_of_its_option(tmp
     key = tmp_path / "key"
     key.write_text("ab" * 32)
     key.chmod(0o600)
-    command = [sys.executable, "-m", "baton.cluster.cli", "router", "--log-format", "json"]
+    command = [sys.executable, "-m", "baton", "router", "--log-format", "json"]
     command += ["--cluster-key-file", str(key)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None

@@ -10,12 +10,12 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.cluster.cli import COMMANDS
-from baton.config import VARIABLES
-from baton.config_tree import known_keys
-from baton.gateway.exporter import Exporter
-from baton.gateway.metrics import Metrics
-from baton.serve_config import ServeConfig
+from baton.cluster.cli.main import COMMANDS
+from baton.config.cluster import ServeConfig
+from baton.config.environment import VARIABLES
+from baton.config.loader import known_keys
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.metrics import Metrics
 from tests.unit.cluster.test_deploy import DEPLOY, ROOT, Idle
 
 RULES: Final = DEPLOY / "prometheus/baton-rules.yml"

@@ -8,13 +8,13 @@ import pytest
 from baton.clock import SystemClock
 from baton.cluster import operator_node
 from baton.cluster.operator_node import connected
-from baton.control import Members
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.hub import Hub
-from baton.operating import Drain, Undrain
+from baton.messages.control import Members
+from baton.messages.operations import Drain, Undrain
+from baton.messages.workers import Address
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.worker import Address
+from baton.rpc.server import RpcServer
 from tests.node_peers import TestPeer, a_worker, id_of
 
 KEY = b"k" * 32
@@ -22,14 +22,14 @@ KEY = b"k" * 32
 
 def with_router(test: Callable[[Router, Address], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        hub = Hub(KEY)
+        rpc_server = RpcServer(KEY)
         router = Router(RouterConfig(), SystemClock(), "a" * 32)
-        address = await hub.listen()
-        hub.serve(router)
+        address = await rpc_server.listen()
+        rpc_server.serve(router)
         try:
             await test(router, address)
         finally:
-            await hub.close()
+            await rpc_server.close()
 
     asyncio.run(run())
 
@@ -100,13 +100,13 @@ def test_who_has_another_key_is_not_answered(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_router_that_comes_back_is_asked_again() -> None:
     async def run() -> None:
-        first = Hub(KEY)
+        first = RpcServer(KEY)
         address = await first.listen()
         first.serve(Router(RouterConfig(), SystemClock(), "a" * 32))
         async with connected([address], KEY) as operator:
             assert (await operator.status()).workers == ()
             await first.close()
-            second = Hub(KEY)
+            second = RpcServer(KEY)
             await second.listen(address.host, address.port)
             router = Router(RouterConfig(), SystemClock(), "b" * 32)
             second.serve(router)
@@ -119,14 +119,14 @@ def test_a_router_that_comes_back_is_asked_again() -> None:
 
 @asynccontextmanager
 async def a_router(name: str) -> AsyncIterator[tuple[Router, Address]]:
-    hub = Hub(KEY)
+    rpc_server = RpcServer(KEY)
     router = Router(RouterConfig(), SystemClock(), id_of(name))
-    address = await hub.listen()
-    hub.serve(router)
+    address = await rpc_server.listen()
+    rpc_server.serve(router)
     try:
         yield router, address
     finally:
-        await hub.close()
+        await rpc_server.close()
 
 
 def test_all_routers_are_asked_and_told() -> None:

@@ -13,11 +13,18 @@ import msgspec
 import pytest
 
 from baton.cluster.process import ring_of, run
-from baton.cluster.process_spec import Assignment, Failed, ProcessSpec, Report, Started, assignment
-from baton.descriptors import WANTED
-from baton.gateway_config import GatewayConfig
-from baton.router_config import RouterConfig
-from baton.worker import Address
+from baton.cluster.process_spec import (
+    Assignment,
+    ProcessFailed,
+    ProcessSpec,
+    ProcessStarted,
+    Report,
+    assignment,
+)
+from baton.config.gateway import GatewayConfig
+from baton.config.router import RouterConfig
+from baton.messages.workers import Address
+from baton.rpc.process import WANTED
 
 KEY = b"k" * 32
 COMMAND = (sys.executable, "-m", "baton.cluster.process")
@@ -46,7 +53,7 @@ def test_it_says_where_it_serves_and_ends_with_0_when_told_to_drain(
     process: "subprocess.Popen[bytes]",
 ) -> None:
     report = give(process, router())
-    assert isinstance(report, Started) and report.address.host == "127.0.0.1"
+    assert isinstance(report, ProcessStarted) and report.address.host == "127.0.0.1"
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
 
@@ -55,7 +62,7 @@ def test_it_may_open_as_many_descriptors_as_the_machine_lets_it(process: "subpro
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
     assert hard > 100
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (100, hard))
-    assert isinstance(give(process, router()), Started)
+    assert isinstance(give(process, router()), ProcessStarted)
     assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == min(hard, WANTED)
 
 
@@ -69,17 +76,17 @@ def test_it_dies_when_its_parent_does(process: "subprocess.Popen[bytes]") -> Non
 def test_what_is_the_operators_to_change_is_told_apart(process: "subprocess.Popen[bytes]") -> None:
     config = GatewayConfig(model="/nowhere", routers=(Address("127.0.0.1", 1),))
     report = give(process, ProcessSpec(kind="gateway", name="gateway-0", config=config))
-    assert isinstance(report, Failed) and report.is_users_error
+    assert isinstance(report, ProcessFailed) and report.is_users_error
     assert report.reason.startswith("model '/nowhere'")
     assert process.wait(20) == 2
 
 
 def test_what_is_not_is_told_too(process: "subprocess.Popen[bytes]") -> None:
     taken = give(process, router())
-    assert isinstance(taken, Started)
+    assert isinstance(taken, ProcessStarted)
     with subprocess.Popen(COMMAND, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL) as other:
         report = give(other, router(taken.address.port))
-        assert isinstance(report, Failed)
+        assert isinstance(report, ProcessFailed)
         assert "in use" in report.reason
         assert other.wait(20) != 0
 
@@ -89,7 +96,7 @@ def test_a_router_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None; from baton.cluster.process import main; sys.exit(main())"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE) as process:
-        assert isinstance(give(process, router()), Started)
+        assert isinstance(give(process, router()), ProcessStarted)
         process.terminate()
         assert process.wait(20) == 0
 

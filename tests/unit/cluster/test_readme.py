@@ -7,12 +7,12 @@ from typing import Final
 
 import pytest
 
-from baton.cluster.cli import main
-from baton.cluster.command_line import parser_of
-from baton.cluster.serve_options import add_options, settings
-from baton.cluster.settings import Settings
-from baton.gateway.tenants import Tenants
-from baton.serve_config import ServeConfig
+from baton.cluster.cli.main import main
+from baton.cluster.cli.options import parser_of
+from baton.cluster.cli.serve_options import add_options, settings
+from baton.cluster.cli.settings import Settings
+from baton.config.cluster import ServeConfig
+from baton.gateway.tenants.tenants import Tenants
 
 README: Final = (Path(__file__).resolve().parents[3] / "README.md").read_text(encoding="utf-8")
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.serve_checks import check_model, check_tenants, speech_of
-from baton.config_tree import build
+from baton.cluster.serve_plan import check_model, check_tenants, speech_of
+from baton.config.cluster import ServeConfig
+from baton.config.loader import build
 from baton.errors import ConfigError, ModelError
-from baton.serve_config import ServeConfig
 from tests.unit.cluster.model_directories import with_config_alone, with_pickled_weights, without_weights
 
 

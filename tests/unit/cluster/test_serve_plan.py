@@ -1,21 +1,20 @@
 import pytest
 
 from baton.cluster.process_spec import ProcessSpec
-from baton.cluster.serve_plan import Site, router_ports, specs
-from baton.config import EngineSettings
-from baton.config_tree import build
-from baton.gateway_config import GatewayConfig
-from baton.router_config import RouterConfig
-from baton.serve_config import ServeConfig
-from baton.worker import Address, WorkerRole
-from baton.worker_config import WorkerConfig
+from baton.cluster.serve_plan import Topology, router_ports, specs
+from baton.config.cluster import ServeConfig, WorkerConfig
+from baton.config.engine import EngineSettings
+from baton.config.gateway import GatewayConfig
+from baton.config.loader import build
+from baton.config.router import RouterConfig
+from baton.messages.workers import Address, WorkerRole
 
 ROUTER = Address("127.0.0.1", 7000)
 
 
 def plan(num_gpus: int = 0, **settings: object) -> list[ProcessSpec]:
     config = build(ServeConfig, {"model": "tiny", **settings})
-    return specs(config, Site(routers=(ROUTER,), host="", port=8000, num_gpus=num_gpus))
+    return specs(config, Topology(routers=(ROUTER,), host="", port=8000, num_gpus=num_gpus))
 
 
 def workers(planned: list[ProcessSpec]) -> list[WorkerConfig]:
@@ -38,7 +37,7 @@ def test_everybody_is_told_of_the_router_and_nobody_of_a_key() -> None:
 def test_routers_have_ports_of_their_own_and_one_redis() -> None:
     addresses = (ROUTER, Address("127.0.0.1", 7001))
     config = build(ServeConfig, {"model": "tiny", "routers": 2, "router": {"seed": 5}})
-    planned = specs(config, Site(routers=addresses, host="", port=8000, num_gpus=0, redis="unix:///r"))
+    planned = specs(config, Topology(routers=addresses, host="", port=8000, num_gpus=0, redis="unix:///r"))
     routers = [spec for spec in planned if isinstance(spec.config, RouterConfig)]
     assert [spec.name for spec in routers] == ["router-0", "router-1"]
     told = [spec.config for spec in routers if isinstance(spec.config, RouterConfig)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.clock import SystemClock
-from baton.cluster.local_runtime import LocalProcess, LocalRuntime
 from baton.cluster.process_spec import ProcessSpec
+from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
 from baton.cluster.supervisor import Supervised
 from baton.errors import ConfigError
 from tests.peer_processes import PEER, PeerConfig, spec

@@ -1,7 +1,7 @@
 from baton.clock import ManualClock
-from baton.cluster.verdicts import SILENCE_GRACE_S, Verdicts
-from baton.control import Members
-from baton.operating import WorkerRemoved
+from baton.cluster.supervisor import SILENCE_GRACE_S, Verdicts
+from baton.messages.control import Members
+from baton.messages.operations import WorkerRemoved
 from tests.node_peers import a_worker, id_of
 
 

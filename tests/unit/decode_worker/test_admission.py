@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from baton.control import Dispatch, Failure, Prefill
-from baton.decode_worker.admission import Admission
-from baton.decode_worker.attempt import Attempt
+from baton.decode_worker.attempt import Attempt, DecodeAdmission
 from baton.engine.engine import Engine
-from baton.tenancy import Quotas, Sla, Standing
+from baton.messages.control import Dispatch, Failure, Prefill
+from baton.tenants import Quotas, SchedulingKey, Sla
 from tests.tiny_models import tiny_engine
 from tests.worker_pair import GATEWAY, PREFILL, WorkerPair
 from tests.worker_pair_cases import PROMPT, MakePair, a_request, answer_alone, said
@@ -23,11 +22,11 @@ def an_attempt(number: int, priority: int = 0) -> Attempt:
 
 
 @pytest.fixture
-def admission(tiny_model: Path) -> Admission:
-    return Admission(tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": NUM_PAGES * 4 * 512}))
+def admission(tiny_model: Path) -> DecodeAdmission:
+    return DecodeAdmission(tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": NUM_PAGES * 4 * 512}))
 
 
-def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: Admission) -> None:
+def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: DecodeAdmission) -> None:
     attempts = [an_attempt(number, priority) for number, priority in enumerate((1, 0, 2, 0, 1))]
     for attempt in attempts:
         admission.wait(attempt)
@@ -39,7 +38,7 @@ def test_the_most_urgent_are_first_and_of_these_the_earliest(admission: Admissio
     assert not len(admission)
 
 
-def test_who_waits_may_leave_from_anywhere(admission: Admission) -> None:
+def test_who_waits_may_leave_from_anywhere(admission: DecodeAdmission) -> None:
     attempts = [an_attempt(number) for number in range(3)]
     for attempt in attempts:
         admission.wait(attempt)
@@ -48,7 +47,7 @@ def test_who_waits_may_leave_from_anywhere(admission: Admission) -> None:
     assert len(admission) == 2 and admission.first() is attempts[0]
 
 
-def test_no_page_is_promised_twice(admission: Admission) -> None:
+def test_no_page_is_promised_twice(admission: DecodeAdmission) -> None:
     first, second = an_attempt(0), an_attempt(1)
     assert admission.promise(first, NUM_PAGES - 10)
     assert not admission.promise(second, 11)
@@ -58,7 +57,7 @@ def test_no_page_is_promised_twice(admission: Admission) -> None:
     assert admission.may_have_room(second) and admission.promise(second, NUM_PAGES)
 
 
-def order_of(admission: Admission, attempts: list[Attempt]) -> list[int]:
+def order_of(admission: DecodeAdmission, attempts: list[Attempt]) -> list[int]:
     """In which they begin, as numbers; whoever does is promised five pages."""
     order = []
     while (first := admission.first()) is not None:
@@ -68,19 +67,21 @@ def order_of(admission: Admission, attempts: list[Attempt]) -> list[int]:
     return order
 
 
-def of_tenant(number: int, tenant: str, **standing: Any) -> Attempt:
-    request = a_request(number, tenant=tenant, standing=Standing(**standing))
+def of_tenant(number: int, tenant: str, **scheduling_key: Any) -> Attempt:
+    request = a_request(number, tenant=tenant, scheduling_key=SchedulingKey(**scheduling_key))
     return Attempt.of(Dispatch(request=request, gateway=GATEWAY.id, prefill=PREFILL))
 
 
-def test_a_better_class_is_first_whoever_came_before(admission: Admission) -> None:
+def test_a_better_class_is_first_whoever_came_before(admission: DecodeAdmission) -> None:
     attempts = [of_tenant(0, "low", rank=1), of_tenant(1, "high"), of_tenant(2, "high")]
     for attempt in attempts:
         admission.wait(attempt)
     assert order_of(admission, attempts) == [1, 2, 0]
 
 
-def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(admission: Admission) -> None:
+def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(
+    admission: DecodeAdmission,
+) -> None:
     attempts = [of_tenant(number, "noisy") for number in range(3)]
     attempts += [of_tenant(number, "quiet", weight=2.0) for number in range(3, 5)]
     for attempt in attempts[1:]:
@@ -89,7 +90,7 @@ def test_of_one_class_the_tenant_with_fewest_pages_for_its_weight_is_first(admis
     assert order_of(admission, attempts) == [3, 4, 1, 2]
 
 
-def test_more_weight_has_more_pages_before_others_are_first(admission: Admission) -> None:
+def test_more_weight_has_more_pages_before_others_are_first(admission: DecodeAdmission) -> None:
     attempts = [of_tenant(number, "light") for number in range(3)]
     attempts += [of_tenant(number, "heavy", weight=3.0) for number in range(3, 6)]
     for attempt in attempts:
@@ -97,7 +98,9 @@ def test_more_weight_has_more_pages_before_others_are_first(admission: Admission
     assert order_of(admission, attempts) == [0, 3, 4, 5, 1, 2]
 
 
-def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(admission: Admission) -> None:
+def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(
+    admission: DecodeAdmission,
+) -> None:
     slack, due = a_request(0, arrival_s=5.0), a_request(1, arrival_s=6.0, sla=Sla(ttft_ms=100.0))
     first = a_request(2, arrival_s=9.0, priority=-1)
     attempts = [Attempt.of(Dispatch(request=each, gateway=GATEWAY.id)) for each in (slack, due, first)]
@@ -106,7 +109,7 @@ def test_a_tenant_of_one_orders_its_own_by_priority_and_by_when_they_are_due(adm
     assert order_of(admission, attempts) == [2, 1, 0]
 
 
-def test_a_tenant_over_its_quota_waits_and_holds_up_nobody_else(admission: Admission) -> None:
+def test_a_tenant_over_its_quota_waits_and_holds_up_nobody_else(admission: DecodeAdmission) -> None:
     quotas = Quotas(max_kv_pages=12)
     first, second, other = (of_tenant(n, name, quotas=quotas) for n, name in enumerate(("a", "a", "b")))
     assert admission.promise(first, 10)
@@ -128,8 +131,8 @@ def test_a_tenant_never_holds_more_than_its_quota_and_every_answer_comes(
 ) -> None:
     """Each prompt takes 11 pages at first: two of the noisy tenant's go on beside each other, not three."""
     pair = make_pair(num_pages=(96, 96))
-    limited = Standing(quotas=Quotas(max_kv_pages=26))
-    noisy = [a_request(n, (n, *PROMPT[1:]), tenant="noisy", standing=limited) for n in range(5)]
+    limited = SchedulingKey(quotas=Quotas(max_kv_pages=26))
+    noisy = [a_request(n, (n, *PROMPT[1:]), tenant="noisy", scheduling_key=limited) for n in range(5)]
     quiet = a_request(9, (9, *PROMPT[1:]), tenant="quiet")
     for request in (*noisy, quiet):
         pair.dispatch(request)
@@ -149,7 +152,7 @@ def test_a_tenant_never_holds_more_than_its_quota_and_every_answer_comes(
 
 def test_a_prompt_that_its_quota_can_never_hold_is_refused_by_name(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.dispatch(a_request(0, tenant="t", standing=Standing(quotas=Quotas(max_kv_pages=10))))
+    pair.dispatch(a_request(0, tenant="t", scheduling_key=SchedulingKey(quotas=Quotas(max_kv_pages=10))))
     pair.turns_until(lambda: bool(pair.failures()))
     (failed,) = pair.failures()
     assert failed.failure is Failure.INVALID and "quota max_kv_pages is 10" in failed.reason

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import pytest
 
-from baton.control import Prefill, Tokens
 from baton.engine.engine import Engine
+from baton.messages.control import Prefill, Tokens
 from baton.request import FinishReason
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.worker_pair import GATEWAY, WorkerPair

@@ -1,9 +1,9 @@
 import pytest
 
-from baton.control import Dispatch
 from baton.decode_worker.attempt import Attempt
-from baton.engine.sequence import FilledPages
-from baton.token_event import TokenEvent
+from baton.engine.scheduler.sequence import FilledPages
+from baton.messages.control import Dispatch
+from baton.request import TokenEvent
 from tests.worker_pair import GATEWAY
 from tests.worker_pair_cases import PROMPT, a_request
 

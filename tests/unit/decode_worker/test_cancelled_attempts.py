@@ -1,5 +1,5 @@
-from baton.control import Cancel
-from baton.decode_worker.cancelled_attempts import MAX_REMEMBERED, CancelledAttempts
+from baton.decode_worker.worker import MAX_REMEMBERED, CancelledAttempts
+from baton.messages.control import Cancel
 from tests.worker_pair_cases import a_request
 
 

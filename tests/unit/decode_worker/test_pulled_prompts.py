@@ -2,12 +2,11 @@
 
 import pytest
 
-from baton.control import Dispatch, Measured, PagesWanted
-from baton.decision import PullSource
 from baton.engine.engine import Engine
-from baton.kvtransfer.messages import Commit, Pull
+from baton.kvtransfer.protocol.messages import Commit, PullRequest
+from baton.messages.control import Dispatch, KvEventsWanted, Measured, PullSource
+from baton.messages.workers import PrefillTimes
 from baton.request import Request
-from baton.times import PrefillTimes
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
@@ -78,7 +77,7 @@ def test_pages_that_are_not_there_any_more_are_computed(make_pair: MakePair, alo
 def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.prefill.endpoint.holds = Pull
+    pair.prefill.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     begin(pair, request, source)
     pair.turns_until(lambda: pair.is_answered(request))
@@ -92,7 +91,7 @@ def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, is_asked: bo
     pair = make_pair()
     source = warm(pair)
     holding = pair.prefill.endpoint if is_asked else pair.decode.endpoint
-    holding.holds = Pull if is_asked else Commit
+    holding.holds = PullRequest if is_asked else Commit
     request = a_request(1, PROMPT)
     begin(pair, request, source)
     pair.turns_until(lambda: holding.is_holding)
@@ -105,7 +104,7 @@ def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, is_asked: bo
 def test_the_pull_is_told_with_the_prompts_times(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     begin(pair, a_request(1, PROMPT), source)
 
     def prefills() -> list[PrefillTimes]:

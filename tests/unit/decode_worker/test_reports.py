@@ -2,8 +2,8 @@
 
 from time import perf_counter
 
-from baton.control import Measured, PagesWanted
-from baton.times import PrefillTimes
+from baton.messages.control import KvEventsWanted, Measured
+from baton.messages.workers import PrefillTimes
 from tests.worker_pair import ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request
 
@@ -15,7 +15,7 @@ def prefills(pair: WorkerPair) -> list[PrefillTimes]:
 
 def test_a_prompt_that_is_computed_here_has_times(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     request = a_request(max_tokens=3)
     pair.dispatch(request, is_local=True)
     pair.turns_until(lambda: bool(prefills(pair)))
@@ -27,7 +27,7 @@ def test_a_prompt_that_is_computed_here_has_times(make_pair: MakePair) -> None:
 
 def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> None:
     pair = make_pair(scheduler={"max_num_batched_tokens": 8})
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     began_s = perf_counter()
     for number, prompt in enumerate((tuple(range(41)), tuple(range(1, 41)))):
         pair.dispatch(a_request(number, prompt), is_local=True)
@@ -41,7 +41,7 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
 def test_what_was_known_or_answered_before_is_told_apart(make_pair: MakePair) -> None:
     pair = make_pair()
     (answer,) = pair.answer(a_request())
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     tokens = tuple(event.token_id for event in answer[:2] if event.token_id is not None)
     again = a_request(attempt=1, generated_token_ids=tokens)
     pair.dispatch(again, is_local=True)
@@ -52,7 +52,7 @@ def test_what_was_known_or_answered_before_is_told_apart(make_pair: MakePair) ->
 
 def test_a_prompt_that_comes_from_elsewhere_has_none_here(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     pair.answer(a_request(1))
     pair.dispatch(a_request(2, prompt=tuple(range(9))), is_local=True)
     pair.turns_until(lambda: bool(prefills(pair)))
@@ -61,7 +61,7 @@ def test_a_prompt_that_comes_from_elsewhere_has_none_here(make_pair: MakePair) -
 
 def test_nothing_is_left_of_what_is_cancelled(make_pair: MakePair) -> None:
     pair = make_pair(scheduler={"max_num_batched_tokens": 8})
-    pair.tell(pair.decode, ROUTER, PagesWanted())
+    pair.tell(pair.decode, ROUTER, KvEventsWanted())
     pair.dispatch(a_request(1), is_local=True)
     pair.turn()
     pair.cancel(a_request(1))

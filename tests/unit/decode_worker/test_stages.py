@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.control import Beat, Failure
 from baton.engine.engine import Engine
-from baton.operating import Drain
+from baton.messages.control import Failure, Heartbeat
+from baton.messages.operations import Drain
 from baton.request import Request
 from tests.worker_pair import DECODE, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import STAGES, MakePair, Said, a_request, answer_alone, begun, bring_to, said
@@ -98,5 +98,5 @@ class TestAtEachStage:
             (late.request_id, Failure.BUSY)
         ]
         pair.turns_until(lambda: pair.decode_worker.is_idle and pair.prefill.node.is_idle)
-        beats = [each for each in pair.said[ROUTER.id] if isinstance(each, Beat)]
+        beats = [each for each in pair.said[ROUTER.id] if isinstance(each, Heartbeat)]
         assert sum(beat.is_draining for beat in beats) >= 2

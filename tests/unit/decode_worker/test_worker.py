@@ -2,26 +2,25 @@
 
 import pytest
 
-from baton.control import (
+from baton.engine.engine import Engine
+from baton.errors import WireError
+from baton.kvtransfer.protocol.messages import Commit
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
     AttemptFailed,
-    Beat,
     Cancel,
     Dispatch,
     Failure,
+    Heartbeat,
     Hello,
     Prefill,
     Prefilled,
     PrefillFailed,
 )
-from baton.control_wire import AnyMessage
-from baton.engine.engine import Engine
-from baton.errors import WireError
-from baton.kvtransfer.messages import Commit
-from baton.link_life import LINK_TIMEOUT_S
-from baton.operating import Drain, StatusQuery
-from baton.request import Request
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
+from baton.messages.operations import Drain, StatusQuery
+from baton.request import Request, TokenEvent
+from baton.rpc.liveness import LINK_TIMEOUT_S
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import (
@@ -291,7 +290,7 @@ def test_a_prefill_worker_that_is_not_there_any_more_is_no_loss_of_its_own(make_
         (GATEWAY, Drain(worker=DECODE)),
         (OPERATOR, Drain(worker=DECODE)),
         (ROUTER, StatusQuery()),
-        (GATEWAY, Beat(load={})),  # type: ignore[arg-type]
+        (GATEWAY, Heartbeat(load={})),  # type: ignore[arg-type]
     ],
 )
 def test_who_asks_for_what_is_not_theirs_is_dropped(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import SchedulerConfig
-from baton.engine.plan import PreemptMode
-from baton.engine.preemption import PreemptionRates
-from baton.engine.relief import Relief
-from baton.engine.sequence import SequenceStatus
+from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.sequence import SequenceStatus
+from baton.engine.scheduler.step_planner import PressureMode
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
-from baton.tenancy import Sla
-from tests.accounts import AccountHarness, standing
+from baton.tenants import Sla
+from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Settings
 
 TEXT = [7, 7, 1, 2, 3, 9, 8, 4, 4, 4, 5, 6, 1, 1, 2, 30, 31]
@@ -41,8 +41,8 @@ class Workload:
         )
         if rng.random() < 0.5:
             self.harness.scheduler.rates = PreemptionRates(rng.random(), rng.random())
-        self.standings = [
-            standing(
+        self.scheduling_keys = [
+            scheduling_key(
                 weight=rng.choice([0.5, 1.0, 1.0, 4.0]),
                 rank=rng.choice([0, 0, 0, 1]),
                 max_kv_pages=rng.choice([None, None, rng.randint(2, 12)]),
@@ -63,9 +63,11 @@ class Workload:
 
     def _come(self, name: str) -> None:
         rng = self.rng
-        tenant = rng.randrange(len(self.standings))
+        tenant = rng.randrange(len(self.scheduling_keys))
         if rng.random() < 0.1:  # its policy has changed
-            self.standings[tenant] = standing(weight=2.0, max_kv_pages=rng.choice([None, rng.randint(2, 12)]))
+            self.scheduling_keys[tenant] = scheduling_key(
+                weight=2.0, max_kv_pages=rng.choice([None, rng.randint(2, 12)])
+            )
         prefix = TEXT[: rng.randint(0, len(TEXT))] if rng.random() < 0.6 else []
         prompt = prefix + [rng.randrange(50) for _ in range(rng.randint(1, 25))]
         try:
@@ -77,7 +79,7 @@ class Workload:
                 cache_salt=rng.choice([b"all", b"t%d" % tenant]),
                 priority=rng.choice([0, 0, 1]),
                 arrival_s=self.harness.clock.now_s(),
-                standing=self.standings[tenant],
+                scheduling_key=self.scheduling_keys[tenant],
                 sla=rng.choice([Sla(), Sla(ttft_ms=rng.randint(1, 1000))]),
             )
         except InvalidRequest:
@@ -86,7 +88,7 @@ class Workload:
     def _disturb(self) -> None:
         rng, harness = self.rng, self.harness
         if rng.random() < self.disturbance / 4:
-            harness.scheduler.relief = Relief(rng.random() < 0.5, rng.random() < 0.5)
+            harness.scheduler.pressure_mode = PressureMode(rng.random() < 0.5, rng.random() < 0.5)
         running = [key for key, s in harness.live.items() if s.status is SequenceStatus.RUNNING]
         if running and rng.random() < self.disturbance:
             harness.scheduler.preempt(rng.choice(running), rng.choice(list(PreemptMode)))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.config import SchedulerConfig
-from baton.engine.pages import PageState
-from baton.engine.sequence import FilledPages, SequenceStatus
+from baton.config.engine import SchedulerConfig
+from baton.engine.cache.page_pool import PageState
+from baton.engine.scheduler.sequence import FilledPages, SequenceStatus
 from baton.errors import IntegrityError
 from baton.request import Request, SamplingParams
 from tests.outside import Delivery, OpenHarness

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.clock import ManualClock
+from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import BAD_LOGITS, Engine
-from baton.engine.pages import PageState
-from baton.engine.sequence import FilledPages
-from baton.engine.step_arrays import StepArrays
+from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.scheduler.sequence import FilledPages
 from baton.request import FinishReason, Request, SamplingParams, StepOutput
 from tests.tiny_models import generate, tiny_engine, token_ids
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.engine import Engine
-from baton.engine.plan import ScheduledChunk
-from baton.kernels.layer_groups import LayerGroups
+from baton.engine.scheduler.plan import ScheduledChunk
+from baton.kernels.decoder_stack import LayerGroups
 from baton.request import Request, SamplingParams
 from tests.tiny_models import generate, tiny_engine, token_ids, write_config
 

@@ -6,9 +6,9 @@ from typing import Final
 import pytest
 import torch
 
+from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import Engine
-from baton.engine.pages import PageState
-from baton.page_keys import PageKeys
+from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
 from tests.tiny_models import VOCAB_SIZE, tiny_engine
 

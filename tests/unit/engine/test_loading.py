@@ -6,9 +6,9 @@ import psutil
 import pytest
 import torch
 
-from baton.engine import follower
 from baton.engine.loading import load_engine
-from baton.engine.model_runner import ModelRunner
+from baton.engine.runner import tp_worker
+from baton.engine.runner.model_runner import ModelRunner
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
 
@@ -26,7 +26,10 @@ def test_no_process_of_an_engine_is_ended_by_a_dead_nccl_peer(
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     engine = tiny_engine(tiny_model, tensor_parallel_size=2)
     try:
-        inherited = psutil.Process().children()[0].environ()
+        (tp_worker,) = [
+            each for each in psutil.Process().children() if "tp_worker" in " ".join(each.cmdline())
+        ]
+        inherited = tp_worker.environ()
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         assert inherited["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     finally:
@@ -66,7 +69,7 @@ def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
 def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
     tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "_start", lambda _: pytest.fail("a process was started"))
+    monkeypatch.setattr(tp_worker, "_start", lambda _: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=f"KV heads: 2 cannot be split over {num_ranks} "):
         tiny_engine(tiny_model, tensor_parallel_size=num_ranks)
 

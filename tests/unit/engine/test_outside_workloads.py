@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from baton.config import SchedulerConfig
-from baton.engine.plan import PreemptMode
-from baton.engine.preemption import PreemptionRates
-from baton.engine.sequence import Sequence, SequenceStatus
+from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.errors import InvalidRequest
 from tests.outside import Delivery, OpenHarness
 from tests.scheduling import Settings
@@ -125,9 +125,9 @@ class Traffic:
 def test_random_traffic_is_exact_and_ends(first_seed: int) -> None:
     num_delivered = 0
     for seed in range(first_seed, first_seed + 50):
-        traffic = Traffic(seed)
-        traffic.run()
-        num_delivered += traffic.num_delivered
+        transfer_manager = Traffic(seed)
+        transfer_manager.run()
+        num_delivered += transfer_manager.num_delivered
     assert num_delivered > 100
 
 

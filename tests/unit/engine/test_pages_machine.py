@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.pages import PagePool, PageState
+from baton.engine.cache.page_pool import PagePool, PageState
 
 Holds: TypeAlias = dict[int, set[str]]  # page -> names of holders
 

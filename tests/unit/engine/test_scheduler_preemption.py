@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.engine.plan import PreemptMode
-from baton.engine.preemption import PreemptionRates
-from baton.engine.sequence import SequenceStatus
+from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.sequence import SequenceStatus
 from baton.request import SamplingParams
 from tests.scheduling import PROMPT, make_harness
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config import SchedulerConfig
-from baton.engine.plan import PreemptMode
-from baton.engine.preemption import PreemptionRates
-from baton.engine.sequence import SequenceStatus
+from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.plan import PreemptMode
+from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 from tests.scheduling import Harness, Settings

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.engine.engine import Engine
-from baton.engine.sought_prefix import SoughtPrefix
+from baton.engine.replica import SoughtPrefix
 from baton.request import Request, SamplingParams
 from tests.tiny_models import tiny_engine
 

@@ -4,13 +4,13 @@ from random import Random
 from typing import Final
 
 from baton.clock import ManualClock
-from baton.config import SchedulerConfig
-from baton.engine.accounts import HALF_LIFE_S
-from baton.engine.host_tier import HostTier
-from baton.engine.pages import PagePool
-from baton.engine.prefix_cache import PrefixCache
-from baton.engine.scheduler import Scheduler
-from baton.engine.sequence import Sequence, SequenceKey
+from baton.config.engine import SchedulerConfig
+from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.page_pool import PagePool
+from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.scheduler.accounts import HALF_LIFE_S
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.sequence import Sequence, SequenceKey
 from baton.request import Request, SamplingParams
 
 STEP_TOKENS: Final = 128
@@ -76,9 +76,9 @@ def quiet_tenants(num_steps: int, seed: int, *, is_noisy: bool) -> list[int]:
 def test_bursts_of_quiet_tenants_hardly_notice_one_that_always_wants_more() -> None:
     for seed in range(2):
         alone = quiet_tenants(1500, seed, is_noisy=False)
-        beside = quiet_tenants(1500, seed, is_noisy=True)
-        assert len(beside) > 0.98 * len(alone)
-        slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, beside))
+        sticky_worker = quiet_tenants(1500, seed, is_noisy=True)
+        assert len(sticky_worker) > 0.98 * len(alone)
+        slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, sticky_worker))
         assert slow <= 1.1 * slow_alone + 1, (seed, slow, slow_alone)
 
 
@@ -94,6 +94,6 @@ def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
     for _ in range(4 * NUM_STEPS):
         prefill.step()
     noisy = prefill.num_computed["noisy"] - noisy_before
-    most = NUM_STEPS * STEP_TOKENS  # of one that comes with nothing had: see accounts.py
+    most = NUM_STEPS * STEP_TOKENS  # of one that comes with nothing had: see engine/scheduler/accounts.py
     assert prefill.num_computed["quiet"] - noisy <= most + 2 * STEP_TOKENS
     assert prefill.num_computed["quiet"] - noisy >= 0.9 * most

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.engine.pages import PageState
+from baton.engine.cache.page_pool import PageState
 from baton.request import SamplingParams
-from tests.accounts import AccountHarness, standing
+from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Settings
 
 HOT = [9, 8, 7, 6, 5, 4, 3, 2] * 3  # six pages
@@ -24,7 +24,7 @@ class Cached:
             SamplingParams(max_tokens=2),
             tenant=tenant,
             cache_salt=tenant.encode(),
-            standing=standing(weight=weight),
+            scheduling_key=scheduling_key(weight=weight),
         )
         self.harness.run()
         return sequence.num_cached_tokens

@@ -1,10 +1,10 @@
 """Who is computed first: class, share, priority, deadline, arrival."""
 
-from baton.config import SchedulerConfig
-from baton.engine.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
+from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
 from baton.request import Request, SamplingParams
-from baton.tenancy import Sla, Standing
-from tests.accounts import AccountHarness, standing
+from baton.tenants import SchedulingKey, Sla
+from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Settings
 
 
@@ -28,7 +28,7 @@ def request_with(sla: Sla, delay_ms: float | None = None) -> Request:
         token_ids=(1,),
         arrival_s=100.0,
         sla=sla,
-        standing=Standing(max_queue_delay_ms=delay_ms),
+        scheduling_key=SchedulingKey(max_queue_delay_ms=delay_ms),
     )
 
 
@@ -64,7 +64,7 @@ def test_a_tenants_priorities_are_no_concern_of_others() -> None:
 def test_a_better_class_is_computed_first_and_alone() -> None:
     harness = make_harness()
     for number in range(2):
-        harness.add(f"l{number}", range(63), tenant="low", standing=standing(rank=1))
+        harness.add(f"l{number}", range(63), tenant="low", scheduling_key=scheduling_key(rank=1))
     for number in range(2):
         harness.add(f"h{number}", range(63), tenant="high", priority=9)
     assert first_tokens(harness) == "h0 h1 l0 l1"

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.cluster.model_directory import resolve_model
-from baton.gateway.answer import Answer
-from baton.gateway.call import Call, Prompt
-from baton.gateway.service import Service
-from baton.gateway.tenants import Tenant
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.api.answer import Answer
+from baton.gateway.api.call import Call, Prompt
+from baton.gateway.streams.request_stream import Service
+from baton.gateway.tenants.tenants import Tenant
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import SamplingParams
 
 TOKENIZER = Tokenizer.from_directory(resolve_model("tiny"))

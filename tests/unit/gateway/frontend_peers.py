@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
 from baton.errors import BatonError
-from baton.gateway.frontend import Frontend
-from baton.gateway.replay import Limits
-from baton.node import TICK_S
-from baton.request import FinishReason, Request
-from baton.token_event import TokenEvent
-from baton.worker import Address
+from baton.gateway.streams.frontend import Frontend
+from baton.gateway.streams.request_stream import ReplayLimits
+from baton.messages.control import AttemptFailed, Failure, Members, Routed, Submit, Tokens
+from baton.messages.workers import Address
+from baton.request import FinishReason, Request, TokenEvent
+from baton.rpc.peers import TICK_S
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 ROUTER = Address("127.0.0.1", 7)
@@ -95,7 +94,7 @@ class Gateway:
 def gateway(*workers: str, **limits: Any) -> Gateway:
     """With a router and these workers."""
     clock, dialled = ManualClock(50.0), list[Address]()
-    frontend = Frontend(id_of("g"), [ROUTER], dialled.append, clock, Limits(**limits))
+    frontend = Frontend(id_of("g"), [ROUTER], dialled.append, clock, ReplayLimits(**limits))
     made = Gateway(clock, frontend, dialled, {})
     made.join_router()
     made.list_members(*workers)

@@ -3,19 +3,17 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-from baton.cluster.sim.events import Events
-from baton.cluster.sim.host import Directory, Host
-from baton.cluster.sim.network import Network
-from baton.cluster.sim.process import Process
-from baton.control_wire import AnyMessage
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequest, Overloaded, WireError, WorkerLost
-from baton.gateway.frontend import Frontend
-from baton.gateway.replay import Limits
-from baton.request import Request, SamplingParams
+from baton.gateway.streams.frontend import Frontend
+from baton.gateway.streams.request_stream import ReplayLimits
+from baton.messages.codec import AnyMessage
+from baton.messages.workers import Address, WorkerRole
+from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.token_event import TokenEvent
-from baton.worker import Address, WorkerRole
+from baton.sim.host import Directory, Host
+from baton.sim.network import Network
+from baton.sim.process import Events, SimProcess
 from tests.node_peers import a_worker, id_of
 from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 
@@ -61,7 +59,7 @@ class Running:
 
     def __init__(self, cluster: "ScriptedCluster", name: str) -> None:
         self.id = id_of(f"{name}.{next(cluster.serials)}")
-        self.process = Process(name, cluster.events, cluster.random.uniform(0, 1000))
+        self.process = SimProcess(name, cluster.events, cluster.random.uniform(0, 1000))
         self.host = Host(self.process, cluster.network, cluster.directory, cluster)
 
 
@@ -106,7 +104,7 @@ class ScriptedCluster:
 
     def _start_gateway(self, name: str) -> None:
         running = self.running[name] = Running(self, name)
-        limits = Limits(max_wait_s=MAX_WAIT_S)
+        limits = ReplayLimits(max_wait_s=MAX_WAIT_S)
         frontend = Frontend(running.id, [ROUTER], running.host.dial, running.process.clock, limits)
         self.frontends[name] = frontend
         running.host.serve(frontend)
@@ -205,8 +203,8 @@ class ScriptedCluster:
     def check(self) -> None:
         for _, client in self.clients:
             client.check(self.num_dead)
-        assert len(self.router.books) == 0, "the router's books are not empty"
-        self.router.books.check_integrity()
+        assert len(self.router.in_flight) == 0, "the router's books are not empty"
+        self.router.in_flight.check_integrity()
         left = {name: worker.attempts for name, worker in self.workers.items() if worker.attempts}
         assert not left, f"work is left: {left}"
         assert not [drop for drop in self.drops if "has been replaced" not in drop], self.drops

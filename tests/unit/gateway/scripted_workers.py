@@ -3,28 +3,26 @@
 from random import Random
 from zlib import crc32
 
-from baton.beats import Beats
 from baton.clock import Clock
-from baton.colleagues import Colleagues
-from baton.control import (
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
     AttemptFailed,
     Cancel,
     Dispatch,
     Failure,
     Hello,
+    KvEventBatch,
+    KvEventsWanted,
     Members,
-    PageEvents,
-    PagesWanted,
     Prefill,
     Prefilled,
 )
-from baton.control_wire import AnyMessage
-from baton.node import Dial, Peer
-from baton.operating import Drain
-from baton.request import FinishReason, Request
-from baton.token_event import TokenEvent
-from baton.wire_types import Kind
-from baton.worker import Address, Load, Worker, WorkerRole
+from baton.messages.operations import Drain
+from baton.messages.workers import Address, Load, Worker, WorkerRole
+from baton.request import FinishReason, Request, TokenEvent
+from baton.rpc.heartbeat import HeartbeatSender
+from baton.rpc.peers import Dial, Peer, PeerRegistry
 
 
 def golden(request: Request) -> list[int]:
@@ -63,13 +61,13 @@ class ScriptedWorker:
         self.work: dict[str, Work] = {}
         self._is_decode = is_decode
         self._random = random
-        self._colleagues = Colleagues(hello, (router,), dial, [WorkerRole.PREFILL] if is_decode else [])
-        self._beats = Beats(self._colleagues, clock)
+        self._peer_registry = PeerRegistry(hello, (router,), dial, [WorkerRole.PREFILL] if is_decode else [])
+        self._beats = HeartbeatSender(self._peer_registry, clock)
         self._cancelled: set[tuple[str, int]] = set()  # before they came
 
     @property
     def hello(self) -> Hello:
-        return self._colleagues.hello
+        return self._peer_registry.hello
 
     @property
     def attempts(self) -> tuple[tuple[str, int], ...]:
@@ -79,24 +77,24 @@ class ScriptedWorker:
         return Load(num_running=len(self.work), pages={"active": 2 * len(self.work)})
 
     def joined(self, peer: Peer) -> None:
-        self._colleagues.joined(peer)
+        self._peer_registry.joined(peer)
         self._report()
 
     def left(self, peer: Peer) -> None:
-        if self._colleagues.left(peer):
-            for gone in (peer.hello.id, *self._colleagues.recount()):
+        if self._peer_registry.left(peer):
+            for gone in (peer.hello.id, *self._peer_registry.recount()):
                 self._lost(gone)
             self._report()
 
     def tick(self) -> None:
-        self._colleagues.keep_up()
+        self._peer_registry.keep_up()
         self._report()
         self._beats.give(self)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:
             case Members():
-                for gone in self._colleagues.changed(peer, message):
+                for gone in self._peer_registry.changed(peer, message):
                     self._lost(gone)
                 self._report()
             case Dispatch():
@@ -107,8 +105,8 @@ class ScriptedWorker:
                 self._prefilled(event)
             case Cancel():
                 self._cancel(message)
-            case PagesWanted():
-                peer.send(PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+            case KvEventsWanted():
+                peer.send(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
             case Drain():
                 self.is_draining = True
             case _:
@@ -119,12 +117,12 @@ class ScriptedWorker:
             if work.is_waiting:
                 continue
             event = work.event()
-            self._colleagues.emit(work.gateway, event)
+            self._peer_registry.emit(work.gateway, event)
             if not self._is_decode:
-                self._colleagues.tell(work.other, Prefilled(event=event))
+                self._peer_registry.tell(work.other, Prefilled(event=event))
             if event.finish_reason is not None or not self._is_decode:
                 del self.work[event.request_id]
-        self._colleagues.flush()
+        self._peer_registry.flush()
 
     def _dispatched(self, dispatch: Dispatch) -> None:
         request = dispatch.request
@@ -137,12 +135,12 @@ class ScriptedWorker:
         if self.is_busy:
             self._fail(Work(request, dispatch.gateway), Failure.BUSY)
             return
-        is_elsewhere = self._colleagues.peer(dispatch.prefill) is not None
+        is_elsewhere = self._peer_registry.peer(dispatch.prefill) is not None
         work = Work(request, dispatch.gateway, dispatch.prefill, is_waiting=is_elsewhere)
         self.work[request.request_id] = work
         if is_elsewhere:
             prefill = Prefill(request=request, gateway=dispatch.gateway, transfer=bytes(16))
-            self._colleagues.tell(dispatch.prefill, prefill)
+            self._peer_registry.tell(dispatch.prefill, prefill)
 
     def _prefilled(self, event: TokenEvent) -> None:
         work = self.work.get(event.request_id)
@@ -160,7 +158,7 @@ class ScriptedWorker:
         elif work.request.attempt == cancel.attempt:
             del self.work[cancel.request_id]
             if self._is_decode and work.is_waiting:
-                self._colleagues.tell(work.other, cancel)
+                self._peer_registry.tell(work.other, cancel)
 
     def _lost(self, process: str) -> None:
         for work in list(self.work.values()):
@@ -179,7 +177,7 @@ class ScriptedWorker:
             reason="as the script says",
             worker=worker,
         )
-        self._colleagues.tell(work.gateway, failed)
+        self._peer_registry.tell(work.gateway, failed)
 
     def _report(self) -> None:
-        self._colleagues.report(self._colleagues.connected())
+        self._peer_registry.report(self._peer_registry.connected())

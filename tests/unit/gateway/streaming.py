@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from baton.gateway.answer import Answer
-from baton.gateway.answer_format import answer_format
-from baton.gateway.answer_stream import SERVER_SENT_EVENTS, AnswerStream
-from baton.gateway.turn import Turn
+from baton.gateway.api.answer import Answer
+from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream
+from baton.gateway.api.format import answer_format
+from baton.gateway.http.asgi import WriteCoalescer
 from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
@@ -17,12 +17,12 @@ from tests.unit.gateway.calls import Client
 class Streaming:
     """One stream with its service and its client. Made on a loop."""
 
-    def __init__(self, turn: Turn | None = None, **fields: Any) -> None:
+    def __init__(self, turn: WriteCoalescer | None = None, **fields: Any) -> None:
         self.service = ScriptedService()
         self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
         form = answer_format(self.answer, calls.TOKENIZER, 0)
         self.stream = AnswerStream(
-            self.answer, form, SERVER_SENT_EVENTS, turn or Turn(), lambda choice, delta: None
+            self.answer, form, SERVER_SENT_EVENTS, turn or WriteCoalescer(), lambda choice, delta: None
         )
         self.client = Client()
         self.answer.start(self.stream)

@@ -1,8 +1,8 @@
 """Which workers have died of a request, and which have only lost a connection or ended in order."""
 
-from baton.control import AttemptFailed, Failure, Members, Submit
 from baton.errors import WorkerLost
-from baton.gateway.replay import DOUBT_S
+from baton.gateway.streams.request_stream import DOUBT_S
+from baton.messages.control import AttemptFailed, Failure, Members, Submit
 from tests.node_peers import a_worker, id_of
 from tests.unit.gateway.frontend_peers import event, failed, gateway
 

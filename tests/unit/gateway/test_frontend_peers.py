@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from baton.control import Beat, Reachable, Rejected, Routed, Submit
-from baton.control_wire import AnyMessage
 from baton.errors import ProtocolError
-from baton.operating import Status, StatusQuery
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Heartbeat, Reachable, Rejected, Routed, Submit
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.workers import REMOTE_PREFILLS, Load, WorkerStatus
 from baton.request import FinishReason
-from baton.worker import REMOTE_PREFILLS, Load, WorkerStatus
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, Gateway, event, gateway
 
@@ -64,7 +64,7 @@ def test_status_is_asked_for_every_second() -> None:
 @pytest.mark.parametrize(
     ("who", "message"),
     [
-        ("router", Beat(load=Load())),
+        ("router", Heartbeat(load=Load())),
         ("router", Submit(request=a_request())),
         ("d0", Routed(request_id=id_of("r"), attempt=0, decode=id_of("d0"))),
         ("d0", Rejected(request_id=id_of("r"), attempt=0, reason="", retry_after_s=1)),

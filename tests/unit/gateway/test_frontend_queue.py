@@ -1,6 +1,6 @@
 """What waits in a router's queue, and what the router is told of its work."""
 
-from baton.control import Ended, Failure, Started, Submit
+from baton.messages.control import Ended, Failure, Started, Submit
 from baton.request import FinishReason
 from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import event, failed, gateway, running

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from baton.control import Ended, Rejected, Submit
 from baton.errors import Refused
+from baton.messages.control import Ended, Rejected, Submit
 from baton.request import SamplingParams
-from baton.tenancy import Refusal, Sla
+from baton.tenants import Refusal, Sla
 from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import Gateway, ListSink, R, event, gateway, running
 

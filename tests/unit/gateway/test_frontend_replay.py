@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.control import Cancel, Ended, Failure, Submit
 from baton.errors import WorkerLost
-from baton.gateway.replay import DOUBT_S
+from baton.gateway.streams.request_stream import DOUBT_S
+from baton.messages.control import Cancel, Ended, Failure, Submit
 from baton.request import FinishReason, SamplingParams
 from tests.node_peers import a_request, id_of
 from tests.unit.gateway.frontend_peers import R, event, failed, gateway, running

@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.control import Cancel, Failure, Rejected, Submit
 from baton.errors import Overloaded
-from baton.gateway.open_streams import UNHEARD_S
-from baton.gateway.router_watch import SILENT_S
-from baton.operating import Status
+from baton.gateway.streams.frontend import SILENT_S
+from baton.gateway.streams.request_streams import UNHEARD_S
+from baton.messages.control import Cancel, Failure, Rejected, Submit
+from baton.messages.operations import Status
 from baton.request import FinishReason
 from tests.node_peers import a_request
 from tests.unit.gateway.frontend_peers import R, event, failed, gateway, running

@@ -1,10 +1,10 @@
 """A gateway of several routers: each attempt is one router's, and another takes over where that is lost."""
 
-from baton.control import Ended, Members, Routed, Started, Submit
-from baton.gateway.router_watch import SILENT_S
-from baton.operating import Status, StatusQuery
+from baton.gateway.streams.frontend import SILENT_S
+from baton.messages.control import Ended, Members, Routed, Started, Submit
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.status import RouterStatus
 from baton.request import FinishReason
-from baton.router_status import RouterStatus
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import Gateway, ListSink, event, gateway
 
@@ -16,7 +16,7 @@ def with_two(*workers: str) -> Gateway:
     g = gateway(*workers)
     g.peers["other"] = TestPeer.router(g.frontend, "other")
     g["other"].say(Members(workers=tuple(map(a_worker, workers))))
-    asked = g.frontend._colleagues.router
+    asked = g.frontend._peer_registry.router
     if asked is g["other"]:
         g.peers["router"], g.peers["other"] = g["other"], g["router"]
     for name in NAMES:

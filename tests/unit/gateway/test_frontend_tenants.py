@@ -1,14 +1,14 @@
 """Several routers: tenants wait at one of them, whichever gateway their requests are of."""
 
 from baton.clock import ManualClock
-from baton.control import Members, Submit
-from baton.gateway.frontend import Frontend
-from baton.tenancy import Quotas, Standing
+from baton.gateway.streams.frontend import Frontend
+from baton.messages.control import Members, Submit
+from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.gateway.frontend_peers import ROUTER, Gateway, ListSink
 
 NAMES = ("r0", "r1", "r2")
-LIMITED = Standing(quotas=Quotas(max_queued=5))
+LIMITED = SchedulingKey(quotas=Quotas(max_queued=5))
 
 
 def a_gateway(name: str) -> Gateway:
@@ -22,9 +22,11 @@ def a_gateway(name: str) -> Gateway:
     return g
 
 
-def asked(g: Gateway, tenant: str, standing: Standing) -> str:
+def asked(g: Gateway, tenant: str, scheduling_key: SchedulingKey) -> str:
     """The router that is asked for a request of the tenant's."""
-    g.frontend.open(a_request(f"r{g.frontend.num_open}", tenant=tenant, standing=standing), ListSink())
+    g.frontend.open(
+        a_request(f"r{g.frontend.num_open}", tenant=tenant, scheduling_key=scheduling_key), ListSink()
+    )
     (router,) = [name for name in NAMES if name in g.peers and g[name].take(Submit)]
     return router
 
@@ -34,14 +36,14 @@ TENANTS = [f"tenant-{number}" for number in range(8)]
 
 def test_all_tenants_of_all_gateways_wait_at_one_router() -> None:
     gateways = [a_gateway(f"g{number}") for number in range(6)]
-    standings = (Standing(), Standing(weight=2.0), LIMITED)
-    chosen = {asked(g, tenant, each) for g in gateways for tenant in TENANTS for each in standings}
+    scheduling_keys = (SchedulingKey(), SchedulingKey(weight=2.0), LIMITED)
+    chosen = {asked(g, tenant, each) for g in gateways for tenant in TENANTS for each in scheduling_keys}
     assert len(chosen) == 1
 
 
 def test_without_tenants_each_gateway_has_a_router_of_its_own() -> None:
     gateways = [a_gateway(f"g{number}") for number in range(12)]
-    chosen = [{asked(g, "", Standing()) for _ in range(4)} for g in gateways]
+    chosen = [{asked(g, "", SchedulingKey()) for _ in range(4)} for g in gateways]
     assert all(len(routers) == 1 for routers in chosen)
     assert set().union(*chosen) == set(NAMES)
 

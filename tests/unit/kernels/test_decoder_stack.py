@@ -1,4 +1,6 @@
-"""What the native decoder refuses before it reads an address; its bits are tested with engine/decoder.py."""
+"""What the native decoder refuses before it reads an address; its bits are tested with
+engine/models/decoder.py.
+"""
 
 import ctypes
 from typing import Any
@@ -8,7 +10,7 @@ import torch
 
 from baton.kernels import decoder_stack, native
 from baton.kernels.decoder_stack import DecoderStack, StackLayer, StackShape, can_stack
-from baton.kernels.linear import pack_linear
+from baton.kernels.embedding import pack_linear
 from baton.kernels.ragged_attention import AttentionArguments, RaggedBatch
 
 SHAPE = StackShape(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.kernels import native
-from baton.kernels.linear import linear, linear_reference, pack_linear
+from baton.kernels.embedding import linear, linear_reference, pack_linear
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")

@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.kernels.rope import rope, rope_reference
-from baton.kernels.rope_scaling import RopeScaling
-from baton.kernels.rope_table import rope_table
+from baton.kernels.rope import RopeScaling, rope, rope_reference, rope_table
 from tests.kernels.outcomes import normal
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import msgspec
 
-from baton.frames import MAX_CONTROL_BYTES, encode_frame
-from baton.kvtransfer import messages as m
-from baton.layout import PageLayout
+from baton.kvtransfer.protocol import messages as m
+from baton.pages import PageLayout
+from baton.rpc.frames import MAX_CONTROL_BYTES, encode_frame
 from tests.numbered_pages import key_of
 
 NUM_TRANSFERS: Final = 4
@@ -64,13 +64,13 @@ def valid_message(rng: random.Random) -> m.AnyMessage:
     first = rng.randrange(num_units)
     units = tuple(sorted(rng.sample(range(num_units), rng.randint(1, num_units))))
     makers: list[Callable[[], m.AnyMessage]] = [
-        lambda: m.Hello(protocol=1, incarnation=bytes(16), fingerprint="f", layout=LAYOUT),
+        lambda: m.EndpointHello(protocol=1, incarnation=bytes(16), fingerprint="f", layout=LAYOUT),
         lambda: m.Reserve(
             transfer=transfer, num_units=num_units, deadline_ms=1000, num_parts=rng.randint(1, 2)
         ),
         lambda: m.Grant(transfer=transfer, epoch=epoch, pages=pages, generations=generations),
         lambda: m.Refuse(transfer=transfer, reason="full"),
-        lambda: m.Pull(
+        lambda: m.PullRequest(
             transfer=transfer,
             epoch=epoch,
             deadline_ms=1000,

@@ -11,12 +11,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.kvtransfer.group_receiver import GroupReceiver
-from baton.kvtransfer.landing import Landing, Landings
-from baton.kvtransfer.pair import GroupName, GroupSettings
-from baton.kvtransfer.rendezvous import Meeting
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.layout import DTYPE_BYTES, PageLayout
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
+from baton.kvtransfer.transports.group_receiver import GroupReceiver
+from baton.kvtransfer.transports.rank_pair import GroupName, GroupSettings
+from baton.kvtransfer.transports.rendezvous import Rendezvous
+from baton.pages import DTYPE_BYTES, PageLayout
 from tests.remote import Remote
 
 WRITER: Final = b"w" * 16
@@ -63,7 +63,7 @@ Command = Invite | Land | End | Save
 
 
 class Answer(msgspec.Struct):
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     pages: tuple[int, ...] = ()
     num_pairs: int = 0
 
@@ -72,8 +72,8 @@ class Destination:
     def __init__(self, name: GroupName, me: Rank, device: str = "cpu") -> None:
         self.me = me
         self.pool = me.pool(device)
-        self.landings = Landings(me.num_pages)
-        self.receiver = GroupReceiver(name, self.landings, self.pool, settings=SETTINGS)
+        self.registrations = ReceiveRegistrations(me.num_pages)
+        self.receiver = GroupReceiver(name, self.registrations, self.pool, settings=SETTINGS)
 
     def do(self, command: Command) -> Answer:
         meeting, pages = None, tuple[int, ...]()
@@ -86,7 +86,7 @@ class Destination:
         elif isinstance(command, Land):
             pages = self._land(command)
         elif isinstance(command, End):
-            self.landings.close(command.id, lambda: None)
+            self.registrations.close(command.id, lambda: None)
         else:
             content = self.pool.cpu().view(-1).view(torch.uint8).numpy().tobytes()
             Path(command.path).write_bytes(content)
@@ -97,8 +97,8 @@ class Destination:
         plan = plan_transfer(source.layout, self.me.layout, source.rank, self.me.rank)
         count = plan.destination.num_pages(command.num_units)
         pages = tuple(range(self.me.num_pages))[::-1][:count]
-        self.landings.add(
-            Landing(
+        self.registrations.add(
+            ReceiveRegistration(
                 id=command.id,
                 epoch=command.epoch,
                 plan=plan,

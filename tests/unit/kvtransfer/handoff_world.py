@@ -8,9 +8,9 @@ second end of a transfer.
 
 from typing import Final
 
-from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
-from baton.kvtransfer.messages import Reserve
-from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from tests.numbered_pages import wanted_pages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Sequence
 from tests.unit.kvtransfer.simulated_ranks import SimulatedRanks
@@ -37,7 +37,7 @@ class HandoffWorld(SimulatedRanks):
             transfer=transfer, num_units=num_units, deadline_ms=DEADLINE_MS, num_parts=self.num_parts
         )
         self._expect(transfer, request, sequence.contents)
-        handoff = SourceHandoff(request, host.terms(self.clock, self.units_per_page))
+        handoff = SourceHandoff(request, host.timeouts(self.clock, self.units_per_page))
         host.sources[transfer] = handoff
         self.peers[host, transfer] = self.destination
         self._do(host, transfer, handoff.start())
@@ -166,7 +166,13 @@ class HandoffWorld(SimulatedRanks):
         """Everything happens that needs no time."""
         while True:
             before = self._backlog()
-            for step in (self.step_write, self.step_arrive, self.step_verify, self.step_fence, self.bury):
+            for step in (
+                self.step_write,
+                self.step_arrive,
+                self.step_verify,
+                self.step_fence,
+                self.on_peer_death,
+            ):
                 step()
             for host in (self.source, self.destination):
                 self._go_on(host)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.clock import ManualClock
-from baton.engine.pages import PagePool
-from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.handoff import Action, Terms, Timing
-from baton.kvtransfer.source_handoff import SourceHandoff
+from baton.engine.cache.page_pool import PagePool
+from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.protocol.handoff import Action, HandoffTimeouts, Timing
+from baton.kvtransfer.protocol.source import SourceHandoff
 
 Pick: TypeAlias = Callable[[int], int]  # n -> a number in [0, n), by chance
 Ranks: TypeAlias = tuple[int, ...]
@@ -84,7 +84,7 @@ class Host:
         self.sequences: dict[str, Sequence] = {}
         self.sources: dict[bytes, SourceHandoff] = {}
         self.destinations: dict[bytes, DestinationHandoff] = {}
-        self.landings: dict[tuple[bytes, int], Landing] = {}
+        self.registrations: dict[tuple[bytes, int], Landing] = {}
         self.inbox: list[bytes] = []
         self.has_lost_peer = False  # and has not been told yet
         self.waiting: dict[bytes, list[Action]] = {}  # of transfers whose landing waits for the device
@@ -140,8 +140,8 @@ class Host:
             self.pool.forget(page)
         return True
 
-    def terms(self, clock: ManualClock, units_per_page: tuple[int, int]) -> Terms:
-        return Terms(self.pool, clock, TIMING, *units_per_page)
+    def timeouts(self, clock: ManualClock, units_per_page: tuple[int, int]) -> HandoffTimeouts:
+        return HandoffTimeouts(self.pool, clock, TIMING, *units_per_page)
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,32 @@ from collections.abc import Iterable
 from typing import Final
 
 from baton.clock import ManualClock
-from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.handoff import (
+from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.protocol.handoff import (
     Action,
-    CloseLanding,
+    CloseReceive,
     Finished,
     Granted,
-    OpenLanding,
-    Outcome,
+    HandoffOutcome,
+    OpenReceive,
     Push,
     Send,
     StopPushes,
     Verify,
     answer_to_unknown,
 )
-from baton.kvtransfer.messages import AnyMessage, Doors, Grant, Hello, Pull, Refuse, Reserve, decode, encode
-from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
+from baton.kvtransfer.protocol.messages import (
+    AnyMessage,
+    EndpointHello,
+    Grant,
+    ListenerAddresses,
+    PullRequest,
+    Refuse,
+    Reserve,
+    decode,
+    encode,
+)
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.simulated_host import Hint, Host, Landing, Pick, Sequence
 from tests.unit.kvtransfer.simulated_writes import FLIPPED, Flight, PushJob
@@ -50,11 +60,11 @@ class SimulatedNetwork:
         self.cut = CUTS[pick(len(CUTS))]
         self.num_parts = len(self.cut)
         self.num_made = 0
-        self.outcomes: dict[Outcome, int] = {}
+        self.outcomes: dict[HandoffOutcome, int] = {}
         self.is_direct: dict[bytes, bool] = {}
         self.expected: dict[bytes, dict[tuple[int, int], int]] = {}  # transfer -> what must arrive
-        self.requests: dict[bytes, Reserve | Pull] = {}
-        self.grants: dict[tuple[Host, bytes], tuple[Grant | Pull, Host]] = {}
+        self.requests: dict[bytes, Reserve | PullRequest] = {}
+        self.grants: dict[tuple[Host, bytes], tuple[Grant | PullRequest, Host]] = {}
         self.hints: list[Hint] = []
         self.peers: dict[tuple[Host, bytes], Host] = {}  # with whom an end began its transfer
         self.jobs: list[PushJob] = []
@@ -93,7 +103,7 @@ class SimulatedNetwork:
             self._receive(host, decode(host.inbox.pop(0)))
 
     def _receive(self, host: Host, message: AnyMessage) -> None:
-        assert not isinstance(message, Hello | Doors)
+        assert not isinstance(message, EndpointHello | ListenerAddresses)
         transfer = message.transfer
         if isinstance(message, Reserve) and host.lost_rank is not None:
             self._send(host, Refuse(transfer=transfer, reason="a rank is lost"))
@@ -101,8 +111,8 @@ class SimulatedNetwork:
             handoff = self._new_destination(message)
             host.make_room(host.num_pages_for(message.num_units))
             self._do(host, transfer, handoff.grant(f"decode-{transfer.hex()}"))
-        elif isinstance(message, Pull):
-            source = SourceHandoff(message, host.terms(self.clock, self.units_per_page))
+        elif isinstance(message, PullRequest):
+            source = SourceHandoff(message, host.timeouts(self.clock, self.units_per_page))
             host.sources[transfer] = source
             self.peers[host, transfer] = self.destination
             is_whole = host.lost_rank is None
@@ -170,8 +180,8 @@ class SimulatedNetwork:
 
     def _new_destination(self, request: Reserve) -> DestinationHandoff:
         host = self.destination
-        terms = host.terms(self.clock, self.units_per_page)
-        handoff = DestinationHandoff(request, host.next_epoch(), terms)
+        timeouts = host.timeouts(self.clock, self.units_per_page)
+        handoff = DestinationHandoff(request, host.next_epoch(), timeouts)
         host.destinations[request.transfer] = handoff
         self.peers[host, request.transfer] = self.source
         return handoff
@@ -229,9 +239,9 @@ class SimulatedNetwork:
             self._leave(flight)
 
     def _leave(self, flight: Flight) -> None:
-        landing, job = flight.landing, flight.job
+        registration, job = flight.registration, flight.job
         is_heard = not job.destination.is_lost(job.part)
-        if landing is not None and not landing.is_open and not landing.num_inside and is_heard:
+        if registration is not None and not registration.is_open and not registration.num_inside and is_heard:
             self._writer_stopped(job.destination, job.transfer, job.part)
 
     def step_verify(self) -> None:
@@ -254,7 +264,7 @@ class SimulatedNetwork:
             host.waiting[transfer] += actions
             return
         for number, action in enumerate(actions):
-            if isinstance(action, OpenLanding) and not host.device.has_passed(action.after):
+            if isinstance(action, OpenReceive) and not host.device.has_passed(action.after):
                 host.waiting[transfer] = actions[number:]
                 return
             self._carry_out(host, transfer, action)
@@ -283,15 +293,15 @@ class SimulatedNetwork:
                     job.must_stop |= is_told and job.transfer == transfer
                 self.stopping.append((host, transfer))
                 self._end_stops()
-            case OpenLanding(part):
-                host.landings[transfer, part] = Landing(host.destinations[transfer].epoch)
-            case CloseLanding(part, _) if host.is_lost(part):
+            case OpenReceive(part):
+                host.registrations[transfer, part] = Landing(host.destinations[transfer].epoch)
+            case CloseReceive(part, _) if host.is_lost(part):
                 if host.is_rank_dead:
                     self._writer_stopped(host, transfer, part)
-            case CloseLanding(part, is_confirmed):
-                landing = host.landings[transfer, part]
-                landing.is_open = False
-                if is_confirmed if self.is_direct[transfer] else not landing.num_inside:
+            case CloseReceive(part, is_confirmed):
+                registration = host.registrations[transfer, part]
+                registration.is_open = False
+                if is_confirmed if self.is_direct[transfer] else not registration.num_inside:
                     self._writer_stopped(host, transfer, part)
             case Verify(part, digests) if not host.is_lost(part):
                 host.verifications.append((transfer, part, digests))
@@ -322,11 +332,11 @@ class SimulatedNetwork:
         job.has_failed = destination.is_dead and not job.is_direct
         self.jobs.append(job)
 
-    def _finish(self, host: Host, transfer: bytes, outcome: Outcome) -> None:
+    def _finish(self, host: Host, transfer: bytes, outcome: HandoffOutcome) -> None:
         assert transfer not in host.finished, f"ended as {host.finished[transfer]} and {outcome}"
         host.finished[transfer] = outcome
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        if outcome is Outcome.ADOPTED:
+        if outcome is HandoffOutcome.ADOPTED:
             handoff = host.destinations[transfer]
             (adopter,) = host.pool.owners(handoff.pages[0])
             sequence = Sequence(str(adopter), handoff.pages, self.expected[transfer])

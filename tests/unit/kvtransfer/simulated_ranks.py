@@ -19,14 +19,14 @@ class SimulatedRanks(SimulatedNetwork):
             self._do(host, handoff.transfer, handoff.fail(f"rank {host.lost_rank} is lost"))
 
     def step_bury_rank(self) -> None:
-        self._bury((self.source, self.destination)[self.pick(2)])
+        self._on_peer_death((self.source, self.destination)[self.pick(2)])
 
-    def bury(self) -> None:
+    def on_peer_death(self) -> None:
         """Every rank that is lost is known to be dead at last."""
         for host in (self.source, self.destination):
-            self._bury(host)
+            self._on_peer_death(host)
 
-    def _bury(self, host: Host) -> None:
+    def _on_peer_death(self, host: Host) -> None:
         if host.lost_rank is None or host.is_rank_dead:
             return
         host.is_rank_dead = True

@@ -71,21 +71,21 @@ class Flight:
     job: PushJob
     unit: int
     contents: int
-    landing: Landing | None = None  # once it is being written
+    registration: Landing | None = None  # once it is being written
 
     def arrive(self) -> bool:
         """Whether it is over: written now, or drained."""
         job, host = self.job, self.job.destination
-        if self.landing is None:
-            landing = host.landings.get((job.transfer, job.part))
-            if landing is None or not landing.is_open or landing.epoch != job.epoch:
+        if self.registration is None:
+            registration = host.registrations.get((job.transfer, job.part))
+            if registration is None or not registration.is_open or registration.epoch != job.epoch:
                 job.has_failed = True
                 return True
-            landing.num_inside += 1
-            self.landing = landing
+            registration.num_inside += 1
+            self.registration = registration
             return False
         write(host, job.transfer, job.part, job.pages, self.unit, self.contents)
-        self.landing.num_inside -= 1
+        self.registration.num_inside -= 1
         job.num_written += 1
         return True
 

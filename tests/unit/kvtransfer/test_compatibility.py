@@ -3,19 +3,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.kvtransfer.compatibility import check, check_doors
-from baton.kvtransfer.messages import Doors, Hello, RankDoors
-from baton.layout import PageLayout
+from baton.kvtransfer.links import check, check_doors
+from baton.kvtransfer.protocol.messages import EndpointHello, ListenerAddresses, RankListenerAddresses
+from baton.pages import PageLayout
 
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=4, num_kv_heads=8, head_dim=64, dtype="bfloat16")
 
 
-def hello(**changes: Any) -> Hello:
+def hello(**changes: Any) -> EndpointHello:
     fields = {"protocol": 1, "incarnation": b"a" * 16, "fingerprint": "abc", "layout": LAYOUT}
-    return Hello(**{**fields, **changes})
+    return EndpointHello(**{**fields, **changes})
 
 
-def relaid(**changes: Any) -> Hello:
+def relaid(**changes: Any) -> EndpointHello:
     return hello(incarnation=b"b" * 16, layout=msgspec.structs.replace(LAYOUT, **changes))
 
 
@@ -37,7 +37,7 @@ def test_other_cuts_of_the_same_pages_are_compatible(changes: dict[str, int]) ->
         (hello(), "this process itself"),
     ],
 )
-def test_what_differs_is_named(theirs: Hello, reason: str) -> None:
+def test_what_differs_is_named(theirs: EndpointHello, reason: str) -> None:
     found = check(hello(), theirs)
     assert found is not None and reason in found
 
@@ -52,5 +52,7 @@ def test_what_differs_is_named(theirs: Hello, reason: str) -> None:
     ],
 )
 def test_every_rank_has_doors_of_its_own(incarnations: str, reason: str | None) -> None:
-    ranks = [RankDoors(incarnation=each.encode() * 16, host="h", device="cpu") for each in incarnations]
-    assert check_doors(hello(), Doors(ranks=tuple(ranks))) == reason
+    ranks = [
+        RankListenerAddresses(incarnation=each.encode() * 16, host="h", device="cpu") for each in incarnations
+    ]
+    assert check_doors(hello(), ListenerAddresses(ranks=tuple(ranks))) == reason

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from baton.errors import TransferFailed
 from baton.kernels.copy_runs import copy_runs_reference
-from baton.kvtransfer.cuda_ipc import CudaIpcDoor, CudaIpcTransport, SharedDevicePool
-from baton.kvtransfer.group import GroupTransport
-from baton.kvtransfer.group_door import GroupDoor, Knock, ask_for_meeting
-from baton.kvtransfer.group_receiver import GroupReceiver
-from baton.kvtransfer.landing import Landing, Landings
-from baton.kvtransfer.pair import GroupSettings
-from baton.kvtransfer.pair_channel import payload_bytes
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.kvtransfer.transport import OutgoingTransfer, Piece, Progress, TransferStatus
-from baton.layout import PageLayout
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
+from baton.kvtransfer.transports.base import OutgoingTransfer, Piece, TransferProgress, TransferStatus
+from baton.kvtransfer.transports.cuda_ipc import CudaIpcListener, CudaIpcTransport, SharedDevicePool
+from baton.kvtransfer.transports.group_receiver import (
+    GroupListener,
+    GroupReceiver,
+    RendezvousRequest,
+    request_rendezvous,
+)
+from baton.kvtransfer.transports.rank_pair import GroupSettings, payload_bytes
+from baton.kvtransfer.transports.torch_distributed import GroupTransport
+from baton.pages import PageLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -73,7 +76,7 @@ def ask(process: "subprocess.Popen[bytes]", line: str) -> bytes:
     return process.stdout.readline()
 
 
-def wait(poll: Callable[[], Progress]) -> Progress:
+def wait(poll: Callable[[], TransferProgress]) -> TransferProgress:
     while not (progress := poll()).status.is_final:
         torch.cuda._sleep(10**5)
         torch.cuda.synchronize()
@@ -93,8 +96,10 @@ def test_pages_of_a_gpu_arrive_byte_for_byte(
     if name == "cuda_ipc":
         transport = CudaIpcTransport(doors.ipc, KEY, pool, WRITER)
     else:
-        knock = Knock(name="nccl", layout=SOURCE, rank=0, payload_bytes=payload_bytes(plan))
-        meet = partial(ask_for_meeting, doors.group, KEY, knock, SETTINGS.connect_s)
+        rendezvous_request = RendezvousRequest(
+            name="nccl", layout=SOURCE, rank=0, payload_bytes=payload_bytes(plan)
+        )
+        meet = partial(request_rendezvous, doors.group, KEY, rendezvous_request, SETTINGS.connect_s)
         transport = GroupTransport("nccl", meet, pool, plan, settings=SETTINGS)
     try:
         transport.open()
@@ -131,11 +136,11 @@ class _Destination:
     def __init__(self, cut: PageLayout) -> None:
         self.plan = plan_transfer(SOURCE, cut, 0, 0)
         self.pool = pool_of(cut)
-        self.landings = Landings(NUM_PAGES)
+        self.registrations = ReceiveRegistrations(NUM_PAGES)
         self.shared = SharedDevicePool(self.pool)
-        self.ipc = CudaIpcDoor(self.shared, self.landings, KEY, lambda transfers: None)
-        self.receiver = GroupReceiver("nccl", self.landings, self.pool, settings=SETTINGS)
-        self.group = GroupDoor(self.receiver, cut, 0, KEY)
+        self.ipc = CudaIpcListener(self.shared, self.registrations, KEY, lambda transfers: None)
+        self.receiver = GroupReceiver("nccl", self.registrations, self.pool, settings=SETTINGS)
+        self.group = GroupListener(self.receiver, cut, 0, KEY)
         self.pages = tuple(range(NUM_PAGES))[::-1][: self.plan.destination.num_pages(NUM_UNITS)]
 
     def obey(self, verb: str, *arguments: str) -> str:
@@ -149,8 +154,8 @@ class _Destination:
 
     def _grant(self, transfer: bytes, *, may_write_directly: bool) -> None:
         self.shared.generations.grant(self.pages, (1,) * len(self.pages))
-        self.landings.add(
-            Landing(
+        self.registrations.add(
+            ReceiveRegistration(
                 id=transfer,
                 epoch=EPOCH,
                 plan=self.plan,

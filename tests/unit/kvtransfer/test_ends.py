@@ -6,15 +6,23 @@ from typing import cast
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.pages import PagePool
-from baton.kvtransfer.destination_handoff import DestinationHandoff
-from baton.kvtransfer.handoff import Finished, Outcome, Terms, Timing
-from baton.kvtransfer.incoming import Incoming
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.messages import Abort, AnyMessage, Grant, Pull, RankDoors, Released, Reserve, Wrote
-from baton.kvtransfer.outgoing import Outgoing
-from baton.kvtransfer.rank_messages import (
+from baton.engine.cache.page_pool import PagePool
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.protocol.destination import DestinationHandoff
+from baton.kvtransfer.protocol.handoff import Finished, HandoffOutcome, HandoffTimeouts, Owner, Timing
+from baton.kvtransfer.protocol.messages import (
+    Abort,
+    AnyMessage,
+    Grant,
+    PullRequest,
+    RankListenerAddresses,
+    Released,
+    Reserve,
+    Wrote,
+)
+from baton.kvtransfer.protocol.source import SourceHandoff
+from baton.kvtransfer.ranks.executor import Executor
+from baton.kvtransfer.ranks.messages import (
     ClosePart,
     Command,
     ForgetPart,
@@ -33,17 +41,16 @@ from baton.kvtransfer.rank_messages import (
     WriterDied,
     WriterStopped,
 )
-from baton.kvtransfer.rank_plane import Plane
-from baton.kvtransfer.ranks import Route
-from baton.kvtransfer.source_handoff import SourceHandoff
-from baton.kvtransfer.transport import Spans
-from baton.layout import PageLayout
+from baton.kvtransfer.ranks.ranks import Route
+from baton.kvtransfer.transfers import Incoming, Outgoing
+from baton.kvtransfer.transports.base import Spans
+from baton.pages import PageLayout
 
 ID, EPOCH = b"t" * 16, 5
 NUM_PAGES = 6
 NUM_UNITS = 2
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
-DOORS = RankDoors(incarnation=b"i" * 16, host="h", device="cpu")
+DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu")
 
 
 class SilentPlane:
@@ -85,35 +92,37 @@ class Bench:
 
     def __init__(self) -> None:
         self.pool, self.clock = PagePool(NUM_PAGES, 16), ManualClock()
-        self.terms = Terms(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
+        self.timeouts = HandoffTimeouts(self.pool, self.clock, Timing(lease_s=30.0, heartbeat_s=5.0), 1, 1)
         self.planes = [SilentPlane(), SilentPlane()]
         self.link = SaidLink()
         self.request = Reserve(transfer=ID, num_units=NUM_UNITS, deadline_ms=60_000, num_parts=2)
-        self.finished: list[Outcome] = []
+        self.finished: list[HandoffOutcome] = []
         self.granted: list[bytes] = []
 
     def routes(self) -> list[Route]:
         peer = PeerRank(host="127.0.0.1", layout=LAYOUT, rank=0, doors=DOORS)
-        return [Route(part, cast(Plane, plane), peer, (0, 2)) for part, plane in enumerate(self.planes)]
+        return [
+            Route(part, cast(Executor, executor), peer, (0, 2)) for part, executor in enumerate(self.planes)
+        ]
 
     def finish(self, _: object, finished: Finished) -> None:
         self.finished.append(finished.outcome)
 
     def incoming(self) -> Incoming:
-        handoff = DestinationHandoff(self.request, EPOCH, self.terms)
+        handoff = DestinationHandoff(self.request, EPOCH, self.timeouts)
         incoming = Incoming(handoff, cast(Link, self.link), self.routes(), NUM_UNITS, self.finish)
         incoming.perform(handoff.grant("sequence"))
         return incoming
 
     def grants(self) -> list[GrantPart]:
         """That all ranks were told of since the last look."""
-        told = [each for plane in self.planes for each in plane.told if isinstance(each, GrantPart)]
-        for plane in self.planes:
-            plane.told.clear()
+        told = [each for executor in self.planes for each in executor.told if isinstance(each, GrantPart)]
+        for executor in self.planes:
+            executor.told.clear()
         return told
 
-    def outgoing(self, request: Reserve | Pull | None = None) -> Outgoing:
-        handoff = SourceHandoff(request or self.request, self.terms)
+    def outgoing(self, request: Reserve | PullRequest | None = None) -> Outgoing:
+        handoff = SourceHandoff(request or self.request, self.timeouts)
         return Outgoing(
             handoff,
             cast(Link, self.link),
@@ -143,7 +152,7 @@ def bench() -> Bench:
 
 
 def told(bench: Bench) -> list[list[str]]:
-    return [plane.kinds() for plane in bench.planes]
+    return [executor.kinds() for executor in bench.planes]
 
 
 # Where it arrives.
@@ -162,7 +171,7 @@ def test_a_transfer_that_ends_before_every_rank_has_opened_is_told_in_order(benc
     incoming = bench.incoming()
     incoming.perform(incoming.handoff.abort("the test"))
     assert bench.link.kinds() == ["Grant", "Abort"]
-    assert bench.finished == [Outcome.CANCELLED]
+    assert bench.finished == [HandoffOutcome.CANCELLED]
     assert told(bench) == [["OpenPart", "ClosePart"], ["OpenPart", "ClosePart"]]
 
 
@@ -177,11 +186,11 @@ def test_each_rank_hashes_what_is_its_own(bench: Bench) -> None:
 
 def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
     incoming = bench.incoming()
-    incoming.lose(cast(Plane, bench.planes[1]), "rank 1 is lost", is_dead=False)
-    assert bench.finished == [Outcome.RECOMPUTE]
+    incoming.lose(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=False)
+    assert bench.finished == [HandoffOutcome.RECOMPUTE]
     incoming.hear(WriterStopped(transfer=ID, part=0))
     assert (incoming.is_over, bench.pool.num_free) == (False, NUM_PAGES - NUM_UNITS)
-    incoming.lose(cast(Plane, bench.planes[1]), "rank 1 is lost", is_dead=True)
+    incoming.lose(cast(Executor, bench.planes[1]), "rank 1 is lost", is_dead=True)
     assert (incoming.is_over, bench.pool.num_free) == (True, NUM_PAGES)
     incoming.forget()
     assert [kinds[-1] for kinds in told(bench)] == ["ForgetPart", "ForgetPart"]
@@ -190,14 +199,14 @@ def test_a_lost_rank_ends_it_and_its_death_frees_its_part(bench: Bench) -> None:
 def test_a_lost_rank_without_a_part_of_it_changes_nothing(bench: Bench) -> None:
     incoming, outgoing = bench.incoming(), Bench().streaming()
     for end in (incoming, outgoing):
-        end.lose(cast(Plane, SilentPlane()), "rank 7 is lost", is_dead=True)
+        end.lose(cast(Executor, SilentPlane()), "rank 7 is lost", is_dead=True)
         assert end.handoff.outcome is None
 
 
 def test_a_dead_writer_ends_it(bench: Bench) -> None:
     incoming = bench.incoming()
     incoming.hear(WriterDied(transfer=ID, part=0))
-    assert bench.finished == [Outcome.RECOMPUTE]
+    assert bench.finished == [HandoffOutcome.RECOMPUTE]
     assert [each for each in bench.planes[1].told if isinstance(each, ClosePart)]
 
 
@@ -224,9 +233,9 @@ def test_every_rank_is_told_of_the_grant_and_of_each_page_once(bench: Bench) -> 
     outgoing.receive(Grant(transfer=ID, epoch=EPOCH, pages=(4, 5), generations=(1, 1)))
     outgoing.offer([second], 2, None)
     assert bench.granted == [ID]
-    for plane in bench.planes:
-        assert [type(each) for each in plane.told] == [ReachPeer, GrantPart, PushPart, PushPart]
-        pushed = [each for each in plane.told if isinstance(each, PushPart)]
+    for executor in bench.planes:
+        assert [type(each) for each in executor.told] == [ReachPeer, GrantPart, PushPart, PushPart]
+        pushed = [each for each in executor.told if isinstance(each, PushPart)]
         assert [(each.first, each.stop, each.more_pages) for each in pushed] == [
             (0, 1, (first,)),
             (1, 2, (second,)),
@@ -244,7 +253,7 @@ def test_what_was_pulled_is_bulk_and_what_was_reserved_is_not(bench: Bench) -> N
         bench.pool.share(held, borrower)
         return held
 
-    pull = Pull(
+    pull = PullRequest(
         transfer=ID,
         epoch=EPOCH,
         deadline_ms=60_000,
@@ -279,13 +288,13 @@ def test_released_is_said_when_every_rank_has_stopped(bench: Bench) -> None:
 
 def test_a_silent_rank_may_write_until_it_is_dead(bench: Bench) -> None:
     outgoing = bench.streaming()
-    plane = cast(Plane, bench.planes[1])
+    executor = cast(Executor, bench.planes[1])
     bench.link.kinds()
-    outgoing.lose(plane, "rank 1 is lost", is_dead=False)
+    outgoing.lose(executor, "rank 1 is lost", is_dead=False)
     outgoing.hear(PartStopped(transfer=ID, part=0))
-    assert bench.finished == [Outcome.FAILED] and bench.link.kinds() == ["Abort"]
+    assert bench.finished == [HandoffOutcome.FAILED] and bench.link.kinds() == ["Abort"]
     assert [outgoing.is_over] == [False]
-    outgoing.lose(plane, "rank 1 is lost", is_dead=True)
+    outgoing.lose(executor, "rank 1 is lost", is_dead=True)
     assert outgoing.is_over and bench.link.kinds() == ["Released", "Released"]
 
 
@@ -309,7 +318,7 @@ def test_what_comes_after_the_end_changes_nothing(bench: Bench) -> None:
     outgoing.hear(PartHashed(transfer=ID, part=0, first=0, stop=NUM_UNITS, digests=bytes(8 * NUM_UNITS)))
     for part in range(2):
         outgoing.hear(PartStopped(transfer=ID, part=part))
-    assert outgoing.timeline.times() == times and bench.finished == [Outcome.CANCELLED]
+    assert outgoing.timeline.times() == times and bench.finished == [HandoffOutcome.CANCELLED]
     assert bench.pool.num_free == NUM_PAGES
     outgoing.forget()
     kinds = [type(each) for each in bench.planes[0].told]

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from baton.errors import WireError
-from baton.kvtransfer.tcp_records import Outcome, decode_answer
+from baton.kvtransfer.transports.tcp_streams import WriteOutcome, decode_answer
 from tests.unit.kvtransfer.record_mutations import ANSWER, sealed
 
 KEY = b"k" * 32
@@ -31,7 +31,7 @@ def answers(rng: random.Random) -> tuple[bytes, bool]:
             record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
         case 1:
             record = record[: rng.randrange(len(record))]
-    is_answer = bytes(record) in (sealed(KEY, ANSWER.pack(b"BKA1", 5, good)) for good in Outcome)
+    is_answer = bytes(record) in (sealed(KEY, ANSWER.pack(b"BKA1", 5, good)) for good in WriteOutcome)
     return bytes(record), is_answer
 
 
@@ -40,7 +40,7 @@ def judge_answers(seed: int, num_answers: int) -> None:
     for _ in range(num_answers):
         record, is_answer = answers(rng)
         try:
-            assert decode_answer(KEY, 5, record) in Outcome
+            assert decode_answer(KEY, 5, record) in WriteOutcome
             was_taken = True
         except WireError:
             was_taken = False

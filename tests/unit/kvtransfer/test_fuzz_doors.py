@@ -20,26 +20,29 @@ import pytest
 import torch
 
 from baton.errors import BatonError, WireError
-from baton.kvtransfer import shm_door
-from baton.kvtransfer.acceptor import MAX_NEWCOMERS
-from baton.kvtransfer.group_door import GroupDoor, Knock, Welcome, ask_for_meeting
-from baton.kvtransfer.group_receiver import GroupReceiver
-from baton.kvtransfer.landing import Landings
-from baton.kvtransfer.page_memory import PageMemory, SharedFile, SharedPool
-from baton.kvtransfer.pair import GroupSettings
-from baton.kvtransfer.pair_channel import payload_bytes
-from baton.kvtransfer.shm import ShmTransport
-from baton.kvtransfer.shm_door import PoolOffer, ShmDoor
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.layout import PageLayout
-from baton.wire import Connection, DroppedPeers, Role
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.pages import PageMemory, SharedFile, SharedPool
+from baton.kvtransfer.ranks.receive_registration import ReceiveRegistrations
+from baton.kvtransfer.transports import shm
+from baton.kvtransfer.transports.group_receiver import (
+    GroupListener,
+    GroupReceiver,
+    RendezvousReply,
+    RendezvousRequest,
+    request_rendezvous,
+)
+from baton.kvtransfer.transports.listener import MAX_NEWCOMERS
+from baton.kvtransfer.transports.rank_pair import GroupSettings, payload_bytes
+from baton.kvtransfer.transports.shm import PoolOffer, ShmListener, ShmTransport
+from baton.pages import PageLayout
+from baton.rpc.connection import Connection, DroppedPeers, Role
 from tests.transfer_ends import wait_for
 from tests.unit.kvtransfer.frame_mutations import BOMBS, ODD_VALUES
 
 KEY = b"the cluster's key"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
 PLAN = plan_transfer(LAYOUT, LAYOUT, 0, 0)
-KNOCK = Knock(name="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
+KNOCK = RendezvousRequest(name="gloo", layout=LAYOUT, rank=0, payload_bytes=payload_bytes(PLAN))
 NUM_PAGES, PAGE_BYTES = 6, 4096
 OFFER = PoolOffer(num_pages=NUM_PAGES, page_bytes=PAGE_BYTES)
 NUMBERS = [0, 1, 2, 3, 12, 16, 2**16, 2**31, 2**40, 2**63 - 1, 2**64 - 1, -1, -2]
@@ -78,19 +81,19 @@ class House:
     def __init__(self) -> None:
         pool = torch.zeros(NUM_PAGES, PLAN.unit_bytes, dtype=torch.uint8)
         settings = GroupSettings(connect_s=5.0, stall_s=2.0)
-        receiver = GroupReceiver("gloo", Landings(NUM_PAGES), pool, settings=settings)
+        receiver = GroupReceiver("gloo", ReceiveRegistrations(NUM_PAGES), pool, settings=settings)
         receiver.close()
         self.dropped = DroppedPeers()
-        self.door = GroupDoor(receiver, LAYOUT, 0, KEY, dropped=self.dropped)
+        self.door = GroupListener(receiver, LAYOUT, 0, KEY, dropped=self.dropped)
 
-    def knock(self, body: bytes) -> str | None:
+    def rendezvous_request(self, body: bytes) -> str | None:
         """The refusal; None for being dropped."""
         with socket.create_connection(self.door.address) as sock:
             connection = Connection(sock, KEY, Role.CONNECTING)
             with suppress(BatonError):
                 connection.handshake()
                 connection.send(body)
-                return msgspec.msgpack.decode(connection.recv(5.0), type=Welcome).refusal
+                return msgspec.msgpack.decode(connection.recv(5.0), type=RendezvousReply).refusal
         return None
 
 
@@ -106,7 +109,7 @@ def knock_often(house: House, seed: int, num_knocks: int) -> None:
     rng, num_dropped, refusals = random.Random(seed), 0, set[str]()
     before = sum(house.dropped.counts().values())
     for _ in range(num_knocks):
-        refusal = house.knock(damaged(rng, KNOCK))
+        refusal = house.rendezvous_request(damaged(rng, KNOCK))
         if refusal is None:
             num_dropped += 1
         else:
@@ -122,7 +125,7 @@ def test_three_hundred_damaged_knocks_are_dropped_or_refused(house: House) -> No
     knock_often(house, 1, 300)
     assert "knock" in house.dropped.counts()
     with pytest.raises(BatonError, match="pairs at once"):
-        ask_for_meeting(house.door.address, KEY, KNOCK, 5.0)
+        request_rendezvous(house.door.address, KEY, KNOCK, 5.0)
 
 
 @pytest.mark.slow
@@ -144,10 +147,10 @@ class PoolHouse:
         self.pool = SharedPool()
         self.pool.zeros((NUM_PAGES, PAGE_BYTES), torch.uint8)
         self.dropped = DroppedPeers()
-        landings = Landings(NUM_PAGES)
-        self.door = ShmDoor(self.pool, landings, KEY, lambda _: None, dropped=self.dropped)
+        registrations = ReceiveRegistrations(NUM_PAGES)
+        self.door = ShmListener(self.pool, registrations, KEY, lambda _: None, dropped=self.dropped)
 
-    def knock(self, incarnation: bytes) -> bool:
+    def rendezvous_request(self, incarnation: bytes) -> bool:
         """Whether the pool was given."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.connect(self.door.address)
@@ -173,19 +176,19 @@ def pool_house() -> Iterator[PoolHouse]:
 
 @pytest.mark.parametrize("length", [0, 1, 15, 17, 4096])
 def test_who_names_no_incarnation_is_given_no_pool(pool_house: PoolHouse, length: int) -> None:
-    assert not pool_house.knock(b"i" * length)
+    assert not pool_house.rendezvous_request(b"i" * length)
     wait_for(lambda: pool_house.dropped.counts() == {"length": 1})
-    assert pool_house.knock(b"i" * 16)
+    assert pool_house.rendezvous_request(b"i" * 16)
 
 
 def test_a_process_that_is_new_each_time_does_not_take_all_files(
     pool_house: PoolHouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shm_door, "MAX_WRITERS", 3)
-    given = [pool_house.knock(bytes([number]) * 16) for number in range(5)]
+    monkeypatch.setattr(shm, "MAX_WRITERS", 3)
+    given = [pool_house.rendezvous_request(bytes([number]) * 16) for number in range(5)]
     assert given == [True, True, True, False, False]
     wait_for(lambda: pool_house.dropped.counts() == {"crowd": 2})
-    assert pool_house.knock(bytes(16)), "one that is known may come again"
+    assert pool_house.rendezvous_request(bytes(16)), "one that is known may come again"
 
 
 def test_source_that_came_while_no_descriptor_was_free_is_watched_when_it_comes_again(
@@ -196,8 +199,8 @@ def test_source_that_came_while_no_descriptor_was_free_is_watched_when_it_comes_
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "dup", fail)
-        assert not pool_house.knock(bytes(16))
-    assert pool_house.knock(bytes(16))
+        assert not pool_house.rendezvous_request(bytes(16))
+    assert pool_house.rendezvous_request(bytes(16))
     assert len(pool_house.door._watch._watched) == 1
 
 
@@ -209,7 +212,7 @@ def test_a_process_that_leaves_before_it_is_given_the_pool_is_watched_all_the_sa
 
     monkeypatch.setattr(pool_house.door, "_offer", fail)
     before = psutil.Process().num_fds()
-    assert not pool_house.knock(bytes(16))
+    assert not pool_house.rendezvous_request(bytes(16))
     (watched,) = pool_house.door._watch._watched
     wait_for(lambda: psutil.Process().num_fds() == before + 1)
     os.fstat(watched)
@@ -220,7 +223,7 @@ def test_silent_strangers_keep_nobody_from_the_pool(pool_house: PoolHouse) -> No
     for sock in silent:
         sock.connect(pool_house.door.address)
     wait_for(lambda: pool_house.dropped.counts().get("crowd", 0) >= MAX_NEWCOMERS)
-    assert pool_house.knock(bytes(16))
+    assert pool_house.rendezvous_request(bytes(16))
     for sock in silent:
         sock.close()
 

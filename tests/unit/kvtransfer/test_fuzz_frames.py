@@ -13,14 +13,22 @@ import psutil
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.pages import PagePool
+from baton.engine.cache.page_pool import PagePool
 from baton.errors import WireError
-from baton.frames import FrameReader, encode_frame
-from baton.kvtransfer import messages as m
-from baton.kvtransfer.destination_handoff import DestinationHandoff, DestinationState
-from baton.kvtransfer.handoff import Action, CloseLanding, Push, StopPushes, Terms, Timing, Verify
-from baton.kvtransfer.source_handoff import SourceHandoff, SourceState
-from baton.wire import DroppedPeers
+from baton.kvtransfer.protocol import messages as m
+from baton.kvtransfer.protocol.destination import DestinationHandoff, DestinationState
+from baton.kvtransfer.protocol.handoff import (
+    Action,
+    CloseReceive,
+    HandoffTimeouts,
+    Push,
+    StopPushes,
+    Timing,
+    Verify,
+)
+from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
+from baton.rpc.connection import DroppedPeers
+from baton.rpc.frames import FrameReader, encode_frame
 from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
 
@@ -42,7 +50,7 @@ class Receiver:
         for page in known:
             self.pool.mark_known(page)
         self.pool.release(known, "cache")
-        self._terms = Terms(self.pool, self.clock, Timing(), 1, 1)
+        self._timeouts = HandoffTimeouts(self.pool, self.clock, Timing(), 1, 1)
         self._num_epochs = 0
         self._sources: dict[bytes, SourceHandoff] = {}
         self._destinations: dict[bytes, DestinationHandoff] = {}
@@ -65,26 +73,26 @@ class Receiver:
 
     def _start_own(self) -> None:
         request = m.Reserve(transfer=bytes(16), num_units=2, deadline_ms=1000)
-        self._sources[request.transfer] = source = SourceHandoff(request, self._terms)
+        self._sources[request.transfer] = source = SourceHandoff(request, self._timeouts)
         source.start()
         pages = self.pool.allocate(2, "own")
         self._do(source, source.offer(pages, 2))
         self.pool.release(pages, "own")
 
     def _receive(self, message: m.AnyMessage) -> None:
-        if isinstance(message, m.Hello | m.Doors):
+        if isinstance(message, m.EndpointHello | m.ListenerAddresses):
             return
         transfer = message.transfer
         is_known = transfer in self._destinations or transfer in self._sources
-        if isinstance(message, m.Reserve | m.Pull) and is_known:
+        if isinstance(message, m.Reserve | m.PullRequest) and is_known:
             raise WireError("a transfer that exists already", reason="protocol")
         if isinstance(message, m.Reserve):
             self._num_epochs = self._num_epochs % 3 + 1  # so that a random epoch is often the right one
-            handoff = DestinationHandoff(message, self._num_epochs, self._terms)
+            handoff = DestinationHandoff(message, self._num_epochs, self._timeouts)
             self._destinations[transfer] = handoff
             self._do(handoff, handoff.grant("adopter"))
-        elif isinstance(message, m.Pull):
-            self._sources[transfer] = source = SourceHandoff(message, self._terms)
+        elif isinstance(message, m.PullRequest):
+            self._sources[transfer] = source = SourceHandoff(message, self._timeouts)
             self._do(source, source.accept_pull(INCARNATION, NumberedPages(self.pool)))
         elif is_known:
             known = self._sources.get(transfer) or self._destinations[transfer]
@@ -100,7 +108,7 @@ class Receiver:
                         self._do(handoff, handoff.pushes_stopped())
             else:
                 match action:
-                    case CloseLanding(part, _):
+                    case CloseReceive(part, _):
                         self._do(handoff, handoff.writer_stopped(part))
                     case Verify(part, digests):
                         corrupt = () if not any(digests) else (0,)

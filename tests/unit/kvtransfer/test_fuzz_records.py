@@ -19,17 +19,24 @@ from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.errors import PeerGone, WireError
-from baton.kvtransfer.group_receiver import GroupReceiver, _Pair
-from baton.kvtransfer.landing import Landing, Landings
-from baton.kvtransfer.page_memory import PageMemory
-from baton.kvtransfer.page_socket import PageSocket
-from baton.kvtransfer.pair import FOREVER, GroupSettings, PairGroup, Pending
-from baton.kvtransfer.pair_channel import GlooChannel, PairChannel, payload_bytes
-from baton.kvtransfer.rendezvous import Meeting
-from baton.kvtransfer.tcp_receiver import Stream, TcpReceiver
-from baton.kvtransfer.tcp_records import Outcome, decode_answer
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.layout import PageLayout
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.pages import PageMemory
+from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations
+from baton.kvtransfer.transports.group_receiver import GroupReceiver, _Pair
+from baton.kvtransfer.transports.page_socket import PageSocket
+from baton.kvtransfer.transports.rank_pair import (
+    FOREVER,
+    GlooChannel,
+    GroupSettings,
+    PairChannel,
+    PairGroup,
+    PendingJoin,
+    payload_bytes,
+)
+from baton.kvtransfer.transports.rendezvous import Rendezvous
+from baton.kvtransfer.transports.tcp_receiver import TcpReceiver, TcpStream
+from baton.kvtransfer.transports.tcp_streams import WriteOutcome, decode_answer
+from baton.pages import PageLayout
 from tests.unit.kvtransfer.record_mutations import (
     ANSWER,
     SEAL_BYTES,
@@ -46,14 +53,17 @@ LARGE_PAGES = PageLayout(tp_size=1, page_size=8, num_layers=2, num_kv_heads=2, h
 WHOLE = plan_transfer(LAYOUT, LAYOUT, 0, 0)
 IN_RUNS = plan_transfer(LARGE_PAGES, LAYOUT, 0, 0)  # the same units in the same pages, run by run
 OPEN = (
-    Landing(id=b"a" * 16, epoch=3, plan=WHOLE, num_units=4, pages=(5, 1, 6, 2), writer=b"w" * 16),
-    Landing(id=b"b" * 16, epoch=1, plan=IN_RUNS, num_units=3, pages=(9, 8, 3), writer=b"w" * 16),
+    ReceiveRegistration(id=b"a" * 16, epoch=3, plan=WHOLE, num_units=4, pages=(5, 1, 6, 2), writer=b"w" * 16),
+    ReceiveRegistration(id=b"b" * 16, epoch=1, plan=IN_RUNS, num_units=3, pages=(9, 8, 3), writer=b"w" * 16),
 )
-ENDED = Landing(id=b"e" * 16, epoch=2, plan=WHOLE, num_units=1, pages=(0,), writer=b"w" * 16)
-GRANTED = sorted(page for landing in OPEN for page in landing.pages)
+ENDED = ReceiveRegistration(id=b"e" * 16, epoch=2, plan=WHOLE, num_units=1, pages=(0,), writer=b"w" * 16)
+GRANTED = sorted(page for registration in OPEN for page in registration.pages)
 NOT_GRANTED = [page for page in range(NUM_PAGES) if page not in GRANTED]
 TARGETS = [
-    *(Target(landing.id, landing.epoch, landing.num_units, WHOLE.unit_bytes) for landing in OPEN * 3),
+    *(
+        Target(registration.id, registration.epoch, registration.num_units, WHOLE.unit_bytes)
+        for registration in OPEN * 3
+    ),
     Target(ENDED.id, ENDED.epoch, ENDED.num_units, WHOLE.unit_bytes),
     Target(b"?" * 16, 1, 2, WHOLE.unit_bytes),
 ]
@@ -67,12 +77,12 @@ class Destination:
 
     def __init__(self) -> None:
         self.pages = torch.zeros((NUM_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-        self.landings = Landings(NUM_PAGES)
-        self.num_answers: Counter[Outcome] = Counter()
-        self.landings.add(ENDED)
-        self.landings.close(ENDED.id, lambda: None)
-        for landing in OPEN:
-            self.landings.add(landing)
+        self.registrations = ReceiveRegistrations(NUM_PAGES)
+        self.num_answers: Counter[WriteOutcome] = Counter()
+        self.registrations.add(ENDED)
+        self.registrations.close(ENDED.id, lambda: None)
+        for registration in OPEN:
+            self.registrations.add(registration)
 
     def serve(self, parts: list[SentPart]) -> bool:
         """Whether the peer was dropped. It hangs up at the end of its parts."""
@@ -94,10 +104,12 @@ class Destination:
 
     def check(self) -> None:
         assert not self.pages[NOT_GRANTED].any(), "a page was written that nobody was granted"
-        for landing in OPEN:
-            self.landings.close(landing.id, lambda: None)
-            assert not self.landings.is_written(landing.id), "a writer that is gone is still inside the pages"
-            self.landings.reopen(landing)
+        for registration in OPEN:
+            self.registrations.close(registration.id, lambda: None)
+            assert not self.registrations.is_written(registration.id), (
+                "a writer that is gone is still inside the pages"
+            )
+            self.registrations.reopen(registration)
 
 
 def what_waits_at(sock: socket.socket) -> bytes:
@@ -111,7 +123,7 @@ class TcpDestination(Destination):
     def __init__(self) -> None:
         super().__init__()
         self.key = KEY
-        self.receiver = TcpReceiver(self.landings, PageMemory.of(self.pages), KEY)
+        self.receiver = TcpReceiver(self.registrations, PageMemory.of(self.pages), KEY)
 
     def serve(self, parts: list[SentPart]) -> bool:
         ours, theirs = socket.socketpair()
@@ -119,7 +131,7 @@ class TcpDestination(Destination):
         with theirs:
             theirs.sendall(b"".join(record + body for record, body in parts))
             theirs.shutdown(socket.SHUT_WR)
-            is_dropped = self._read(Stream(self.receiver, end, self.key))
+            is_dropped = self._read(TcpStream(self.receiver, end, self.key))
             self.read_answers(what_waits_at(theirs))
             end.close()
         return is_dropped
@@ -130,7 +142,7 @@ class TcpDestination(Destination):
     def close(self) -> None:
         self.receiver.close()
 
-    def _read(self, stream: Stream) -> bool:
+    def _read(self, stream: TcpStream) -> bool:
         try:
             stream.run()
         except WireError:
@@ -140,7 +152,7 @@ class TcpDestination(Destination):
         return False
 
 
-class Received(Pending):
+class Received(PendingJoin):
     """A receive that ends when it is waited for."""
 
     def __init__(self, messages: Iterator[bytes], tensor: Tensor) -> None:
@@ -163,11 +175,11 @@ class ScriptedGroup(PairGroup):
         self.messages: Iterator[bytes] = iter(())
         self.answers = b""
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Pending:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> PendingJoin:
         self.answers += tensors[0].numpy().tobytes()
         return Received(iter([b""]), tensors[0])
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Pending:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> PendingJoin:
         return Received(self.messages, tensors[0])
 
     def abort(self) -> None:
@@ -184,8 +196,8 @@ class _ScriptedPair(_Pair):
 class GroupDestination(Destination):
     def __init__(self) -> None:
         super().__init__()
-        self.receiver = GroupReceiver("gloo", self.landings, self.pages, settings=GroupSettings())
-        self._meeting = Meeting(host="127.0.0.1", port=1, secret=b"s" * 32)
+        self.receiver = GroupReceiver("gloo", self.registrations, self.pages, settings=GroupSettings())
+        self._meeting = Rendezvous(host="127.0.0.1", port=1, secret=b"s" * 32)
         self.key = self._meeting.record_key
         self._group = ScriptedGroup()
         self._channel = GlooChannel(
@@ -235,9 +247,9 @@ def check(destination: Destination, num_dropped: int) -> None:
     assert sum(counts.values()) == num_dropped > 0
     assert set(counts) == KINDS
     # Not by refusing all: pieces were written, and each way of refusing one was taken.
-    counters = destination.landings.counters
+    counters = destination.registrations.counters
     assert min(counters.num_pieces, counters.num_stale, counters.num_unknown, counters.num_malformed) > 0
-    assert min(destination.num_answers[outcome] for outcome in Outcome) > 0
+    assert min(destination.num_answers[outcome] for outcome in WriteOutcome) > 0
     assert destination.pages[GRANTED].any()
 
 

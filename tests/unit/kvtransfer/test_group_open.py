@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from baton.kvtransfer.acceptor import Acceptor
-from baton.kvtransfer.group import GroupTransport
-from baton.kvtransfer.pair import GroupSettings
-from baton.kvtransfer.rendezvous import MeetingPlace, reach
-from baton.kvtransfer.transfer_plan import plan_transfer
-from baton.layout import PageLayout
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.transports.listener import Listener
+from baton.kvtransfer.transports.rank_pair import GroupSettings
+from baton.kvtransfer.transports.rendezvous import RendezvousServer, reach
+from baton.kvtransfer.transports.torch_distributed import GroupTransport
+from baton.pages import PageLayout
 
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=1, head_dim=16, dtype="bfloat16")
 
 
 def test_closing_ends_an_open_that_waits_for_its_peer() -> None:
-    place = MeetingPlace("127.0.0.1", 5.0)
+    place = RendezvousServer("127.0.0.1", 5.0)
     meeting = place.meeting(secrets.token_bytes(32))  # to which nobody comes
     pool = torch.zeros(4, LAYOUT.page_bytes, dtype=torch.uint8)
     plan, settings = plan_transfer(LAYOUT, LAYOUT, 0, 0), GroupSettings(connect_s=2.0)
@@ -46,17 +46,17 @@ def test_closing_ends_an_open_that_waits_for_its_peer() -> None:
 
 
 def test_those_who_have_met_are_not_cut_off_when_the_port_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    greet = Acceptor._serve
+    greet = Listener._serve
     has_met = threading.Event()
 
-    def greet_slowly(acceptor: Acceptor, sock: socket.socket) -> None:
+    def greet_slowly(acceptor: Listener, sock: socket.socket) -> None:
         """As a thread that gets no processor between the greeting's last line and its own end."""
         wrapped = acceptor._greet
         acceptor._greet = lambda newcomer: (wrapped(newcomer), has_met.wait(5.0))[0]
         greet(acceptor, sock)
 
-    monkeypatch.setattr(Acceptor, "_serve", greet_slowly)
-    place = MeetingPlace("127.0.0.1", 5.0)
+    monkeypatch.setattr(Listener, "_serve", greet_slowly)
+    place = RendezvousServer("127.0.0.1", 5.0)
     meeting = place.meeting(secrets.token_bytes(32))
     source = reach(meeting, 5.0, "gloo")
     destination = place.wait_for_source(meeting)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.kvtransfer.handoff import Outcome
+from baton.kvtransfer.protocol.handoff import HandoffOutcome
 from tests.unit.kvtransfer.handoff_world import HandoffWorld
 
 WEIGHTS = {
@@ -44,8 +44,8 @@ def play(seed: int) -> HandoffWorld:
     return world
 
 
-def play_all(seeds: range) -> Counter[Outcome]:
-    outcomes: Counter[Outcome] = Counter()
+def play_all(seeds: range) -> Counter[HandoffOutcome]:
+    outcomes: Counter[HandoffOutcome] = Counter()
     for seed in seeds:
         try:
             outcomes.update(play(seed).outcomes)
@@ -58,7 +58,7 @@ def play_all(seeds: range) -> Counter[Outcome]:
 def test_three_thousand_interleavings_corrupt_and_leak_nothing() -> None:
     outcomes = play_all(range(3_000))
     # Not by doing nothing: every end is reached many times.
-    assert all(outcomes[outcome] > 300 for outcome in Outcome), outcomes
+    assert all(outcomes[outcome] > 300 for outcome in HandoffOutcome), outcomes
 
 
 @pytest.mark.slow

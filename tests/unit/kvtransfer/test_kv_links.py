@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.kvtransfer.kv_links import KvLinks
-from baton.kvtransfer.link import Link
-from baton.worker import Address, Worker, WorkerRole
+from baton.kvtransfer.links import KvLinks, Link
+from baton.messages.workers import Address, Worker, WorkerRole
 from tests.endpoint_host import Host
 
 Answer = Callable[[Link | None], None]

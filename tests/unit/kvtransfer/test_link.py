@@ -9,29 +9,31 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import WireError
-from baton.kvtransfer.link import KV_SCHEMA, Link, answer
-from baton.kvtransfer.message_stream import Call
-from baton.kvtransfer.messages import (
+from baton.kvtransfer.links import KV_SCHEMA, Link, answer
+from baton.kvtransfer.protocol.messages import (
     PROTOCOL,
     AnyMessage,
     Commit,
-    Doors,
+    EndpointHello,
     Extend,
-    Hello,
-    RankDoors,
+    ListenerAddresses,
+    RankListenerAddresses,
     decode,
     encode,
 )
-from baton.layout import PageLayout
-from baton.link_life import LINK_TIMEOUT_S, PING_S, LinkLife, is_ping
-from baton.wire import Connection, DroppedPeers, Role
+from baton.kvtransfer.transports.message_stream import Call
+from baton.pages import PageLayout
+from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.rpc.liveness import LINK_TIMEOUT_S, PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
 from tests.transfer_ends import wait_for
 
 KEY = b"the key of the tests' cluster"
 LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16")
-HELLO = Hello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
-DOORS = Doors(ranks=(RankDoors(incarnation=HELLO.incarnation, host="h", device="cpu"),))
+HELLO = EndpointHello(protocol=PROTOCOL, incarnation=b"i" * 16, fingerprint="model", layout=LAYOUT)
+DOORS = ListenerAddresses(
+    ranks=(RankListenerAddresses(incarnation=HELLO.incarnation, host="h", device="cpu"),)
+)
 LARGE = Commit(transfer=b"t" * 16, epoch=1, digests=bytes(2**19))
 SMALL = Extend(transfer=b"t" * 16, epoch=1)
 AT_ONCE_S = 0.1  # far less than a peer may take for a frame

@@ -1,10 +1,10 @@
-"""Both ends' view of one pair of ranks: landing_part.py and source_part.py."""
+"""Both ends' view of one pair of ranks: source.py and destination.py of kvtransfer/protocol."""
 
 import pytest
 
-from baton.kvtransfer.landing_part import LandingPart
-from baton.kvtransfer.messages import Commit, Wrote
-from baton.kvtransfer.source_part import SourcePart
+from baton.kvtransfer.protocol.destination import ReceivePart
+from baton.kvtransfer.protocol.messages import Commit, Wrote
+from baton.kvtransfer.protocol.source import SourcePart
 
 ID = b"t" * 16
 
@@ -46,7 +46,7 @@ def test_wrong_number_of_digests_is_our_mistake() -> None:
 
 
 def test_part_that_committed_is_silent_until_it_is_opened_again() -> None:
-    part = LandingPart(0, ID)
+    part = ReceivePart(0, ID)
     wrote = Wrote(transfer=ID, epoch=1, first=0, stop=2)
     commit = Commit(transfer=ID, epoch=1, digests=bytes(16))
     assert part.may_say(wrote, 2) and part.may_say(commit, 2)

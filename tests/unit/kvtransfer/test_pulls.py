@@ -6,20 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.kvtransfer.ended import Ended
-from baton.kvtransfer.handoff import Outcome
-from baton.kvtransfer.ledger import Owner
-from baton.kvtransfer.link import Link
-from baton.kvtransfer.pull import WantedPage
-from baton.kvtransfer.pulls import (
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.prefixes import (
     FIRST_BYTES_PER_S,
     LEAST_DEADLINE_S,
     MOST_DEADLINE_S,
     PATIENCE,
     PlannedPull,
-    Pulls,
+    PrefixPulls,
     plan_pull,
 )
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
+from baton.kvtransfer.protocol.pull import WantedPage
 from tests.endpoint_host import Host
 from tests.numbered_pages import wanted_pages
 
@@ -63,12 +61,12 @@ class Endpoint:
         return len(self.deadlines_s).to_bytes(16, "big")
 
 
-def ended(transfer: bytes, outcome: Outcome) -> Ended:
-    return Ended(transfer, outcome, "", (1,), None)
+def ended(transfer: bytes, outcome: HandoffOutcome) -> TransferEnded:
+    return TransferEnded(transfer, outcome, "", (1,), None)
 
 
 def test_what_is_waited_for_grows_with_the_bytes_between_two_bounds() -> None:
-    pulls = Pulls(Endpoint(), ManualClock())
+    pulls = PrefixPulls(Endpoint(), ManualClock())
     assert pulls.deadline_s(1) == LEAST_DEADLINE_S
     assert pulls.deadline_s(int(4 * FIRST_BYTES_PER_S)) == 4 * PATIENCE
     assert pulls.deadline_s(int(1e15)) == MOST_DEADLINE_S
@@ -76,7 +74,7 @@ def test_what_is_waited_for_grows_with_the_bytes_between_two_bounds() -> None:
 
 def test_what_pulls_took_is_expected_of_the_next() -> None:
     clock, endpoint = ManualClock(), Endpoint()
-    pulls = Pulls(endpoint, clock)
+    pulls = PrefixPulls(endpoint, clock)
     host, other = Host(), Host()
     try:
         link = host.endpoint.link(other.address())
@@ -87,19 +85,19 @@ def test_what_pulls_took_is_expected_of_the_next() -> None:
         transfer = pulls.begin(link, plan, "me")
         assert endpoint.deadlines_s == [LEAST_DEADLINE_S]
         clock.advance(num_bytes / (FIRST_BYTES_PER_S / 10))
-        pull = pulls.take(ended(transfer, Outcome.ADOPTED))
+        pull = pulls.take(ended(transfer, HandoffOutcome.ADOPTED))
         assert pull is not None and pull.pages == (1,) and pull.num_bytes == num_bytes
         slower_s = pulls.deadline_s(large // 100)
         assert slower_s > before_s
         transfer = pulls.begin(link, plan, "me")
         clock.advance(LEAST_DEADLINE_S)
-        pull = pulls.take(ended(transfer, Outcome.RECOMPUTE))
+        pull = pulls.take(ended(transfer, HandoffOutcome.RECOMPUTE))
         assert pull is not None and pull.pages is None
         assert pulls.deadline_s(large // 100) > slower_s
         transfer = pulls.begin(link, plan, "me")
         clock.advance(0.001)
         refused_s = pulls.deadline_s(large // 100)
-        pulls.take(ended(transfer, Outcome.RECOMPUTE))
+        pulls.take(ended(transfer, HandoffOutcome.RECOMPUTE))
         assert pulls.deadline_s(large // 100) == refused_s  # it says nothing of how fast bytes move
     finally:
         host.close()
@@ -107,4 +105,4 @@ def test_what_pulls_took_is_expected_of_the_next() -> None:
 
 
 def test_other_transfers_are_none_of_its_business() -> None:
-    assert Pulls(Endpoint(), ManualClock()).take(ended(b"x" * 16, Outcome.ADOPTED)) is None
+    assert PrefixPulls(Endpoint(), ManualClock()).take(ended(b"x" * 16, HandoffOutcome.ADOPTED)) is None

@@ -10,13 +10,12 @@ from typing import Final
 import msgspec
 import pytest
 
-from baton.control import Dispatch, Members
-from baton.decision import PullSource
 from baton.engine.engine import Engine
-from baton.kvtransfer.messages import Commit, Pull
-from baton.kvtransfer.pull import ON_HOST, lend_nothing
+from baton.kvtransfer.protocol.messages import Commit, PullRequest
+from baton.kvtransfer.protocol.pull import ON_HOST, lend_nothing
+from baton.messages.control import Dispatch, Members, PullSource
+from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.worker import WorkerRole
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, Host, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request, answer_alone, said
@@ -75,12 +74,12 @@ def test_only_what_is_missing_here_is_pulled(make_pair: MakePair, alone: Engine)
     pair = make_pair()
     source = warm(pair)
     pair.answer(a_request(2, PROMPT[:41]))  # both know forty tokens now
-    pair.decode.endpoint.holds = Pull
+    pair.decode.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     begin(pair, request, source)
     pair.turns_until(lambda: pair.decode.endpoint.is_holding)
     ((_, pull),) = pair.decode.endpoint._held
-    assert isinstance(pull, Pull) and pull.num_units == (68 - 40) // 4
+    assert isinstance(pull, PullRequest) and pull.num_units == (68 - 40) // 4
     pair.decode.endpoint.release()
     pair.turns_until(lambda: pair.is_answered(request))
     assert said(pair.heard(request)) == answer_alone(alone, request)
@@ -221,8 +220,8 @@ def test_prompt_logprobs_need_all_of_the_prompt(make_pair: MakePair, alone: Engi
     assert pulls(pair, pulls_not_begun=1)
 
 
-@pytest.mark.parametrize("holds", [Pull, None])
-def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, holds: type[Pull] | None) -> None:
+@pytest.mark.parametrize("holds", [PullRequest, None])
+def test_a_cancel_in_the_middle_gives_all_back(make_pair: MakePair, holds: type[PullRequest] | None) -> None:
     pair = make_pair()
     source = warm(pair)
     if holds is not None:
@@ -263,7 +262,7 @@ def test_a_holder_that_dies_is_not_waited_for(
     worker = msgspec.structs.replace(holder.worker, id="5" * 32, name="prefill-1")
     members = Members(workers=(pair.prefill.worker, pair.decode.worker, worker))
     pair.tell(pair.prefill, ROUTER, members)
-    holder.endpoint.holds = Pull
+    holder.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     begin(pair, request, PullSource(worker.id, 68, tuple(range(17)), (1,) * 17))
 
@@ -281,7 +280,7 @@ def test_a_holder_that_dies_is_not_waited_for(
 def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engine) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.decode.endpoint.holds = Pull
+    pair.decode.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     begin(pair, request, source)
     pair.turns_until(lambda: pair.is_answered(request))
@@ -292,7 +291,7 @@ def test_a_pull_that_takes_too_long_is_given_up(make_pair: MakePair, alone: Engi
 def test_a_holder_that_is_not_listed_is_not_asked(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.decode.endpoint.holds = Pull
+    pair.decode.endpoint.holds = PullRequest
     request = a_request(1, PROMPT)
     pair.tell(pair.prefill, ROUTER, Members(workers=(pair.prefill.worker,)))
     begin(pair, request, source)

@@ -1,15 +1,15 @@
 """What a prefill worker tells a router that asks for it."""
 
-from baton.control import Dispatch, Measured, PageEvents, PagesWanted
-from baton.kvtransfer.messages import Commit
-from baton.times import PrefillTimes, StepTimes
+from baton.kvtransfer.protocol.messages import Commit
+from baton.messages.control import Dispatch, KvEventBatch, KvEventsWanted, Measured
+from baton.messages.workers import PrefillTimes, StepTimes
 from tests.unit.prefill_worker.test_pulled_prompts import PROMPT, begin, warm
 from tests.worker_pair import GATEWAY, ROUTER, WorkerPair
 from tests.worker_pair_cases import MakePair, a_request
 
 
-def events(pair: WorkerPair) -> list[PageEvents]:
-    return [each for each in pair.said[ROUTER.id] if isinstance(each, PageEvents)]
+def events(pair: WorkerPair) -> list[KvEventBatch]:
+    return [each for each in pair.said[ROUTER.id] if isinstance(each, KvEventBatch)]
 
 
 def prefills(pair: WorkerPair) -> list[PrefillTimes]:
@@ -27,7 +27,7 @@ def test_a_router_that_does_not_ask_is_told_nothing(make_pair: MakePair) -> None
 def test_pages_are_told_as_they_become_known(make_pair: MakePair) -> None:
     pair = make_pair()
     for host in (pair.prefill, pair.decode):
-        pair.tell(host, ROUTER, PagesWanted())
+        pair.tell(host, ROUTER, KvEventsWanted())
     pair.turns_until(lambda: len(events(pair)) == 2)
     assert all(each.is_afresh and not each.pages for each in events(pair))
     pair.answer(a_request())
@@ -38,7 +38,7 @@ def test_pages_are_told_as_they_become_known(make_pair: MakePair) -> None:
 
 def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     pair.decode.endpoint.holds = Commit
     request = a_request()
     pair.dispatch(request)
@@ -55,7 +55,7 @@ def test_a_prompts_times_are_told_when_its_pages_are_gone(make_pair: MakePair) -
 
 def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> None:
     pair = make_pair(scheduler={"max_num_batched_tokens": 8})
-    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     prompts = tuple(range(41)), tuple(range(1, 41))
     for number, prompt in enumerate(prompts):
         pair.dispatch(a_request(number, prompt))
@@ -66,7 +66,7 @@ def test_prompts_that_share_steps_have_parts_of_them(make_pair: MakePair) -> Non
 def test_what_was_pulled_is_told_too(make_pair: MakePair) -> None:
     pair = make_pair()
     source = warm(pair)
-    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     begin(pair, a_request(1, PROMPT), source)
     pair.turns_until(lambda: bool(prefills(pair)))
     (times,) = prefills(pair)
@@ -76,7 +76,7 @@ def test_what_was_pulled_is_told_too(make_pair: MakePair) -> None:
 
 def test_a_prompt_that_is_not_wanted_any_more_has_no_times(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     pair.decode.endpoint.holds = Commit
     request = a_request()
     pair.tell(pair.decode, ROUTER, Dispatch(request=request, gateway=GATEWAY.id, prefill=pair.prefill.id))
@@ -91,7 +91,7 @@ def test_a_prompt_that_is_not_wanted_any_more_has_no_times(make_pair: MakePair) 
 
 def test_some_steps_are_told(make_pair: MakePair) -> None:
     pair = make_pair()
-    pair.tell(pair.prefill, ROUTER, PagesWanted())
+    pair.tell(pair.prefill, ROUTER, KvEventsWanted())
     pair.answer(a_request())
 
     def steps() -> list[StepTimes]:

@@ -5,7 +5,11 @@ That its pair answers as it should is tested with the decode worker.
 
 import pytest
 
-from baton.control import (
+from baton.engine.engine import Engine
+from baton.errors import WireError
+from baton.kvtransfer.protocol.messages import Reserve, Wrote
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
     Cancel,
     Dispatch,
     Failure,
@@ -16,11 +20,7 @@ from baton.control import (
     PrefillFailed,
     Reachable,
 )
-from baton.control_wire import AnyMessage
-from baton.engine.engine import Engine
-from baton.errors import WireError
-from baton.kvtransfer.messages import Reserve, Wrote
-from baton.operating import Drain
+from baton.messages.operations import Drain
 from baton.request import Request
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import GATEWAY, PREFILL, ROUTER, WorkerPair
@@ -180,7 +180,7 @@ class TestRefusals:
     ) -> None:
         pair = make_pair()
         pair.hold(PrefillFailed)
-        monkeypatch.setattr("baton.kvtransfer.reservation.MAX_PAGES", 10)
+        monkeypatch.setattr("baton.kvtransfer.protocol.pull.MAX_PAGES", 10)
         ask(pair, a_request())
         ((failure, reason),) = refusals(pair)
         assert failure is Failure.BUSY and "1 to 10 units are" in reason

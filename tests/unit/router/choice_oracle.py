@@ -6,15 +6,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from baton.messages.workers import WorkerRole
 from baton.request import Request
-from baton.router.books import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, party_of
-from baton.router.chooser import MAX_COMBINED, ArePair
-from baton.router.costs import TIE, Load, Terms
-from baton.router.look import MAX_SOURCES, Known
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, scheduling_class_of
+from baton.router.index.prompt_keys import family_of, kin_of
 from baton.router.membership import Member
-from baton.router.prompt_keys import family_of, kin_of
-from baton.router.prompts_ahead import Claim
-from baton.worker import WorkerRole
+from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES, ArePair, KnownWorkers
+from baton.router.policies.costs import TIE, CandidateLoad, CostTerms
+from baton.router.policies.prompts_ahead import Claim
 
 
 class Weighed(NamedTuple):
@@ -25,7 +24,7 @@ class Weighed(NamedTuple):
     source: str
     num_held_tokens: int
     num_new_tokens: int
-    terms: Terms
+    terms: CostTerms
 
 
 def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
@@ -40,7 +39,7 @@ def cheapest_of(candidates: Sequence[Weighed], random: int) -> Weighed:
 class ChoiceOracle:
     """Of one prompt at one time. Pages that are expected somewhere count as there."""
 
-    def __init__(self, known: Known, request: Request, load: Load, now_s: float) -> None:
+    def __init__(self, known: KnownWorkers, request: Request, load: CandidateLoad, now_s: float) -> None:
         self._known = known
         self._request = request
         self._load = load
@@ -72,9 +71,9 @@ class ChoiceOracle:
         return int(self._known.index.match(keys).num_pages[slot]) * member.worker.page_size
 
     def _wait_s(self, member: Member) -> float:
-        account = self._known.books.account(member.id)
+        account = self._known.in_flight.account(member.id)
         num_new_tokens = max(1, self._load.num_tokens - self._held(member))
-        before = account.prompts.part_before(Claim(party_of(self._request), num_new_tokens))
+        before = account.prompts.part_before(Claim(scheduling_class_of(self._request), num_new_tokens))
         wait_s = account.wait_s(self._now_s) * before
         if member.worker.role is WorkerRole.PREFILL:
             wait_s += account.num_unknown * self._known.model.of(member.id).mean_compute_s
@@ -99,18 +98,18 @@ class ChoiceOracle:
         wait_s, num_new = self._wait_s(member), self._load.num_tokens - held
         compute_s = self._known.model.of(member.id).compute_s(num_new, self._load.num_tokens)
         crowd_s = compute_s * (wait_s + compute_s) * self._load.crowd_rate
-        terms = Terms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
+        terms = CostTerms(queue_s=wait_s, pull_s=pull_s, compute_s=compute_s, crowd_s=crowd_s)
         return Weighed(member.id, "", source, held, num_new, terms)
 
-    def _decoding(self, member: Member) -> Terms:
+    def _decoding(self, member: Member) -> CostTerms:
         room_s, step_s = self._room_and_step_s(member)
         _, sequence_s, context_s, _ = self._known.model.of(member.id).step.coefficients
         token_harm_s = sequence_s + context_s * self._load.num_tokens
         harm_s = self._num_running(member) * self._load.num_output_tokens * token_harm_s
-        return Terms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
+        return CostTerms(join_s=room_s + 0.5 * step_s, harm_s=harm_s)
 
     def _room_and_step_s(self, member: Member) -> tuple[float, float]:
-        worker, account = member.worker, self._known.books.account(member.id)
+        worker, account = member.worker, self._known.in_flight.account(member.id)
         num_tokens, num_running = account.num_tokens + account.num_unknown_tokens, self._num_running(member)
         step_s = self._known.model.of(member.id).step.predict(1.0, num_running, num_tokens, 0.0)
         num_slots = max(1, worker.num_pages * worker.page_size)
@@ -119,11 +118,11 @@ class ChoiceOracle:
         return max(0.0, share - 1.0) * EXPECTED_OUTPUT_TOKENS * step_s, step_s
 
     def _num_running(self, member: Member) -> int:
-        account = self._known.books.account(member.id)
+        account = self._known.in_flight.account(member.id)
         return account.num_attempts + account.num_unknown
 
     def _local(self, decoder: Member, filled: Weighed) -> Weighed:
-        account = self._known.books.account(decoder.id)
+        account = self._known.in_flight.account(decoder.id)
         num_decoding = account.num_decoding + account.num_unknown
         harm_s = self._decoding(decoder).harm_s
         if num_decoding:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from baton.control import PageEvents
-from baton.page_keys import KEY_BYTES
-from baton.worker import Tier
+from baton.messages.control import KvEventBatch
+from baton.messages.workers import Tier
+from baton.pages import KEY_BYTES
 
 Place = tuple[Tier, int, int]  # page and generation; page -1: expected
 
@@ -22,7 +22,7 @@ class Twin:
         self.workers: dict[str, TwinWorker] = {}
         self.num_expectations = 0
 
-    def apply(self, worker_id: str, events: PageEvents) -> bool:
+    def apply(self, worker_id: str, events: KvEventBatch) -> bool:
         worker = self.workers[worker_id]
         changes = list(zip(split(events.keys), events.pages, events.generations, strict=True))
         if events.is_afresh:
@@ -72,6 +72,14 @@ class Twin:
         ]
         anywhere = [key in worker.expected or key in worker.held for key in split(keys)]
         return _run(on_device), _run(anywhere)
+
+    def is_prefix_closed(self, keys: bytes) -> bool:
+        """Whether every worker holds a first part of these pages and none after it, as real workers do."""
+        return all(
+            self.match(worker_id, keys)[1]
+            == sum(key in each.expected or key in each.held for key in split(keys))
+            for worker_id, each in self.workers.items()
+        )
 
     def locate(self, worker_id: str, keys: bytes) -> list[tuple[int, int]]:
         held = self.workers[worker_id].held

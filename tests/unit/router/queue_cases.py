@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 
-from baton.control import Submit
+from baton.messages.control import Submit
 from baton.request import Request, SamplingParams
-from baton.router.fair_share import CREDIT_AGES
-from baton.router.tenant_queues import Waiting
-from baton.tenancy import Degradation, Quotas, Sla, Standing
+from baton.router.queue.fair_share import CREDIT_AGES
+from baton.router.queue.tenant_queues import Waiting
+from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from tests.node_peers import id_of
 
 
@@ -21,7 +21,7 @@ def asked(
     priority: int = 0,
     quotas: Quotas | None = None,
     degradation: Degradation | None = None,
-    **standing: float,
+    **scheduling_key: float,
 ) -> Submit:
     """By a gateway. standing: weight, rank, max_queue_delay_ms."""
     request = Request(
@@ -32,10 +32,10 @@ def asked(
         sla=sla or Sla(),
         attempt=attempt,
         priority=priority,
-        standing=Standing(
+        scheduling_key=SchedulingKey(
             quotas=quotas or Quotas(),
             degradation=degradation or Degradation(),
-            **standing,  # type: ignore[arg-type]
+            **scheduling_key,  # type: ignore[arg-type]
         ),
     )
     return Submit(request=request, is_begun=attempt > 0)
@@ -85,7 +85,7 @@ class PlainQueues:
 
     def add(self, waiting: Waiting) -> None:
         place = (waiting.rank, waiting.tenant)
-        self.weights[place] = waiting.standing.weight
+        self.weights[place] = waiting.scheduling_key.weight
         if not self._is_here(place) and waiting.tenant not in self.held:
             self._begin(place)
         self.waiting.append((self._turn(), waiting))

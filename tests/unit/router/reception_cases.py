@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from baton.control import Ended, Rejected, Routed, Started, Submit
-from baton.operating import Status, StatusQuery
-from baton.pressure import TenantStatus
+from baton.messages.control import Ended, Rejected, Routed, Started, Submit
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.status import TenantStatus
 from baton.router.capacity import MIN_COMPUTING
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
@@ -16,8 +16,8 @@ def a_cluster() -> Iterator[Cluster]:
     for name in ("p0", "d0"):
         made.add(name, num_pages=10_000, max_num_seqs=64)
     yield made
-    made.router.reception.check_integrity()
-    made.router.books.check_integrity()
+    made.router.admission_queue.check_integrity()
+    made.router.in_flight.check_integrity()
 
 
 LONG = 3000  # tokens: so many keep a worker busy for longer than prompts are let out ahead

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from baton.clock import SystemClock
-from baton.control import PageEvents
-from baton.page_keys import KEY_BYTES
-from baton.router.prefix_index import PrefixIndex
-from baton.router.redis_link import RedisLink, RedisMatcher
-from baton.router.redis_messages import AnyShared, Codec
-from baton.router.redis_server import PrivateRedis
-from baton.worker import Tier, Worker
+from baton.messages.control import KvEventBatch
+from baton.messages.workers import Tier, Worker
+from baton.pages import KEY_BYTES
+from baton.router.index.prefix_index import PrefixIndex
+from baton.router.redis.link import RedisLink, RedisMatcher
+from baton.router.redis.messages import AnyShared, Codec
+from baton.router.redis.server import PrivateRedis
 from tests.node_peers import id_of
 
 CODEC = Codec(b"k" * 32)
@@ -53,7 +53,7 @@ class RouterStandIn:
         num_pages = len(keys) // KEY_BYTES
         first = self._next.get(worker.id, 0)
         self._next[worker.id] = first + num_pages
-        events = PageEvents(
+        events = KvEventBatch(
             first=first,
             keys=keys,
             pages=tuple(range(num_pages)) if is_stored else (-1,) * num_pages,

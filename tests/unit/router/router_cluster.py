@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 from baton.clock import ManualClock
-from baton.control import Beat, Reachable, Rejected, Routed, Submit
-from baton.node import TICK_S
+from baton.config.router import RouterConfig
+from baton.messages.bounds import Kind
+from baton.messages.control import Heartbeat, Reachable, Rejected, Routed, Submit
+from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.wire_types import Kind
-from baton.worker import Load
+from baton.rpc.peers import TICK_S
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 
@@ -41,7 +41,7 @@ class Cluster:
 
     def beat(self, *names: str, **fields: Any) -> None:
         for name in names:
-            self[name].say(Beat(load=Load(), **fields))
+            self[name].say(Heartbeat(load=Load(), **fields))
 
     def submit(self, request: Request | None = None, gateway: str = "g", **fields: Any) -> Routed | Rejected:
         self[gateway].say(Submit(request=request or a_request(), **fields))

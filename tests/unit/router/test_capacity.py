@@ -3,16 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.control import Beat
-from baton.router.books import Books, Entry
+from baton.messages.control import Heartbeat
+from baton.messages.workers import Load
 from baton.router.capacity import AHEAD_S, MAX_ASKED, MIN_COMPUTING, OVERCOMMIT, STEP_TOKENS, Capacity
+from baton.router.in_flight import InFlight, InFlightAttempt
 from baton.router.membership import Membership
-from baton.router.prompts_ahead import Claim, Party
-from baton.worker import Load
+from baton.router.policies.prompts_ahead import Claim, SchedulingClass
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
-A, NOISY = Party("a"), Party("noisy")
+A, NOISY = SchedulingClass("a"), SchedulingClass("noisy")
 ANY = Claim(A, 10_000)
 
 
@@ -20,8 +20,8 @@ class Fleet:
     def __init__(self, *names: str, decoders_compute: bool = False) -> None:
         self.clock = ManualClock()
         self.members = Membership(self.clock)
-        self.books = Books(self.clock)
-        self.capacity = Capacity(self.members, self.books, decoders_compute=decoders_compute)
+        self.in_flight = InFlight(self.clock)
+        self.capacity = Capacity(self.members, self.in_flight, decoders_compute=decoders_compute)
         for name in names:
             self.join(name)
 
@@ -32,15 +32,23 @@ class Fleet:
     def drain(self, name: str) -> None:
         member = self.members.get(id_of(name))
         assert member is not None
-        self.members.beat(member, Beat(load=Load(), is_draining=True))
+        self.members.beat(member, Heartbeat(load=Load(), is_draining=True))
 
     def dispatch(
-        self, name: str, party: Party = A, *, work: int = 100, answer: int = 0, at: str = "p0"
+        self,
+        name: str,
+        scheduling_class: SchedulingClass = A,
+        *,
+        work: int = 100,
+        answer: int = 0,
+        at: str = "p0",
     ) -> None:
         """work: hundreds of tokens that have to be computed, each of which takes a second."""
         decode, prefill = (id_of(at), "") if at.startswith("d") else (id_of("d0"), id_of(at))
-        entry = Entry("g", decode, prefill, work * 100, 10, float(work), party, charged=work * 100 + answer)
-        self.books.enter((id_of(name), 0), entry)
+        entry = InFlightAttempt(
+            "g", decode, prefill, work * 100, 10, float(work), scheduling_class, charged=work * 100 + answer
+        )
+        self.in_flight.enter((id_of(name), 0), entry)
 
     def fill(self, *names: str) -> None:
         """All places of these workers are taken."""
@@ -49,7 +57,7 @@ class Fleet:
                 self.dispatch(f"{name}-{number}", at=name)
 
     def start(self, name: str) -> None:
-        self.books.started((id_of(name), 0))
+        self.in_flight.started((id_of(name), 0))
 
     def can_compute(self, claim: Claim | None = None) -> bool:
         return self.capacity.can_compute(claim or ANY)
@@ -96,7 +104,9 @@ def test_prompts_that_are_done_in_a_moment_are_no_reason_to_wait() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
-        fleet.books.enter(key, Entry("g", id_of("d0"), id_of("p0"), STEP_TOKENS, 10, compute_s=AHEAD_S / 10))
+        fleet.in_flight.enter(
+            key, InFlightAttempt("g", id_of("d0"), id_of("p0"), STEP_TOKENS, 10, compute_s=AHEAD_S / 10)
+        )
     assert fleet.can_compute()
 
 
@@ -104,7 +114,9 @@ def test_prompts_that_fit_one_step_are_no_reason_to_wait() -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
         key = (id_of(str(number)), 0)
-        fleet.books.enter(key, Entry("g", id_of("d0"), id_of("p0"), STEP_TOKENS // 10, 10, compute_s=9.0))
+        fleet.in_flight.enter(
+            key, InFlightAttempt("g", id_of("d0"), id_of("p0"), STEP_TOKENS // 10, 10, compute_s=9.0)
+        )
     assert fleet.can_compute()
 
 
@@ -135,8 +147,8 @@ def test_of_two_that_have_had_as_much_as_much_comes_before() -> None:
 def test_prompts_of_a_lower_class_take_no_place(rank: int, has_place: bool) -> None:
     fleet = Fleet("p0", "d0")
     for number in range(9):
-        fleet.dispatch(str(number), Party("a", 1.0, 1))
-    assert fleet.can_compute(Claim(Party("b", 1.0, rank), 100_000)) is has_place
+        fleet.dispatch(str(number), SchedulingClass("a", 1.0, 1))
+    assert fleet.can_compute(Claim(SchedulingClass("b", 1.0, rank), 100_000)) is has_place
 
 
 @given(
@@ -147,13 +159,13 @@ def test_a_worker_is_given_little_ahead_though_many_tenants_are_owed_as_much(
     works: list[int], answers: list[int]
 ) -> None:
     """Whoever has had least comes first, as in the queue."""
-    fleet, had = Fleet("p0", "d0"), dict.fromkeys([Party(str(number)) for number in range(10)], 0.0)
+    fleet, had = Fleet("p0", "d0"), dict.fromkeys([SchedulingClass(str(number)) for number in range(10)], 0.0)
     num_let_out = 0
     for number, work in enumerate(works):
-        party = min(had, key=had.__getitem__)
-        if fleet.can_compute(Claim(party, work * 100, had[party], had.get)):
-            fleet.dispatch(str(number), party, work=work, answer=answers[number])
-            had[party] += work * 100 + answers[number]
+        scheduling_class = min(had, key=had.__getitem__)
+        if fleet.can_compute(Claim(scheduling_class, work * 100, had[scheduling_class], had.get)):
+            fleet.dispatch(str(number), scheduling_class, work=work, answer=answers[number])
+            had[scheduling_class] += work * 100 + answers[number]
             num_let_out += 1
     assert MIN_COMPUTING <= num_let_out <= 3 * MIN_COMPUTING
 
@@ -213,7 +225,7 @@ def test_a_worker_that_drains_is_not_kept_for_anybody() -> None:
     assert fleet.capacity.roomiest(reached) == id_of("d1")
     draining = fleet.members.get(id_of("d1"))
     assert draining is not None
-    draining.beat(Beat(load=Load(), is_draining=True), fleet.clock.now_s())
+    draining.beat(Heartbeat(load=Load(), is_draining=True), fleet.clock.now_s())
     assert fleet.capacity.roomiest(reached) == id_of("d0")
     assert fleet.capacity.roomiest(frozenset()) == ""
 
@@ -233,9 +245,9 @@ def test_of_many_full_workers_each_is_asked_in_its_turn() -> None:
     names = [f"{role}{number}" for role in "pd" for number in range(2 * MAX_ASKED)]
     fleet = Fleet(*names, decoders_compute=True)
     for name in names:
-        party = NOISY if name in ("p40", "d20") else A
+        scheduling_class = NOISY if name in ("p40", "d20") else A
         for number in range(MIN_COMPUTING):
-            fleet.dispatch(f"{name}-{number}", party, at=name)
+            fleet.dispatch(f"{name}-{number}", scheduling_class, at=name)
     owed = Claim(A, 10_000, -20_000.0, {NOISY: 20_000.0}.get)
     for only in ("p40", "d20"):
         looks = [fleet.can_compute(owed) for _ in range(4)]

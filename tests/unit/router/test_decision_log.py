@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from baton.control import Ended, Measured, Started
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.messages.control import Ended, Measured, Started
+from baton.messages.workers import PrefillTimes
 from baton.request import Request
-from baton.router.decision_log import HasEnded, LogFile, SentOut, decode_lines, keys_in
+from baton.router.decisions import DecisionLog, DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.process import serve_router
-from baton.router_config import RouterConfig
-from baton.times import PrefillTimes
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 
@@ -27,7 +27,7 @@ KEY = (id_of("a"), 0)
 
 def logged() -> tuple[Cluster, list[bytes]]:
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
-    c.router.knowledge.log_to(lines.append)
+    c.router.cluster_state.log_to(lines.append)
     c.submit(a_request("a", 40))
     return c, lines
 
@@ -41,7 +41,7 @@ def test_attempt_has_a_line_when_it_is_sent_out_and_one_with_the_truth_at_its_en
     c.clock.advance(1.0)
     c["g"].say(Ended(attempts=(KEY,)))
     sent, ended = decode_lines(lines, "log")
-    assert isinstance(sent, SentOut) and isinstance(ended, HasEnded)
+    assert isinstance(sent, DispatchedLine) and isinstance(ended, EndedLine)
     assert (sent.decision.request_id, sent.page_size, sent.num_output_tokens) == (id_of("a"), 16, 8)
     assert sent.decision.chosen in sent.decision.weighed and len(keys_in(sent)) == 2
     assert (ended.first_token_s, ended.measured, ended.at_s - sent.at_s) == (0.5, times, 1.5)
@@ -50,7 +50,7 @@ def test_attempt_has_a_line_when_it_is_sent_out_and_one_with_the_truth_at_its_en
 def test_line_tells_nothing_of_a_prompt_but_its_length_and_what_its_pages_are_called() -> None:
     secret, salt = 123_456_789, b"\xa7" * 16
     c, lines = cluster("p0", "d0", policy="cost"), list[bytes]()
-    c.router.knowledge.log_to(lines.append)
+    c.router.cluster_state.log_to(lines.append)
     c.submit(Request(request_id=id_of("a"), token_ids=(secret,) * 40, tenant="acme", cache_salt=salt))
     (line,) = map(json.loads, lines)
     assert set(line) == {"kind", "at_s", "decision", "page_size", "num_output_tokens", "keys"}
@@ -61,7 +61,7 @@ def test_line_tells_nothing_of_a_prompt_but_its_length_and_what_its_pages_are_ca
 
 @pytest.mark.parametrize(
     "damage",
-    [b"{}", b"\xff\xfe", b"[1, 2]", b'{"kind": "SentOut"}', b'{"kind": "HasEnded", "at_s": -1}', b""],
+    [b"{}", b"\xff\xfe", b"[1, 2]", b'{"kind": "DispatchedLine"}', b'{"kind": "EndedLine", "at_s": -1}', b""],
 )
 def test_damaged_line_is_named(damage: bytes) -> None:
     _, lines = logged()
@@ -73,14 +73,14 @@ def test_damaged_line_is_named(damage: bytes) -> None:
 def test_keys_that_are_none_are_refused() -> None:
     _, lines = logged()
     (sent,) = decode_lines(lines, "log")
-    assert isinstance(sent, SentOut)
+    assert isinstance(sent, DispatchedLine)
     with pytest.raises(ConfigError, match=id_of("a")):
-        keys_in(SentOut(at_s=0, decision=sent.decision, page_size=16, num_output_tokens=1, keys="?"))
+        keys_in(DispatchedLine(at_s=0, decision=sent.decision, page_size=16, num_output_tokens=1, keys="?"))
 
 
 def test_file_is_appended_to(tmp_path: Path) -> None:
     for line in (b"one\n", b"two\n"):
-        log = LogFile(tmp_path / "log")
+        log = DecisionLog(tmp_path / "log")
         log.write(line)
         log.close()
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\n"
@@ -89,7 +89,7 @@ def test_file_is_appended_to(tmp_path: Path) -> None:
 def test_a_new_file_is_this_users_alone(tmp_path: Path) -> None:
     before = os.umask(0o000)
     try:
-        LogFile(tmp_path / "log").close()
+        DecisionLog(tmp_path / "log").close()
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
@@ -101,7 +101,7 @@ def test_a_line_that_a_full_disk_cut_off_costs_no_other(
     _, (line,) = logged()
     path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
     for number in range(2):
-        log = LogFile(path)
+        log = DecisionLog(path)
         log.write(line)
         if number == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(line) + len(line) // 2, limits[1]))
@@ -123,7 +123,7 @@ def test_what_a_disk_takes_in_pieces_is_whole(tmp_path: Path) -> None:
         def write(self, data: Any, /) -> int:
             return super().write(data[:7])
 
-    log = LogFile(tmp_path / "log")
+    log = DecisionLog(tmp_path / "log")
     log._file.close()
     log._file = Piecewise(tmp_path / "log", "ab")
     log.write(b"a line of more than seven bytes\n")
@@ -132,7 +132,7 @@ def test_what_a_disk_takes_in_pieces_is_whole(tmp_path: Path) -> None:
 
 
 def test_full_disk_ends_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    log = LogFile(Path("/dev/full"))
+    log = DecisionLog(Path("/dev/full"))
     for _ in range(3):
         log.write(b"line\n")
     log.close()
@@ -149,3 +149,9 @@ def test_router_whose_log_cannot_be_written_does_not_start(tmp_path: Path) -> No
     assert (tmp_path / "log").exists()
     with pytest.raises(ConfigError, match="decision_log"):
         asyncio.run(serve(tmp_path / "no folder" / "log"))
+
+
+def test_line_cut_off_at_any_byte_costs_no_other() -> None:
+    _, (line,) = logged()
+    for cut in range(1, len(line) - 1):
+        assert list(decode_lines([line[:cut] + b"\n", line], "log")) == list(decode_lines([line], "log")), cut

@@ -1,6 +1,6 @@
 from baton.clock import ManualClock
-from baton.decision import Decision, Weighed
-from baton.router.decisions import MAX_DECISIONS, Decisions
+from baton.messages.control import Decision, Weighed
+from baton.router.decisions import MAX_DECISIONS, DecisionHistory
 from tests.node_peers import id_of
 
 
@@ -16,7 +16,7 @@ def a_decision(name: str, attempt: int = 0) -> Decision:
 
 
 def test_the_last_ones_are_kept() -> None:
-    decisions = Decisions(ManualClock())
+    decisions = DecisionHistory(ManualClock())
     for number in range(MAX_DECISIONS + 3):
         decisions.add(a_decision(str(number)))
     assert len(decisions) == MAX_DECISIONS
@@ -26,7 +26,7 @@ def test_the_last_ones_are_kept() -> None:
 
 def test_attempts_of_a_request_are_told_together_with_their_age() -> None:
     clock = ManualClock()
-    decisions = Decisions(clock)
+    decisions = DecisionHistory(clock)
     decisions.add(a_decision("r", 0))
     clock.advance(2.0)
     decisions.add(a_decision("r", 1))
@@ -36,7 +36,7 @@ def test_attempts_of_a_request_are_told_together_with_their_age() -> None:
 
 def test_only_the_first_start_counts() -> None:
     clock = ManualClock()
-    decisions = Decisions(clock)
+    decisions = DecisionHistory(clock)
     decisions.add(a_decision("r"))
     for _ in range(2):
         clock.advance(0.25)

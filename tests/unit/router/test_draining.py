@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.control import Beat, Members
-from baton.operating import Drain
-from baton.worker import Load
+from baton.messages.control import Heartbeat, Members
+from baton.messages.operations import Drain
+from baton.messages.workers import Load
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.router_cluster import cluster
 
@@ -15,7 +15,7 @@ def test_members_name_those_that_drain(who: str) -> None:
     c.tick()
     assert c["g"].take(Members)[-1].draining == ()
     if who == "worker":
-        c["d"].say(Beat(load=Load(), is_draining=True))
+        c["d"].say(Heartbeat(load=Load(), is_draining=True))
     else:
         TestPeer.operator(c.router).say(Drain(worker="d"))
     c.tick()

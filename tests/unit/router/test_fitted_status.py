@@ -3,16 +3,15 @@
 import msgspec
 import pytest
 
-from baton.control import Beat
-from baton.control_wire import decode, encode
-from baton.operating import Status, StatusQuery
-from baton.pressure import MAX_TENANTS, QueueStatus, TenantStatus
-from baton.router.fitted_status import fitted
-from baton.router_status import RouterStatus
-from baton.seal import MAX_BODY_BYTES
-from baton.tenancy import Refusal
-from baton.wire_types import MAX_WORKERS
-from baton.worker import Load, WorkerStatus
+from baton.messages.bounds import MAX_WORKERS
+from baton.messages.codec import decode, encode
+from baton.messages.control import Heartbeat
+from baton.messages.operations import Status, StatusQuery
+from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.workers import Load, WorkerStatus
+from baton.router.status import fitted
+from baton.rpc.frames import MAX_BODY_BYTES
+from baton.tenants import Refusal
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
@@ -53,7 +52,7 @@ def test_a_router_tells_no_more_than_a_message_carries() -> None:
     c = cluster(*names)
     counters = {f"{number:064}": 2**62 for number in range(6000)}
     for name in names:
-        c[name].say(Beat(load=Load(counters=counters)))
+        c[name].say(Heartbeat(load=Load(counters=counters)))
     operator = TestPeer.operator(c.router)
     operator.say(StatusQuery())
     told = operator.only(Status)

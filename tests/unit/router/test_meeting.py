@@ -1,9 +1,9 @@
 """Workers have met when whoever needs them reaches them, and they reach those that they need."""
 
 from baton.clock import ManualClock
-from baton.control import Reachable
+from baton.config.router import RouterSettings
+from baton.messages.control import Reachable
 from baton.router.router import Router
-from baton.router_config import RouterSettings
 from tests.node_peers import TestPeer, a_worker, id_of
 
 

@@ -2,16 +2,15 @@
 
 import msgspec
 
-from baton.control import Dispatch
-from baton.control_wire import encode, fits_beside, fits_request
-from baton.decision import PullSource
+from baton.messages.bounds import MAX_PULLED_PAGES
+from baton.messages.codec import encode, fits_beside, fits_request
+from baton.messages.control import Dispatch, PullSource
 from baton.request import SamplingParams
-from baton.router.books import EXPECTED_OUTPUT_TOKENS
-from baton.router.cost_model import CostModel
+from baton.router.dispatcher import entry_of
+from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS
 from baton.router.membership import Member
-from baton.router.orders import entry_of
-from baton.router.pairing import Pair
-from baton.wire_types import MAX_PULLED_PAGES
+from baton.router.policies.cost_model import CostModel
+from baton.router.policies.pairing import Pair
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 

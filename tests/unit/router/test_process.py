@@ -9,13 +9,13 @@ from random import Random
 import pytest
 
 from baton.clock import SystemClock
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.gateway.frontend import Frontend
-from baton.hub import Hub
+from baton.gateway.streams.frontend import Frontend
+from baton.messages.workers import Address, WorkerRole
 from baton.request import SamplingParams
 from baton.router.process import serve_router
-from baton.router_config import RouterConfig
-from baton.worker import Address, WorkerRole
+from baton.rpc.server import RpcServer
 from tests.node_peers import a_request, a_worker, id_of
 from tests.unit.baton.peers import KEY, until
 from tests.unit.gateway.scripted_cluster import Client
@@ -37,11 +37,11 @@ async def a_router(port: int = 0) -> AsyncIterator[Address]:
 @contextlib.asynccontextmanager
 async def a_scripted_worker(name: str, router: Address) -> AsyncIterator[None]:
     role = WorkerRole.PREFILL if name.startswith("p") else WorkerRole.DECODE
-    hub = Hub(KEY)
-    address = await hub.listen()
+    rpc_server = RpcServer(KEY)
+    address = await rpc_server.listen()
     hello = a_worker(name, role, address=address, kv_address=address)
-    worker = ScriptedWorker(hello, router, hub.dial, SystemClock(), Random(1))
-    hub.serve(worker)
+    worker = ScriptedWorker(hello, router, rpc_server.dial, SystemClock(), Random(1))
+    rpc_server.serve(worker)
 
     async def work() -> None:
         while True:
@@ -54,19 +54,19 @@ async def a_scripted_worker(name: str, router: Address) -> AsyncIterator[None]:
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        await hub.close()
+        await rpc_server.close()
 
 
 @contextlib.asynccontextmanager
 async def a_frontend(router: Address, num_workers: int) -> AsyncIterator[Frontend]:
-    hub = Hub(KEY)
-    frontend = Frontend(id_of("g"), [router], hub.dial, SystemClock())
-    hub.serve(frontend)
+    rpc_server = RpcServer(KEY)
+    frontend = Frontend(id_of("g"), [router], rpc_server.dial, SystemClock())
+    rpc_server.serve(frontend)
     try:
         await until(lambda: frontend.is_ready and len(frontend.workers) == num_workers)
         yield frontend
     finally:
-        await hub.close()
+        await rpc_server.close()
 
 
 def open_some(frontend: Frontend, num_requests: int, max_tokens: int, start: int = 0) -> list[Client]:

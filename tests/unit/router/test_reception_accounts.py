@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.control import Ended, Measured, Rejected, Routed, Started, Submit
-from baton.router.fair_share import CREDIT_AGES
-from baton.tenancy import Quotas, Sla
-from baton.times import PrefillTimes
+from baton.messages.control import Ended, Measured, Rejected, Routed, Started, Submit
+from baton.messages.workers import PrefillTimes
+from baton.router.queue.fair_share import CREDIT_AGES
+from baton.tenants import Quotas, Sla
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG, answers, fill, submit
@@ -57,7 +57,7 @@ class Accounts(RuleBasedStateMachine):
         self.c.all_reach_all()
 
     def is_active(self, key: Key) -> bool:
-        return self.c.router.reception._records[key].is_active
+        return self.c.router.admission_queue._records[key].is_active
 
     def draw(self, data: Any, *, active: bool | None = None) -> Key:
         keys = [key for key in self.open if active is None or self.is_active(key) is active]
@@ -69,7 +69,7 @@ class Accounts(RuleBasedStateMachine):
         self.c[gateway].say(asked_for)
         if any(isinstance(each, Rejected) and each.request_id == key[0] for each in answers(self.c, gateway)):
             return
-        work = self.c.router.reception._records[key].work
+        work = self.c.router.admission_queue._records[key].work
         self.open[key] = Known(asked_for, gateway, work.prompt, work.answer)
 
     def forget(self, key: Key, num_answered: int | None) -> None:
@@ -154,16 +154,16 @@ class Accounts(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_exact(self) -> None:
-        reception = self.c.router.reception
-        reception.check_integrity()
-        assert set(reception._records) == set(self.open)
+        admission_queue = self.c.router.admission_queue
+        admission_queue.check_integrity()
+        assert set(admission_queue._records) == set(self.open)
         for tenant, weight in WEIGHTS.items():
             mine = {key: known for key, known in self.open.items() if known.submit.request.tenant == tenant}
             work = {key: known.prompt + known.answer for key, known in mine.items()}
             active = sum(work[key] for key in mine if self.is_active(key))
-            clock = reception.queues._shares[0].clock(tenant)
+            clock = admission_queue.queues._shares[0].clock(tenant)
             assert abs(clock * weight - self.used[tenant] - active) < 1e-3, tenant
-            usage = reception.quotas._tenants.get(tenant)
+            usage = admission_queue.quotas._tenants.get(tenant)
             if usage is not None and usage.bucket is not None:
                 level = usage.bucket.level(self.c.clock.now_s())
                 assert abs(BURST - level - self.used[tenant] - sum(work.values())) < 1e-3, tenant
@@ -172,10 +172,14 @@ class Accounts(RuleBasedStateMachine):
     def teardown(self) -> None:
         for key in list(self.open):
             self.c[self.open[key].gateway].say(Ended(attempts=(key,)))
-        reception = self.c.router.reception
-        assert not len(reception) and not reception._records and not reception.overload.promises.has_any
-        assert not len(self.c.router.books)
-        reception.check_integrity()
+        admission_queue = self.c.router.admission_queue
+        assert (
+            not len(admission_queue)
+            and not admission_queue._records
+            and not admission_queue.overload.promises.has_any
+        )
+        assert not len(self.c.router.in_flight)
+        admission_queue.check_integrity()
 
 
 TestAccounts = Accounts.TestCase
@@ -188,7 +192,7 @@ def test_credit_of_who_was_away_ends_with_ticks() -> None:
         c.add(name, num_pages=10_000, max_num_seqs=64)
     fill(c)
     assert isinstance(submit(c, asked("x", "x", num_tokens=LONG))[0], Routed)
-    share = c.router.reception.queues._shares[0]
+    share = c.router.admission_queue.queues._shares[0]
     submit(c, *(asked(f"a{n}", num_tokens=LONG) for n in range(3)))
     c["g"].say(Started(attempts=((id_of("f0"), 0), (id_of("f1"), 0))))
     assert share.present > share.clock("late") == 0

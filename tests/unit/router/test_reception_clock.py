@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from baton.control import Rejected, Routed
-from baton.operating import Status
-from baton.tenancy import Quotas, Refusal, Sla
+from baton.messages.control import Rejected, Routed
+from baton.messages.operations import Status
+from baton.tenants import Quotas, Refusal, Sla
 from tests.node_peers import id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG, a_cluster, answers, end, fill, names, submit

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from baton.control import Dispatch, Measured, PageEvents, Pressure, Reachable, Rejected, Routed
-from baton.pressure import Rung
-from baton.router.deadlines import MIN_KEPT
-from baton.router.overload import PRESSED_LOCAL_TOKENS
-from baton.router.redis_messages import AnyShared, SharedDispatch, SharedEnded
-from baton.tenancy import Degradation, Quotas, Refusal, Sla
-from baton.times import StepTimes
-from baton.worker import Worker
+from baton.messages.control import Dispatch, KvEventBatch, Measured, Pressure, Reachable, Rejected, Routed
+from baton.messages.status import OverloadLevel
+from baton.messages.workers import StepTimes, Worker
+from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
+from baton.router.queue.tenant_queues import MIN_KEPT
+from baton.router.redis.messages import AnyShared, SharedDispatch, SharedEnded
+from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import (
@@ -34,13 +33,13 @@ def c() -> Iterator[Cluster]:
     yield from a_cluster()
 
 
-def press(c: Cluster, rung: Rung) -> None:
+def press(c: Cluster, level: OverloadLevel) -> None:
     """As if it had been climbed to."""
-    c.router.reception.overload.ladder.rung = rung
+    c.router.admission_queue.overload.overload_controller.level = level
 
 
 def test_answers_are_clipped_where_the_tenant_allows_it(c: Cluster) -> None:
-    press(c, Rung.CLIP)
+    press(c, OverloadLevel.CLIP)
     clips = Degradation(clip_max_tokens_to=3)
     submit(c, asked("r", degradation=clips), asked("s"), asked("t", attempt=1, degradation=clips))
     limits = [each.request.sampling.max_tokens for each in c["d0"].take(Dispatch)]
@@ -49,7 +48,7 @@ def test_answers_are_clipped_where_the_tenant_allows_it(c: Cluster) -> None:
 
 
 def test_lowest_class_is_shed_for_higher_ones_and_never_the_only_one(c: Cluster) -> None:
-    press(c, Rung.SHED)
+    press(c, OverloadLevel.SHED)
     assert isinstance(submit(c, asked("only", rank=2))[0], Routed)
     submit(c, asked("high", rank=0))
     shed, kept = submit(
@@ -71,33 +70,33 @@ def test_those_of_the_lowest_class_that_wait_are_shed_while_it_is_hopeless(c: Cl
     )
     refused, at_work = [], tuple((id_of(name), 0) for name in ("f0", "f1"))
     for _ in range(16):
-        c.router.reception.overload.count_hopeless()
+        c.router.admission_queue.overload.count_hopeless()
         c.beat("p0", "d0", attempts=at_work)
         c.tick(0.5)
         refused += answers(c)
     assert names(refused) == ["low", "lower"]
     kinds = {(each.refusal, each.retry_after_s > 0) for each in refused if isinstance(each, Rejected)}
-    assert kinds == {(Refusal.SHED, True)} and len(c.router.reception) == 3
+    assert kinds == {(Refusal.SHED, True)} and len(c.router.admission_queue) == 3
     assert tenant_of(c, "b").refused == {Refusal.SHED: 2}
 
 
 def test_workers_are_told_the_rungs_that_are_about_them(c: Cluster) -> None:
-    for rung, told in (
-        (Rung.LOCAL_PREFILL, []),
-        (Rung.MAKE_ROOM, [Rung.MAKE_ROOM]),
-        (Rung.CALM, [Rung.CALM]),
+    for level, told in (
+        (OverloadLevel.LOCAL_PREFILL, []),
+        (OverloadLevel.MAKE_ROOM, [OverloadLevel.MAKE_ROOM]),
+        (OverloadLevel.CALM, [OverloadLevel.CALM]),
     ):
-        press(c, rung)
+        press(c, level)
         c.router._press()
-        assert [each.rung for each in c["d0"].take(Pressure)] == told
-    press(c, Rung.CLIP)
+        assert [each.level for each in c["d0"].take(Pressure)] == told
+    press(c, OverloadLevel.CLIP)
     c.router._press()
-    assert c.add("d1").only(Pressure).rung is Rung.CLIP
+    assert c.add("d1").only(Pressure).level is OverloadLevel.CLIP
 
 
 def test_short_prompts_are_computed_where_they_are_decoded_under_pressure(c: Cluster) -> None:
     fill(c)
-    press(c, Rung.SMALL_CHUNKS)
+    press(c, OverloadLevel.SMALL_CHUNKS)
     c.router._dispatcher._pairing.press(256)
     (routed,) = submit(c, asked("r", num_tokens=200))
     assert isinstance(routed, Routed) and routed.prefill == ""
@@ -107,9 +106,9 @@ def test_short_prompts_stay_local_under_pressure_by_the_policy_of_costs_too() ->
     c = cluster(policy="cost")
     for name in ("p0", "d0"):
         c.add(name, num_pages=10_000, max_num_seqs=64)
-    press(c, Rung.LOCAL_PREFILL)
+    press(c, OverloadLevel.LOCAL_PREFILL)
     c.router._dispatcher.tick()
-    press(c, Rung.LOCAL_PREFILL)
+    press(c, OverloadLevel.LOCAL_PREFILL)
     c.router._dispatcher._pairing.press(PRESSED_LOCAL_TOKENS)
     routed = submit(c, *(asked(f"r{n}", num_tokens=200) for n in range(20)))
     assert [each.prefill for each in routed if isinstance(each, Routed)] == [""] * 20
@@ -128,10 +127,10 @@ def test_who_waits_for_full_workers_costs_no_comparison_and_counts_nowhere(
     assert 4 <= num_routed <= 8
     while submit(c, asked(f"more{num_routed}", num_tokens=20)):
         num_routed += 1
-    chooser = c.router.knowledge.chooser
-    assert chooser is not None
+    cost_policy = c.router.cluster_state.cost_policy
+    assert cost_policy is not None
     chosen: list[object] = []
-    monkeypatch.setattr(chooser, "choose", lambda *arguments: chosen.append(arguments))
+    monkeypatch.setattr(cost_policy, "choose", lambda *arguments: chosen.append(arguments))
     for _ in range(10):
         c.beat(*names)
         c.tick()
@@ -154,8 +153,8 @@ def test_small_requests_go_past_a_large_one_but_not_to_the_worker_that_is_kept_f
     assert isinstance(large, Routed) and large.decode == kept
 
 
-@pytest.mark.parametrize(("wishes", "rung"), [(True, Rung.QUEUE), (False, Rung.CLIP)])
-def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, rung: Rung) -> None:
+@pytest.mark.parametrize(("wishes", "level"), [(True, OverloadLevel.QUEUE), (False, OverloadLevel.CLIP)])
+def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, level: OverloadLevel) -> None:
     steps = tuple(StepTimes(number, 0, 100 * number, 0.01) for number in range(1, 33))
     c["d0"].say(Measured(steps=steps))
     fill(c)
@@ -165,9 +164,9 @@ def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, rung: 
     for _ in range(60):
         c.beat("p0", "d0", attempts=at_work)
         c.tick(0.5)
-    assert c.router.reception.overload.rung is rung
-    climbs = c.router.status().routers[0].queue.climbs
-    assert list(climbs) == [each.name.lower() for each in list(Rung)[1 : rung + 1]]
+    assert c.router.admission_queue.overload.level is level
+    escalations = c.router.status().routers[0].queue.escalations
+    assert list(escalations) == [each.name.lower() for each in list(OverloadLevel)[1 : level + 1]]
 
 
 def test_an_attempt_that_nobody_has_begun_with_meets_the_quotas_again(c: Cluster) -> None:
@@ -184,7 +183,7 @@ def test_ends_of_what_has_ended_are_forgotten(c: Cluster) -> None:
     for number in range(3 * MIN_KEPT):
         submit(c, asked(f"r{number}", num_tokens=4, sla=Sla(deadline_ms=86_000_000)))
         end(c, f"r{number}", num_tokens=1)
-    assert len(c.router.reception._deadlines._times) <= MIN_KEPT + 2
+    assert len(c.router.admission_queue._deadlines._times) <= MIN_KEPT + 2
 
 
 def test_gateway_that_reaches_nobody_does_not_hold_up_others(c: Cluster) -> None:
@@ -200,7 +199,7 @@ class Unheard:
 
     def joined(self, worker: Worker) -> None: ...
     def left(self, worker_id: str) -> None: ...
-    def pages(self, worker_id: str, events: PageEvents) -> None: ...
+    def pages(self, worker_id: str, events: KvEventBatch) -> None: ...
     def share(self, message: AnyShared) -> None: ...
 
 
@@ -215,7 +214,7 @@ def test_room_that_another_router_tells_of_is_used(c: Cluster) -> None:
         num_output_tokens=1,
     )
     fill(c)
-    c.router.knowledge.link(Unheard())
+    c.router.cluster_state.link(Unheard())
     end(c, "f0")
     c.router.heard(other)
     assert submit(c, asked("r", num_tokens=LONG)) == []
@@ -245,4 +244,4 @@ def test_one_that_is_tried_again_is_not_late_at_once(c: Cluster, age_s: float) -
     for _ in range(12):
         c.beat("p0", "d0", attempts=tuple((id_of(name), 0) for name in ("f0", "f1")))
         c.tick(0.5)
-    assert c.router.reception.overload.rung is Rung.QUEUE
+    assert c.router.admission_queue.overload.level is OverloadLevel.QUEUE

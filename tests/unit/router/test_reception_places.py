@@ -6,12 +6,12 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from baton.control import Beat, PageEvents, Rejected, Routed, Started, Submit
+from baton.messages.control import Heartbeat, KvEventBatch, Rejected, Routed, Started, Submit
+from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.capacity import MIN_COMPUTING
-from baton.router.prompt_keys import PromptKeys, family_of
-from baton.router.prompts_ahead import Party
-from baton.worker import Load
+from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.policies.prompts_ahead import SchedulingClass
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG, answers, end, names, submit
@@ -26,8 +26,8 @@ def c() -> Iterator[Cluster]:
     for name in ("p0", "d0"):
         made.add(name, num_pages=10_000, max_num_seqs=64)
     yield made
-    made.router.reception.check_integrity()
-    made.router.books.check_integrity()
+    made.router.admission_queue.check_integrity()
+    made.router.in_flight.check_integrity()
 
 
 def a_prompt(
@@ -50,7 +50,7 @@ def best_at_p0(c: Cluster, name: str, tenant: str = "a", *, num_new: int = 16, w
 def hold(c: Cluster, name: str, request: Request) -> None:
     pages = tuple(range(HELD // 16))
     keys = PromptKeys().keys(family_of(a_worker(name)), request)[: 16 * len(pages)]
-    c[name].say(PageEvents(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_afresh=True))
+    c[name].say(KvEventBatch(first=0, keys=keys, pages=pages, generations=(7,) * len(pages), is_afresh=True))
 
 
 def start(c: Cluster, name: str) -> None:
@@ -70,14 +70,14 @@ def went(answered: list[Routed | Rejected]) -> list[tuple[str, str]]:
 
 def lead(c: Cluster, tenant: str, rank: int = 0) -> float:
     """Work that it has had more than who was served last."""
-    share = c.router.reception.queues._shares[rank]
+    share = c.router.admission_queue.queues._shares[rank]
     return share.clock(tenant) - share.present
 
 
 def decode_many(c: Cluster) -> None:
     """So that prompts are better computed elsewhere."""
     others = tuple((id_of(f"other {number}"), 0) for number in range(32))
-    c["d0"].say(Beat(load=Load(), attempts=others))
+    c["d0"].say(Heartbeat(load=Load(), attempts=others))
 
 
 def busy(c: Cluster, *, rank: int = 0) -> None:
@@ -85,13 +85,13 @@ def busy(c: Cluster, *, rank: int = 0) -> None:
     decode_many(c)
     filling = [a_prompt(f"a{n}", weight=8.0) for n in range(MIN_COMPUTING)]
     assert went(submit(c, *filling)) == [("a0", "p0"), ("a1", "p0")]
-    c["d0"].say(Beat(load=Load()))
+    c["d0"].say(Heartbeat(load=Load()))
     assert went(submit(c, a_prompt("b0", "b", rank=rank))) == [("b0", "d0")]
 
 
 def test_a_prompt_waits_for_the_worker_that_is_best_for_it_though_another_is_idle(c: Cluster) -> None:
     busy(c)
-    assert submit(c, best_at_p0(c, "r")) == [] and len(c.router.reception) == 1
+    assert submit(c, best_at_p0(c, "r")) == [] and len(c.router.admission_queue) == 1
     start(c, "b0")
     c.tick(0.01)
     assert answers(c) == [], "the decode worker has nothing to compute at all"
@@ -105,7 +105,7 @@ def test_others_go_past_it_to_a_decode_worker_that_has_a_place(c: Cluster) -> No
     assert went(submit(c, a_prompt("b1", "b", rank=1))) == [("b1", "d0")], "no decode worker is kept for it"
     assert submit(c, a_prompt("b2", "b", rank=1)) == [], "it has no place now"
     c.tick(0.01)
-    assert answers(c) == [] and len(c.router.reception) == 2
+    assert answers(c) == [] and len(c.router.admission_queue) == 2
     end(c, "b0", "b1")
     assert went(answers(c)) == [("b2", "d0")]
     start(c, "a0")
@@ -174,9 +174,9 @@ def test_who_overtakes_them_has_places_of_its_own(c: Cluster) -> None:
 def test_a_turn_tells_what_others_of_any_class_have_had(c: Cluster) -> None:
     busy(c, rank=1)
     assert submit(c, best_at_p0(c, "r")) == []
-    reception = c.router.reception
-    (waiting,) = reception.queues
-    lead_of = reception.turn(waiting).lead_of
+    admission_queue = c.router.admission_queue
+    (waiting,) = admission_queue.queues
+    lead_of = admission_queue.turn(waiting).lead_of
     assert lead_of is not None
-    assert lead_of(Party("a")) == lead(c, "a") > 0
-    assert lead_of(Party("b", 1.0, 1)) == lead(c, "b", 1) > 0
+    assert lead_of(SchedulingClass("a")) == lead(c, "a") > 0
+    assert lead_of(SchedulingClass("b", 1.0, 1)) == lead(c, "b", 1) > 0

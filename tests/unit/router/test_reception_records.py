@@ -4,10 +4,10 @@ from collections import defaultdict
 from random import Random
 from typing import Final
 
-from baton.control import AttemptFailed, Ended, Rejected, Routed, Started
-from baton.node import TICK_S
-from baton.router.pairing import NoPlace, Unpaired
-from baton.tenancy import Degradation, Quotas, Refusal, Sla
+from baton.messages.control import AttemptFailed, Ended, Rejected, Routed, Started
+from baton.router.policies.pairing import NoPlace, Unpaired
+from baton.rpc.peers import TICK_S
+from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import LONG
@@ -37,7 +37,7 @@ class Storm:
         for _ in range(250):
             self.random.choice(steps)()
             self.listen()
-            self.c.router.reception.check_integrity()
+            self.c.router.admission_queue.check_integrity()
             self.check_nobody_waits_in_vain()
         self.finish()
 
@@ -72,7 +72,7 @@ class Storm:
 
     def tick(self) -> None:
         if self.random.random() < 0.5:
-            self.c.router.reception.overload.count_hopeless()
+            self.c.router.admission_queue.overload.count_hopeless()
         at_work = tuple(key for key in self.asked if self.heard[key] == [Routed] and self.may_end(key))
         for name in ("p0", "d0", "d1"):
             self.c.beat(name, attempts=at_work)
@@ -108,23 +108,23 @@ class Storm:
 
     def check_nobody_waits_in_vain(self) -> None:
         """Whose turn it is would be let out, if any worker had room for it."""
-        first, dispatcher = self.c.router.reception.first(), self.c.router._dispatcher
+        first, dispatcher = self.c.router.admission_queue.first(), self.c.router._dispatcher
         if first is not None:
             gateway = self.c.router._gateways[first.gateway]
-            pair = dispatcher._pair(gateway, first, self.c.router.reception.turn(first))
+            pair = dispatcher._pair(gateway, first, self.c.router.admission_queue.turn(first))
             assert pair is Unpaired.FULL or isinstance(pair, NoPlace)
 
     def finish(self) -> None:
         """Everybody leaves: nothing is left."""
         self.listen()
-        waiting = {key for key in self.asked if key in self.c.router.reception}
+        waiting = {key for key in self.asked if key in self.c.router.admission_queue}
         silent = {key for key in self.asked if not self.heard[key] and key not in self.left_alone}
         assert silent == waiting, "who hears nothing waits"
         for gateway in "gh":
             self.c[gateway].leave()
-        assert len(self.c.router.reception) == len(self.c.router.books) == 0
-        self.c.router.reception.check_integrity()
-        assert not self.c.router.reception._records
+        assert len(self.c.router.admission_queue) == len(self.c.router.in_flight) == 0
+        self.c.router.admission_queue.check_integrity()
+        assert not self.c.router.admission_queue._records
 
 
 def test_every_request_has_one_end_and_none_waits_in_vain() -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from baton.control import Dispatch, Ended, Measured, Rejected, Routed, Started
-from baton.router.tenant_queues import Waiting
-from baton.tenancy import Degradation, Quotas, Refusal, Sla
-from baton.times import PrefillTimes
+from baton.messages.control import Dispatch, Ended, Measured, Rejected, Routed, Started
+from baton.messages.workers import PrefillTimes
+from baton.router.queue.tenant_queues import Waiting
+from baton.tenants import Degradation, Quotas, Refusal, Sla
 from tests.node_peers import id_of
 from tests.unit.router.queue_cases import asked
 from tests.unit.router.reception_cases import (

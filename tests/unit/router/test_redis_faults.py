@@ -10,12 +10,11 @@ from functools import partial
 
 import pytest
 
-from baton.control import PageEvents
-from baton.page_keys import KEY_BYTES
-from baton.router.redis_client import Connection
-from baton.router.redis_messages import Codec, SharedEnded, SharedJoined, SharedLeft, Snapshot
-from baton.router.redis_scripts import Names
-from baton.router.redis_server import PrivateRedis, find_program
+from baton.messages.control import KvEventBatch
+from baton.pages import KEY_BYTES
+from baton.router.redis.client import Names, RedisConnection
+from baton.router.redis.messages import Codec, SharedEnded, SharedJoined, SharedLeft, Snapshot
+from baton.router.redis.server import PrivateRedis, find_program
 from tests.node_peers import a_worker, id_of
 from tests.unit.router.redis_routers import (
     CHAIN,
@@ -88,7 +87,7 @@ def test_a_redis_set_back_to_an_old_snapshot_is_brought_up_to_date() -> None:
             router.join(W0)
             router.says(W0, CHAIN[: 10 * KEY_BYTES])
             await until_redis_says(redis, {W0.id: 10})
-            connection = Connection(redis.url, Names.of("f"))
+            connection = RedisConnection(redis.url, Names.of("f"))
             await connection.call("SAVE")
             await connection.aclose()
             shutil.copy(f"{folder}/dump.rdb", f"{folder}/old.rdb")
@@ -115,7 +114,7 @@ def test_a_redis_without_memory_refuses_and_routing_goes_on() -> None:
         async with running(router):
             await until(lambda: router.link.is_up)
             router.join(W0)
-            connection = Connection(redis.url, Names.of("f"))
+            connection = RedisConnection(redis.url, Names.of("f"))
             await connection.call("CONFIG", "SET", "maxmemory", "1")
             router.says(W0, CHAIN)
             await until(lambda: router.link.counters["redis_refused"] > 0)
@@ -136,7 +135,7 @@ def test_a_redis_without_memory_is_counted_when_there_is_no_news() -> None:
             router.says(W0, CHAIN)
             await until_redis_says(redis, {W0.id: 40})
             await until(lambda: not router.link.num_untold)
-            connection = Connection(redis.url, Names.of("f"))
+            connection = RedisConnection(redis.url, Names.of("f"))
             await connection.call("CONFIG", "SET", "maxmemory", "1")
             await connection.aclose()
             await until(lambda: router.link.counters["redis_refused"] > 0)
@@ -148,7 +147,7 @@ def test_what_others_wrote_into_redis_is_counted_and_passed_over() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         names = Names.of("f")
-        connection = Connection(redis.url, names)
+        connection = RedisConnection(redis.url, names)
         await connection.call("HSET", names.workers, id_of("x"), b"\x00nonsense")
         await connection.call("SET", f"{names.workers}:{W0.id}", b"\xff")
         async with running(first, second):
@@ -169,8 +168,8 @@ def test_nothing_is_believed_that_no_router_of_the_cluster_has_written() -> None
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         names, forger = Names.of("f"), Codec(b"another key" * 3)
-        forged = PageEvents(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
-        connection = Connection(redis.url, names)
+        forged = KvEventBatch(first=0, keys=CHAIN, pages=tuple(range(40)), generations=(1,) * 40)
+        connection = RedisConnection(redis.url, names)
         await connection.call("HSET", names.workers, W1.id, forger.encode_worker(W1))
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
@@ -216,7 +215,7 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
     async def scene(redis: PrivateRedis) -> None:
         first, second = RouterStandIn(redis.url, "first"), RouterStandIn(redis.url, "second")
         names = Names.of("f")
-        connection = Connection(redis.url, names)
+        connection = RedisConnection(redis.url, names)
         async with running(first, second):
             await until(lambda: first.link.is_up and second.link.is_up)
             first.join(W0)
@@ -246,7 +245,7 @@ def test_junk_in_place_of_every_value_does_not_end_the_link() -> None:
 def test_a_link_that_fails_as_soon_as_it_is_up_is_made_less_and_less_often() -> None:
     async def scene(redis: PrivateRedis) -> None:
         router = RouterStandIn(redis.url, "first")
-        connection = Connection(redis.url, Names.of("f"))
+        connection = RedisConnection(redis.url, Names.of("f"))
         await connection.call("SET", Names.of("f").pages, "somebody else's")
         router.join(W0)
         router.says(W0, CHAIN)
@@ -269,7 +268,7 @@ def test_scripts_that_redis_has_forgotten_are_loaded_again() -> None:
             await until(lambda: router.link.is_up)
             router.join(W0)
             await until_redis_says(redis, {})
-            connection = Connection(redis.url, Names.of("f"))
+            connection = RedisConnection(redis.url, Names.of("f"))
             await connection.call("SCRIPT FLUSH")
             await connection.aclose()
             router.says(W0, CHAIN)

@@ -1,13 +1,16 @@
 import msgspec
 import pytest
 
-from baton.control import (
+from baton.errors import ProtocolError, WireError
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
     Alive,
     AttemptFailed,
-    Beat,
     Cancel,
     Ended,
     Failure,
+    Heartbeat,
     Hello,
     Members,
     Rejected,
@@ -16,9 +19,7 @@ from baton.control import (
     Submit,
     Tokens,
 )
-from baton.control_wire import AnyMessage
-from baton.errors import ProtocolError, WireError
-from baton.operating import (
+from baton.messages.operations import (
     Drain,
     GatewayReport,
     GatewayStatus,
@@ -30,12 +31,11 @@ from baton.operating import (
     WatchWorkers,
     WorkerRemoved,
 )
+from baton.messages.workers import Load
 from baton.request import Request
 from baton.router.router import SETTLE_S
-from baton.steps import RunningStep
-from baton.tenancy import Quotas, Standing
-from baton.wire_types import Kind
-from baton.worker import Load
+from baton.rpc.liveness import RunningStep
+from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster
 
@@ -171,7 +171,7 @@ def test_worker_whose_step_exceeds_its_bound_is_removed_at_the_next_tick() -> No
     c = cluster("d0", "d1")
     watching = TestPeer.operator(c.router)
     watching.say(WatchWorkers())
-    c.submit(beside=id_of("d0"))
+    c.submit(sticky_worker=id_of("d0"))
     c["d0"].say(Alive(step=RunningStep(age_s=30.0, num_tokens=2048, bound_s=30.0)))
     c.tick()
     was_open = c["d0"].is_open
@@ -246,17 +246,17 @@ def test_restarted_worker_starts_with_empty_books() -> None:
     c.submit()
     c["d0"].leave()
     c.add("d0", id=id_of("d0 again"))
-    assert c.router.books.account(id_of("d0 again")).num_attempts == 0
+    assert c.router.in_flight.account(id_of("d0 again")).num_attempts == 0
     c["g"].say(Ended(attempts=((id_of("r"), 0),)))
     c.tick()
-    c.router.books.check_integrity()
-    assert list(c.router.books.workers()) == [id_of("d0 again")]
+    c.router.in_flight.check_integrity()
+    assert list(c.router.in_flight.workers()) == [id_of("d0 again")]
 
 
 def test_status_says_what_operators_ask() -> None:
     c = cluster("p0", "d0")
     c.submit()
-    c["d0"].say(Beat(load=Load(num_running=3)))
+    c["d0"].say(Heartbeat(load=Load(num_running=3)))
     c.tick(0.5)
     for asker in (c["g"], TestPeer.operator(c.router)):
         asker.say(StatusQuery())
@@ -272,7 +272,7 @@ def test_status_says_what_operators_ask() -> None:
 @pytest.mark.parametrize(
     ("who", "message"),
     [
-        ("g", Beat(load=Load())),
+        ("g", Heartbeat(load=Load())),
         ("g", Tokens(events=())),
         ("g", Drain(worker="d0")),
         ("d0", Submit(request=a_request())),
@@ -287,7 +287,7 @@ def test_what_a_peer_may_not_say_is_an_offence(who: str, message: AnyMessage) ->
     c = cluster("d0")
     with pytest.raises(ProtocolError):
         c[who].say(message)
-    assert len(c.router.books) == 0
+    assert len(c.router.in_flight) == 0
 
 
 def test_attempt_submitted_twice_is_an_offence() -> None:
@@ -315,13 +315,13 @@ def test_ends_of_unknown_attempts_are_no_offence() -> None:
         c["g"].say(Started(attempts=((id_of("r"), 0),)))
     for _ in range(2):
         c["g"].say(Ended(attempts=((id_of("r"), 0),)))
-    c.router.books.check_integrity()
-    assert len(c.router.books) == 0
+    c.router.in_flight.check_integrity()
+    assert len(c.router.in_flight) == 0
 
 
 def test_refused_attempt_is_not_counted_as_routed() -> None:
     c = cluster("d0")
-    limits = {"tenant": "t", "standing": Standing(quotas=Quotas(max_concurrent_requests=1))}
+    limits = {"tenant": "t", "scheduling_key": SchedulingKey(quotas=Quotas(max_concurrent_requests=1))}
     answers = [c.submit(msgspec.structs.replace(a_request(name), **limits)) for name in ("a", "b", "c")]
     assert [type(answer) for answer in answers] == [Routed, Rejected, Rejected]
     assert sum(c.router.status().routers[0].routing_counts) == 1

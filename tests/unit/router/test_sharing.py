@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 
 from baton.clock import ManualClock
-from baton.control import Beat, Ended, PageEvents, Reachable, Routed, Started, Submit
+from baton.config.router import RouterConfig
+from baton.messages.control import Ended, Heartbeat, KvEventBatch, Reachable, Routed, Started, Submit
+from baton.messages.workers import Load, Worker
 from baton.router import sharing
-from baton.router.books import SILENCE_S
-from baton.router.redis_messages import AnyShared, SharedDispatch
+from baton.router.in_flight import SILENCE_S
+from baton.router.redis.messages import AnyShared, SharedDispatch
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.worker import Load, Worker
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 
 WORKERS = ("p0", "p1", "d0", "d1")
@@ -31,20 +31,20 @@ class Wire:
     def left(self, worker_id: str) -> None:
         self.seen.append(f"-{worker_id}")
 
-    def pages(self, worker_id: str, events: PageEvents) -> None:
+    def pages(self, worker_id: str, events: KvEventBatch) -> None:
         self.seen.append("pages")
 
     def share(self, message: AnyShared) -> None:
         self.told.append(message)
         for other in self.others:
-            other.knowledge.heard(message)
+            other.cluster_state.heard(message)
 
 
 class RouterOfTwo:
     def __init__(self, name: str, clock: ManualClock) -> None:
         self.wire = Wire()
         self.router = Router(RouterConfig(policy="cost", seed=ord(name)), clock, id_of(name))
-        self.router.knowledge.link(self.wire)
+        self.router.cluster_state.link(self.wire)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {
             worker: TestPeer.worker(self.router, a_worker(worker, num_pages=4096)) for worker in WORKERS
@@ -57,8 +57,8 @@ class RouterOfTwo:
         return self.gateway.only(Routed)
 
     def num_computing(self) -> dict[str, int]:
-        books = self.router.books
-        return {worker: books.account(id_of(worker)).num_computing for worker in WORKERS}
+        in_flight = self.router.in_flight
+        return {worker: in_flight.account(id_of(worker)).num_computing for worker in WORKERS}
 
 
 def two_routers() -> tuple[ManualClock, RouterOfTwo, RouterOfTwo]:
@@ -79,12 +79,12 @@ def test_what_one_sends_out_is_in_the_books_of_both_until_its_end() -> None:
     _, one, other = two_routers()
     for name in "rst":
         one.submit(name)
-    assert other.num_computing() == one.num_computing() and len(other.router.books) == 3
+    assert other.num_computing() == one.num_computing() and len(other.router.in_flight) == 3
     one.gateway.say(Started(attempts=keys_of("rs")))
     assert other.num_computing() == one.num_computing() and sum(other.num_computing().values()) == 1
     one.gateway.say(Ended(attempts=keys_of("rst")))
-    assert len(one.router.books) == len(other.router.books) == 0
-    other.router.books.check_integrity()
+    assert len(one.router.in_flight) == len(other.router.in_flight) == 0
+    other.router.in_flight.check_integrity()
 
 
 def test_sibling_at_the_other_router_goes_to_the_same_worker() -> None:
@@ -92,7 +92,7 @@ def test_sibling_at_the_other_router_goes_to_the_same_worker() -> None:
     for worker in ("d0", "d1"):
         attempts = keys_of([f"{worker} {number}" for number in range(6)])
         for each in (one, other):
-            each.workers[worker].say(Beat(load=Load(), attempts=attempts))
+            each.workers[worker].say(Heartbeat(load=Load(), attempts=attempts))
     first = one.submit("r", 8000)
     assert first.prefill
     assert other.submit("s", 8200).prefill == first.prefill
@@ -102,9 +102,9 @@ def test_another_routers_word_changes_nothing_of_ones_own() -> None:
     _, one, other = two_routers()
     one.submit("r")
     other.wire.share(one.wire.told[0])
-    assert len(one.router.books) == 1
+    assert len(one.router.in_flight) == 1
     other.gateway.say(Ended(attempts=keys_of("r")))
-    assert len(one.router.books) == 1
+    assert len(one.router.in_flight) == 1
 
 
 def test_attempts_of_a_router_that_died_are_given_up_when_workers_do_not_name_them() -> None:
@@ -115,16 +115,16 @@ def test_attempts_of_a_router_that_died_are_given_up_when_workers_do_not_name_th
     clock.advance(SILENCE_S + 0.1)
     for name in ("d0", "d1"):
         named = keys_of("r") if name == decode else ()
-        other.workers[name].say(Beat(load=Load(), attempts=named))
-    assert keys_of("r")[0] in other.router.books and len(other.router.books) == 1
-    other.router.books.check_integrity()
+        other.workers[name].say(Heartbeat(load=Load(), attempts=named))
+    assert keys_of("r")[0] in other.router.in_flight and len(other.router.in_flight) == 1
+    other.router.in_flight.check_integrity()
 
 
 def test_gateway_that_comes_over_may_submit_its_attempt_again() -> None:
     _, one, other = two_routers()
     one.submit("r")
     other.submit("r")
-    assert len(other.router.books) == 1 and not other.router.books.is_anothers(keys_of("r")[0])
+    assert len(other.router.in_flight) == 1 and not other.router.in_flight.is_anothers(keys_of("r")[0])
 
 
 def test_anothers_attempts_end_with_the_worker_that_had_them() -> None:
@@ -134,7 +134,7 @@ def test_anothers_attempts_end_with_the_worker_that_had_them() -> None:
         other.workers[name].leave()
     other.router.tick()
     assert f"-{id_of('d0')}" in other.wire.seen
-    assert len(other.router.books) == 0 and len(one.router.books) == 1
+    assert len(other.router.in_flight) == 0 and len(one.router.in_flight) == 1
 
 
 def test_nothing_of_a_prompt_but_its_pages_names_is_told() -> None:
@@ -149,10 +149,10 @@ def test_there_is_an_end_to_what_others_can_make_a_router_keep(monkeypatch: pyte
     _, one, other = two_routers()
     for name in "rst":
         one.submit(name)
-    assert (other.router.books.num_others, other.router.counters["others_left_out"]) == (2, 1)
+    assert (other.router.in_flight.num_others, other.router.counters["others_left_out"]) == (2, 1)
     one.gateway.say(Ended(attempts=keys_of("rst")))
-    assert other.router.books.num_others == 0
-    other.router.books.check_integrity()
+    assert other.router.in_flight.num_others == 0
+    other.router.in_flight.check_integrity()
 
 
 def test_attempt_at_a_worker_that_nobody_here_knows_weighs_nowhere_for_long() -> None:
@@ -165,6 +165,6 @@ def test_attempt_at_a_worker_that_nobody_here_knows_weighs_nowhere_for_long() ->
         num_tokens=2,
         num_output_tokens=1,
     )
-    one.router.knowledge.heard(stray)
+    one.router.cluster_state.heard(stray)
     one.router.tick()
-    assert len(one.router.books) == 0 and id_of("elsewhere") not in one.router.books.workers()
+    assert len(one.router.in_flight) == 0 and id_of("elsewhere") not in one.router.in_flight.workers()

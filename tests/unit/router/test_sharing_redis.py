@@ -11,15 +11,24 @@ import pytest
 from redis.asyncio import Redis
 
 from baton.clock import SystemClock
-from baton.control import Beat, Ended, PageEvents, PagesWanted, Reachable, Routed, Started, Submit
-from baton.page_keys import KEY_BYTES
+from baton.config.router import RouterConfig
+from baton.messages.control import (
+    Ended,
+    Heartbeat,
+    KvEventBatch,
+    KvEventsWanted,
+    Reachable,
+    Routed,
+    Started,
+    Submit,
+)
+from baton.messages.workers import Load
+from baton.pages import KEY_BYTES
 from baton.request import Request
-from baton.router.prompt_keys import PromptKeys, family_of
-from baton.router.redis_link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
-from baton.router.redis_server import PrivateRedis, find_program
+from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.redis.link import PAUSE_S, SNAPSHOT_EVERY_S, RedisLink
+from baton.router.redis.server import PrivateRedis, find_program
 from baton.router.router import Router
-from baton.router_config import RouterConfig
-from baton.worker import Load
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.redis_routers import CHAIN, CODEC, SEEN_S, RouterStandIn, play, running, until
 
@@ -37,18 +46,18 @@ class Linked:
 
     def __init__(self, name: str, redis: PrivateRedis) -> None:
         self.router = Router(RouterConfig(seed=ord(name)), SystemClock(), id_of(name))
-        knowledge = self.router.knowledge
-        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), knowledge.index, knowledge.heard)
-        knowledge.link(self.link)
+        cluster_state = self.router.cluster_state
+        self.link = RedisLink(redis.url, "f", CODEC, id_of(name), cluster_state.index, cluster_state.heard)
+        cluster_state.link(self.link)
         self.gateway = TestPeer.gateway(self.router, f"gateway of {name}")
         self.workers = {key: TestPeer.worker(self.router, worker) for key, worker in WORKERS.items()}
         for peer in (self.gateway, *self.workers.values()):
             peer.say(Reachable(workers=IDS))
         for peer in self.workers.values():
-            peer.take(PagesWanted)
-            peer.say(PageEvents(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
+            peer.take(KvEventsWanted)
+            peer.say(KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True))
         running = tuple((id_of(f"running {number}"), 0) for number in range(64))
-        self.workers["d0"].say(Beat(load=Load(), attempts=running))  # so that it computes no prompt
+        self.workers["d0"].say(Heartbeat(load=Load(), attempts=running))  # so that it computes no prompt
 
     def submit(self, number: int, num_tokens: int = 8000) -> str:
         """The prefill worker that it chose, for a prompt that no other is like."""
@@ -76,12 +85,12 @@ def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
         async with two_routers(redis) as (one, other):
             for number in range(2):  # more would wait at the routers
                 first = one.submit(10_000 * (2 * number))
-                await until(lambda number=number: len(other.router.books) == 2 * number + 1)  # type: ignore[misc]
+                await until(lambda number=number: len(other.router.in_flight) == 2 * number + 1)  # type: ignore[misc]
                 second = other.submit(10_000 * (2 * number + 1))
                 assert {first, second} == {id_of("p0"), id_of("p1")}
-                await until(lambda number=number: len(one.router.books) == 2 * number + 2)  # type: ignore[misc]
+                await until(lambda number=number: len(one.router.in_flight) == 2 * number + 2)  # type: ignore[misc]
             for each in (one, other):
-                each.router.books.check_integrity()
+                each.router.in_flight.check_integrity()
 
     play(scene)
 
@@ -89,20 +98,20 @@ def test_prompts_of_two_routers_do_not_meet_at_one_worker() -> None:
 def test_life_of_an_attempt_is_soon_seen_by_the_other_router() -> None:
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
-            took_s, books = [], other.router.books
+            took_s, in_flight = [], other.router.in_flight
             for number in range(9):
                 key = (id_of(f"r{number}"), 0)
                 begun_s = time.monotonic()
                 prefill = one.submit(number)
-                await until(lambda key=key: books.is_anothers(key))  # type: ignore[misc]
+                await until(lambda key=key: in_flight.is_anothers(key))  # type: ignore[misc]
                 took_s.append(time.monotonic() - begun_s)
-                assert books.account(prefill).num_computing == 1
+                assert in_flight.account(prefill).num_computing == 1
                 one.gateway.say(Started(attempts=(key,)))
-                await until(lambda prefill=prefill: not books.account(prefill).num_computing)  # type: ignore[misc]
+                await until(lambda prefill=prefill: not in_flight.account(prefill).num_computing)  # type: ignore[misc]
                 one.gateway.say(Ended(attempts=(key,)))
-                await until(lambda: not len(books))
+                await until(lambda: not len(in_flight))
             assert statistics.median(took_s) < SEEN_S
-            books.check_integrity()
+            in_flight.check_integrity()
 
     play(scene)
 
@@ -111,10 +120,10 @@ def test_sibling_that_comes_to_the_other_router_finds_the_prompts_pages() -> Non
     async def scene(redis: PrivateRedis) -> None:
         async with two_routers(redis) as (one, other):
             prefill = one.submit(7)
-            await until(lambda: len(other.router.books) == 1)
+            await until(lambda: len(other.router.in_flight) == 1)
             request = Request(request_id=id_of("sibling"), token_ids=tuple(range(7, 7 + 8200)))
             keys = PromptKeys().keys(family_of(WORKERS["p0"]), request)
-            index = other.router.knowledge.index
+            index = other.router.cluster_state.index
             held = {name: int(index.match(keys).num_pages[index.slot(id_of(name))]) for name in ("p0", "p1")}
             assert held[bytes.fromhex(prefill).rstrip(b"\0").decode()] == 500 and sum(held.values()) == 500
 

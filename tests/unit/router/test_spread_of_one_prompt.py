@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from baton.control import Measured, Routed, Started
-from baton.times import StepTimes
+from baton.messages.control import Measured, Routed, Started
+from baton.messages.workers import StepTimes
 from tests.node_peers import a_request, id_of
 from tests.unit.router.router_cluster import Cluster, cluster
 

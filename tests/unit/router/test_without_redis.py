@@ -13,7 +13,7 @@ import sys; sys.modules['redis'] = None
 import asyncio
 from baton.errors import ConfigError
 from baton.router.process import serve_router
-from baton.router_config import RouterConfig
+from baton.config.router import RouterConfig
 
 config = RouterConfig(policy="cost", redis="redis://127.0.0.1:1")
 try:

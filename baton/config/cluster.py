@@ -1,0 +1,125 @@
+"""What `baton serve` starts: a whole cluster, from one tree of settings."""
+
+from collections.abc import Callable
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.config.engine import EngineConfig, EngineSettings
+from baton.config.gateway import GatewaySettings, is_loopback
+from baton.config.router import RouterConfig
+from baton.errors import ConfigError
+from baton.messages.bounds import MAX_ROUTERS, MAX_WORKERS, LinkTimeout, Name, StepTimeout
+from baton.messages.workers import Address, Routers, WorkerRole
+from baton.rpc.liveness import LINK_TIMEOUT_S, STEP_TIMEOUT_S
+
+Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
+
+# A worker that drains goes on for at least so long: what is under way to it is refused, not lost, all have
+# heard that it goes, and its last words have arrived before its connections end.
+DRAIN_NOTICE_S: Final = 0.75
+TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "tcp"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker is told when its process starts.
+
+    Both kinds of workers are run by the same call, in a process of their own:
+
+        run_worker(config: WorkerConfig, keys: ClusterKeys, ready: Ready, stop, progress=None) -> None
+
+    `keys` are a worker's and never part of a configuration. The worker loads its model, listens, dials the
+    router and calls `ready` with the address of its control connections; it serves until `stop` is set, which
+    means drain: take nothing new, finish what runs for at most `drain_timeout_s`, then return.
+    """
+
+    role: WorkerRole  # prefill or decode
+    name: Name  # such as "decode-0"; a newer process of the same name fences the older one
+    model_name: Name  # the model's name in the API
+    engine: EngineConfig
+    routers: Routers  # addresses of all routers of the cluster
+    host: str = "127.0.0.1"  # address to listen on, for control connections and KV pages
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0  # for control connections; 0: any that is free
+    transport: TransportChoice = "auto"  # how KV pages move between workers
+    # A decode worker prefills prompts with at most this many uncached tokens itself.
+    local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # running requests may take when draining
+    # Seconds without a sign of life after which a connection to another process is dropped.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
+    # Seconds that any step of the model may take before the worker is taken for hung; a step that should
+    # take longer may take a multiple of that, see baton/rpc/liveness.py.
+    step_timeout_s: StepTimeout = STEP_TIMEOUT_S
+
+
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+MAX_GATEWAYS = 64
+
+
+class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The workers of one role. What is None here is as `engine` says."""
+
+    num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1  # workers of this role
+    # Ranks of each worker of this role; None: engine.tensor_parallel_size.
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    page_size: Annotated[int, Meta(ge=1)] | None = None  # tokens in a KV page; None: engine.cache.page_size
+    cores_per_rank: Annotated[int, Meta(ge=1, le=1024)] | None = None  # CPU cores; None: an even share
+    ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
+
+    def engine(self, settings: EngineSettings) -> EngineSettings:
+        """What workers of this role make of the settings of all."""
+        cache = settings.cache
+        if self.page_size is not None:
+            cache = msgspec.structs.replace(cache, page_size=self.page_size)
+        size = self.tensor_parallel_size or settings.tensor_parallel_size
+        return msgspec.structs.replace(settings, cache=cache, tensor_parallel_size=size)
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str  # a directory, at the same path on every machine, or "tiny"
+    served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
+    runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
+    ray_address: str | None = None  # Ray cluster to join; "auto": the one on this machine; None: start one
+    host: str = "127.0.0.1"  # address to listen on for clients
+    port: Port = 8000  # to listen on for clients; 0: any that is free
+    gateways: Annotated[int, Meta(ge=1, le=MAX_GATEWAYS)] = 1  # gateway processes behind the one port
+    # Router processes; the others go on when one dies.
+    routers: Annotated[int, Meta(ge=1, le=MAX_ROUTERS)] = 1
+    prefill: WorkersConfig = WorkersConfig()
+    decode: WorkersConfig = WorkersConfig()
+    transport: TransportChoice = "auto"  # how KV pages move between workers
+    tenants: str | None = None  # YAML file of tenants and their keys; None: requests need no key
+    cluster_key_file: str | None = None  # the cluster's key; None: BATON_CLUSTER_KEY_FILE, or a new key
+    start_timeout_s: Annotated[float, Meta(gt=0, le=86_400)] = 600.0  # for workers to load the model
+    # Running requests may take this long after SIGTERM, SIGINT or `baton drain`.
+    drain_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0
+    # Seconds without a sign of life after which processes drop a connection between them.
+    link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
+    # Seconds that any step of the model may take before its worker is taken for hung, killed and replaced;
+    # a step that should take longer may take a multiple of that.
+    step_timeout_s: StepTimeout = STEP_TIMEOUT_S
+    router: RouterConfig = RouterConfig()
+    gateway: GatewaySettings = GatewaySettings()
+    engine: EngineSettings = EngineSettings()
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError('model: expected "tiny" or a directory, got an empty string')
+        if self.decode.num_workers < 1:
+            raise ConfigError("decode.num_workers: expected 1 or more: every request needs a decode worker")
+        if self.ray_address is not None and self.runtime != "ray":
+            raise ConfigError(f"ray_address: runtime {self.runtime!r} knows no Ray; leave one of them out")
+        if self.tenants is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host: {self.host!r} can be reached from other machines, which needs keys: "
+                "give --tenants FILE, or listen on 127.0.0.1"
+            )
+        if self.router.link_timeout_s != LINK_TIMEOUT_S:
+            raise ConfigError("router.link_timeout_s: set link_timeout_s, which all processes share")
+        self.prefill.engine(self.engine)
+        self.decode.engine(self.engine)
+
+    @property
+    def model_name(self) -> str:
+        """As the API names it."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model

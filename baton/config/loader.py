@@ -1,0 +1,253 @@
+"""From plain mappings, of files, the environment and the command line, to the structs that they spell out.
+
+Keys are field names, dotted where a struct lies in another. What is wrong is told with the full key, and an
+unknown key with the nearest known one.
+"""
+
+import ast
+import difflib
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from baton.errors import ConfigError
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+MAX_SHOWN: Final = 500  # characters of a value that is wrong
+BYTE_UNITS: Final = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def build(struct_type: type[StructT], settings: object, prefix: str = "") -> StructT:
+    """The struct that a nested mapping spells out; a part may be its struct already.
+
+    Sizes in bytes may be written "4GiB". Raises ConfigError with the full dotted key on an unknown key, a
+    wrong type or a bad value; what a struct's own checks refuse is told in their words.
+    """
+    if isinstance(settings, struct_type):  # nothing has checked its types
+        settings = msgspec.structs.asdict(settings)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
+    fields = {_join(prefix, field.name): field for field in msgspec.structs.fields(struct_type)}
+    values = {}
+    for name, value in settings.items():
+        key = _join(prefix, name)
+        if key not in fields:
+            raise ConfigError(unknown_key(key, known_keys(struct_type, prefix)))
+        values[fields[key].name] = _value(fields[key].type, value, key)
+    for key, field in fields.items():
+        if field.required and field.name not in values:
+            raise ConfigError(f"{key}: expected a value, got none")
+    return struct_type(**values)
+
+
+def _join(prefix: str, name: object) -> str:
+    return f"{prefix}.{name}" if prefix else str(name)
+
+
+def _value(expected: Any, value: object, key: str) -> Any:
+    if _is_struct(expected):
+        return build(expected, value, key)
+    if key.endswith("_bytes") and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    try:
+        return msgspec.convert(value, expected)
+    except msgspec.ValidationError:
+        raise ConfigError(f"{key}: expected {_describe(expected)}, got {_show(value)}") from None
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """What to say of it."""
+    # Leaves are compared first: a shared prefix would make any two keys of one section look alike.
+    leaf_of = {name: name.rpartition(".")[2] for name in known}
+    nearest = difflib.get_close_matches(key.rpartition(".")[2], leaf_of.values(), n=1)
+    alike = [name for name, leaf in leaf_of.items() if leaf in nearest]
+    best = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
+    hint = f"did you mean {best[0]!r}?" if best else f"known keys are {', '.join(known)}"
+    return f"unknown configuration key {key!r}; {hint}"
+
+
+def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    """Dotted keys of a struct and of those inside it, outermost first."""
+    fields = msgspec.structs.fields(struct_type)
+    own = [_join(prefix, field.name) for field in fields]
+    nested = [known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)]
+    return own + [key for keys in nested for key in keys]
+
+
+def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
+    """Dotted key -> field, of every field that is no struct itself."""
+    found = {}
+    for field in msgspec.structs.fields(struct_type):
+        key = _join(prefix, field.name)
+        found.update(leaves(field.type, key) if _is_struct(field.type) else {key: field})
+    return found
+
+
+def flatten(settings: Mapping[str, object], known: Collection[str], prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value of a nested mapping; one that stands at a known leaf is that leaf's value."""
+    flat: dict[str, object] = {}
+    for name, value in settings.items():
+        key = _join(prefix, name)
+        if isinstance(value, Mapping) and key not in known:
+            flat.update(flatten(value, known, key))
+        else:
+            flat[key] = value
+    return flat
+
+
+def nest(flat: Mapping[str, object]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        part = nested
+        for name in path:
+            part = part.setdefault(name, {})
+        part[leaf] = value
+    return nested
+
+
+def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
+    """What the text of an environment variable stands for; other than a string's, a value may be JSON."""
+    if key.endswith("_bytes"):
+        return text
+    try:
+        return msgspec.convert(text, field.type, strict=False)
+    except msgspec.ValidationError:
+        pass
+    try:
+        return msgspec.json.decode(text, type=field.type)
+    except msgspec.MsgspecError:
+        raise ConfigError(f"{key}: expected {_describe(field.type)}, got {text!r}") from None
+
+
+def _is_struct(expected: Any) -> bool:
+    return isinstance(expected, type) and issubclass(expected, msgspec.Struct)
+
+
+def _describe(expected: Any) -> str:
+    origin, arguments = get_origin(expected), get_args(expected)
+    if origin is Annotated:
+        return _describe(arguments[0]) + "".join(map(_bounds, arguments[1:]))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_describe(argument) for argument in arguments)
+    if expected is NoneType:
+        return "None"
+    return expected.__name__ if isinstance(expected, type) and not arguments else str(expected)
+
+
+def _bounds(meta: object) -> str:
+    if not isinstance(meta, msgspec.Meta):
+        return ""
+    words = {"at least": meta.ge, "more than": meta.gt, "at most": meta.le, "less than": meta.lt}
+    return "".join(f", {word} {bound}" for word, bound in words.items() if bound is not None)
+
+
+def _show(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # a number, of more digits than Python writes
+        shown = "a number of too many digits"
+    end = "..." if len(shown) > MAX_SHOWN else ""
+    return f"{shown[:MAX_SHOWN]}{end} ({type(value).__name__})"
+
+
+def check_between(key: str, value: float, low: float, high: float) -> None:
+    """Raises ConfigError unless the value is a number from `low` to `high`; both may be it."""
+    if not (math.isfinite(value) and low <= value <= high):
+        raise ConfigError(f"{key}: expected {low} to {high}, got {value}")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that "4GiB", "512 MiB", "1.5GB" or "4096" stand for; raises ConfigError otherwise."""
+    match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", text)
+    unit = BYTE_UNITS.get(match[2] or "B") if match else None
+    if match is None or unit is None:
+        raise ConfigError(f'expected a size such as "4GiB" (units {", ".join(BYTE_UNITS)}), got {text!r}')
+    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
+
+
+# Descriptions of settings, read from the comments in the structs that define the settings.
+#
+# A setting's comment stands behind its field or in the lines above it:
+#
+# port: int = 8000  # to listen on for clients; 0: any that is free
+#
+# `baton config schema` puts these comments into the JSON schema, so they are written for operators.
+
+
+def described_schema(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a settings struct, with a description for every commented field."""
+    schema = msgspec.json.schema(struct_type)
+    for part in _structs(struct_type):
+        properties = schema["$defs"][part.__name__].get("properties", {})  # array_like structs have none
+        for name, comment in comments(part).items():
+            if name in properties:
+                properties[name] = properties[name] | {"description": comment}
+    return schema
+
+
+@cache
+def comments(struct_type: type[msgspec.Struct]) -> dict[str, str]:
+    """Return field name -> comment, inherited fields included; fields without a comment are left out."""
+    found: dict[str, str] = {}
+    for part in reversed(struct_type.__mro__):
+        if issubclass(part, msgspec.Struct) and part is not msgspec.Struct:
+            found.update(_own_comments(part))
+    return found
+
+
+def _own_comments(struct_type: type[msgspec.Struct]) -> dict[str, str]:
+    try:
+        lines = textwrap.dedent(inspect.getsource(struct_type)).splitlines()
+    except OSError:  # installed without its source
+        return {}
+    (definition,) = ast.parse("\n".join(lines)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field in definition.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.end_lineno:
+            behind = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode().strip()
+            words = _above(lines, field.lineno - 1) if not behind.startswith("#") else [behind]
+            if words:
+                found[field.target.id] = " ".join(line.strip("# ") for line in words)
+    return found
+
+
+def _above(lines: list[str], field: int) -> list[str]:
+    """Return the comment lines that end just above a line."""
+    first = field
+    while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return lines[first:field]
+
+
+def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the struct that a type is or contains, and the structs of its fields, each of them once."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        parts = [part for field in msgspec.structs.fields(kind) for part in _structs(field.type)]
+        yield from dict.fromkeys([kind, *parts])
+    elif get_origin(kind) in (Annotated, Union, UnionType, tuple, dict):
+        for argument in get_args(kind):
+            yield from _structs(argument)

@@ -1,0 +1,155 @@
+"""How overloaded the cluster is, and how its tenants fare: what the router tells the others of its queue.
+
+The ladder, from the bottom. Each rung keeps what the rungs below it do:
+
+    CALM           nothing
+    QUEUE          requests wait at the router, in the order of shares and deadlines
+    LOCAL_PREFILL  longer prompts are computed where they are decoded
+    SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
+    MAKE_ROOM      workers preempt sequences of the lowest class, whose KV is computed again later, or copied
+                   back where there is a host tier (cache.host_cache_memory_bytes, none by default)
+    CLIP           answers are made shorter, and alternatives fewer, where the tenant allows it
+    SHED           requests of the lowest class that wait are refused, where the tenant allows it
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from baton.messages.bounds import Count, Id, Name, Seconds
+from baton.tenants import Refusal
+
+MAX_TENANTS: Final = 1024  # that a status names: those with most in the queue and most work
+
+
+class OverloadLevel(IntEnum):
+    CALM = 0
+    QUEUE = 1
+    LOCAL_PREFILL = 2
+    SMALL_CHUNKS = 3
+    MAKE_ROOM = 4
+    CLIP = 5
+    SHED = 6
+
+
+Climbs: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=len(OverloadLevel))
+]
+
+
+class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tenant's, as one router sees it. What is counted is counted since the router began."""
+
+    tenant: Annotated[str, Meta(max_length=128)]
+    weight: float = 1.0
+    num_queued: Count = 0
+    num_active: Count = 0  # handed to workers and not ended
+    oldest_wait_s: Seconds = 0.0  # of those in the queue
+    work_tokens: Count = 0  # used: prompt tokens that were computed, and answered ones
+    num_dispatched: Count = 0
+    waited_s: float = 0.0  # by those that were dispatched, together
+    num_met: Count = 0  # first tokens within their ttft_ms, of those that had one
+    num_missed: Count = 0
+    num_degraded: Count = 0
+    refused: dict[Refusal, Count] = {}
+
+
+class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one router."""
+
+    level: OverloadLevel = OverloadLevel.CALM
+    num_queued: Count = 0
+    oldest_wait_s: Seconds = 0.0
+    escalations: Climbs = {}  # how often each rung was climbed to since the router began
+    tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
+    num_left_out: Count = 0  # more tenants, that the message had no room for
+
+
+def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
+    """Of several routers, which each see their own requests: as if one had seen them all."""
+    every = list(queues)
+    tenants: dict[str, TenantStatus] = {}
+    for status in (status for queue in every for status in queue.tenants):
+        other = tenants.get(status.tenant)
+        tenants[status.tenant] = status if other is None else _sum(other, status)
+    return QueueStatus(
+        level=max((queue.level for queue in every), default=OverloadLevel.CALM),
+        num_queued=sum(queue.num_queued for queue in every),
+        oldest_wait_s=max((queue.oldest_wait_s for queue in every), default=0.0),
+        escalations=dict(sum((Counter(queue.escalations) for queue in every), Counter())),
+        tenants=tuple(tenants.values())[:MAX_TENANTS],
+        num_left_out=max(0, len(tenants) - MAX_TENANTS) + sum(queue.num_left_out for queue in every),
+    )
+
+
+def _sum(one: TenantStatus, other: TenantStatus) -> TenantStatus:
+    counts = {
+        name: getattr(one, name) + getattr(other, name) for name in (*_COUNTS, "work_tokens", "waited_s")
+    }
+    return TenantStatus(
+        tenant=one.tenant,
+        weight=one.weight,
+        oldest_wait_s=max(one.oldest_wait_s, other.oldest_wait_s),
+        refused={
+            refusal: one.refused.get(refusal, 0) + other.refused.get(refusal, 0)
+            for refusal in {*one.refused, *other.refused}
+        },
+        **counts,
+    )
+
+
+_COUNTS: Final = (
+    *("num_queued", "num_active", "num_dispatched"),
+    *("num_met", "num_missed", "num_degraded"),
+)
+
+# What a router says of itself, for operators.
+
+# Upper bounds of what is counted together; what takes longer than the last is counted after it.
+ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+RedisState: TypeAlias = Literal["none", "up", "down"]
+_NUM_COUNTS: Final = len(ROUTING_BOUNDS_S) + 1
+Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=_NUM_COUNTS, max_length=_NUM_COUNTS)]
+
+
+class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: Id
+    node: Name = ""  # the machine, by the name that operators know
+    pid: Count = 0
+    num_attempts: Count = 0  # under way, that it has sent out
+    redis: RedisState = "none"
+    routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts, by how long the choice took
+    routing_s: Annotated[float, Meta(ge=0)] = 0.0  # that they took together
+    counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    queue: QueueStatus = QueueStatus()
+
+    @property
+    def blind_share(self) -> float:
+        """Of its decisions, those about a worker that had not told what it holds."""
+        return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
+
+    def routing_quantile_s(self, share: float) -> float:
+        """So many were routed within this: an upper bound, infinite beyond the last one."""
+        num_left = share * sum(self.routing_counts)
+        for bound_s, count in zip((*ROUTING_BOUNDS_S, float("inf")), self.routing_counts, strict=True):
+            num_left -= count
+            if num_left <= 0:
+                return bound_s
+        return 0.0
+
+
+class RoutingTimes:
+    """Counts how long choices took."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * _NUM_COUNTS
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(ROUTING_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds

@@ -1,0 +1,130 @@
+"""Names for page contents that mean the same in every process, on any worker, in any layout.
+
+A key chains everything the KV of a full page depends on: the model, the element type, the tenant's
+salt, all tokens before the page and the tokens in it. Equal keys therefore mean equal contents, and
+without the secret nobody can compute the key of a prompt. Python's `hash()` has none of this.
+"""
+
+import struct
+from copy import copy
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from baton.errors import ConfigError
+
+KEY_BYTES = 16
+_PUBLIC = b"baton public:"  # what a salt begins with before the number of public tokens, as u32
+
+
+def with_public(salt: bytes, num_tokens: int) -> bytes:
+    """The salt of a prompt whose first `num_tokens` tokens are no secret of the tenant's.
+
+    Full pages of these are shared by everybody who has such a prompt; what follows them is the tenant's own.
+    """
+    return _PUBLIC + struct.pack("<I", num_tokens) + salt if num_tokens else salt
+
+
+def without_public(salt: bytes) -> bytes:
+    """The tenant's own salt, which such a one was made of."""
+    return _split(salt)[1]
+
+
+def _split(salt: bytes) -> tuple[int, bytes]:
+    """The number of public tokens, and the tenant's own salt."""
+    start = len(_PUBLIC)
+    if not salt.startswith(_PUBLIC) or len(salt) < start + 4:
+        return 0, salt
+    (num_tokens,) = struct.unpack_from("<I", salt, start)
+    return num_tokens, salt[start + 4 :]
+
+
+class PageKeys:
+    """Keyed BLAKE2b-128: root = H(salt), key = H(parent key, token ids as u32 little endian)."""
+
+    def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
+        """`dtype` is the name of the KV element type; tp_size and the order of bytes do not enter."""
+        key = blake2b(secret, digest_size=32).digest()
+        identity = blake2b(digest_size=32, key=key, person=b"baton-model")
+        for part in (model_fingerprint.encode(), dtype.encode()):
+            identity.update(len(part).to_bytes(8, "little") + part)
+        self._identity = identity.digest()
+        self._page_hash = blake2b(digest_size=KEY_BYTES, key=self._identity, person=b"baton-page")
+        self._resize(page_size)
+
+    def of_size(self, page_size: int) -> "PageKeys":
+        """How others name pages of another size that hold the same KV."""
+        other = copy(self)
+        other._resize(page_size)
+        return other
+
+    def root(self, salt: bytes) -> bytes:
+        return blake2b(salt, digest_size=KEY_BYTES, key=self._identity, person=b"baton-salt").digest()
+
+    def extend(self, keys: list[bytes], token_ids: list[int], num_pages: int, salt: bytes) -> None:
+        """Append to `keys`, which names the first len(keys) full pages, until it names `num_pages`."""
+        size = self._page_size
+        num_public_tokens, salt = _split(salt)
+        first_private = num_public_tokens // size * size
+        # No salt of a tenant's leads to the public root: with no public tokens, this one is read as none.
+        parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
+        for first in range(len(keys) * size, num_pages * size, size):
+            if first == first_private and first:
+                parent = self.root(parent + salt)
+            page_hash = self._page_hash.copy()
+            page_hash.update(parent + self._pack(*token_ids[first : first + size]))
+            parent = page_hash.digest()
+            keys.append(parent)
+
+    def _resize(self, page_size: int) -> None:
+        self._pack = struct.Struct(f"<{page_size}I").pack
+        self._page_size = page_size
+
+
+# How the KV cache of one model is cut into pages, and how many bytes that takes.
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pool of one rank is `[num_pages, num_layers, 2, num_kv_heads / tp_size, page_size, head_dim]`.
+
+    `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every
+    rank; heads come before tokens, so the slice of a page that another tp_size needs is contiguous too.
+    """
+
+    tp_size: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "page_size", "num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"PageLayout.{name} must be at least 1, got {getattr(self, name)}")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        if self.num_kv_heads % self.tp_size:
+            raise ConfigError(f"{self.num_kv_heads} KV heads cannot be split over {self.tp_size} ranks")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+
+    @property
+    def heads_per_rank(self) -> int:
+        return self.num_kv_heads // self.tp_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes on one rank, all layers, keys and values."""
+        return 2 * self.num_layers * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_size * self.token_bytes
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens occupy; the last one may be partly filled."""
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,173 @@
+"""Liveness of one connection between two processes: when to send a ping, and when to drop the peer.
+
+1. Each end pings every PING_S, also when other frames leave. A ping says for how long its sender has heard
+   nothing, so that an end also learns that its own frames do not arrive.
+2. Any byte counts as life. A link over which nothing came, or over which nothing arrived, for `timeout_s` is
+   dropped by the end that notices.
+3. Time in which this process itself did not run (SIGSTOP, a starved machine) does not count as the peer's
+   silence: bytes that arrived meanwhile are unread.
+
+The module does no I/O and reads no clock: the owner of the connection calls `tick` several times a second.
+"""
+
+import struct
+from typing import Final
+
+import msgspec
+
+from baton.clock import Clock
+from baton.errors import WireError
+from baton.messages.bounds import Count, Seconds
+
+LINK_TIMEOUT_S: Final = 8.0  # the default of the setting `link_timeout_s`
+PING_S: Final = 0.5
+LATE_TICK_S: Final = 1.0
+
+# The first byte is one that no msgpack value begins with, so that a ping is never taken for a message.
+_PING: Final = struct.Struct(">BI")
+_MARK: Final = 0xC1
+_MAX_MS: Final = 2**32 - 1
+
+
+def is_ping(body: bytes) -> bool:
+    """Return whether this frame body is a ping."""
+    return len(body) == _PING.size and body[0] == _MARK
+
+
+class LinkLife:
+    """One end of one connection, from its handshake on."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard_s = self._looked_s = now_s
+        self._pinged_s = now_s
+        self._unheard_s = 0.0  # how long the peer had heard nothing, when it last said so
+
+    def heard(self, now_s: float) -> None:
+        """Bytes have come."""
+        self._heard_s = now_s
+
+    def take_ping(self, body: bytes) -> bool:
+        """Return whether this frame body is a ping, and record the silence that the ping reports."""
+        if not is_ping(body):
+            return False
+        self._unheard_s = _PING.unpack(body)[1] / 1000
+        return True
+
+    def silence_s(self, now_s: float) -> float:
+        """Seconds since a byte came from the peer, or since one reached the peer: the longer of both."""
+        return max(now_s - self._heard_s, self._unheard_s, 0.0)
+
+    def tick(self, now_s: float) -> bytes | None:
+        """The body of a ping that is due, None while none is. Raises WireError for a link to be dropped."""
+        held_up_s, self._looked_s = now_s - self._looked_s, now_s
+        if held_up_s > LATE_TICK_S:
+            self._heard_s = min(now_s, self._heard_s + held_up_s)
+            self._unheard_s = 0.0
+        self._check(now_s)
+        if now_s - self._pinged_s < PING_S:
+            return None
+        self._pinged_s = now_s
+        return _PING.pack(_MARK, min(_MAX_MS, max(0, round((now_s - self._heard_s) * 1000))))
+
+    def _check(self, now_s: float) -> None:
+        if now_s - self._heard_s > self._timeout_s:
+            raise WireError(f"nothing has come from the peer for {self._timeout_s:g} s", reason="silent")
+        if self._unheard_s > self._timeout_s:
+            raise WireError(f"nothing has reached the peer for {self._timeout_s:g} s", reason="unheard")
+
+
+# The age of a worker's current step, and the bound that the age may reach before the worker counts as hung.
+#
+# The engine's thread calls `begin` at the head of each turn of its loop and `sized` once the batch is known.
+# Any other thread may read `present`: it is one immutable value, replaced as a whole.
+#
+# A step's bound is the longest of `timeout_s` and FACTOR times what a step of its size should take. That is
+# learnt from this process's own steps, by size in powers of two: the slowest of late in the nearest size that
+# was measured, scaled up from a smaller one by the number of tokens. The first step of a process may compile
+# kernels, so it may take FIRST_STEP_S.
+
+STEP_TIMEOUT_S: Final = 30.0  # the default of the setting `step_timeout_s`
+FACTOR: Final = 8.0
+FIRST_STEP_S: Final = 600.0
+MAX_BOUND_S: Final = 86_400.0
+_FADE: Final = 0.02  # of the slowest step, with each faster one of its size
+
+
+class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The current step as a worker reports it."""
+
+    age_s: Seconds
+    num_tokens: Count = 0  # computed in it; 0: the batch is not made yet, or there is none
+    bound_s: Seconds
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.age_s > self.bound_s
+
+    @property
+    def complaint(self) -> str:
+        """The reason to remove a worker whose step is overdue."""
+        return (
+            f"a step of {self.num_tokens} tokens takes {self.age_s:.0f} s, its bound is {self.bound_s:.0f} s"
+        )
+
+
+class _Present(msgspec.Struct, frozen=True):
+    began_s: float
+    num_tokens: int
+    bound_s: float
+
+
+class StepWatchdog:
+    """Measures steps on the engine's thread; the thread that sends signs of life reads `present`."""
+
+    def __init__(self, clock: Clock, timeout_s: float = STEP_TIMEOUT_S) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._slowest_s: dict[int, float] = {}  # bit length of the number of tokens -> seconds
+        # Outside a batch there is work too, such as copies: it gets the room of a first step until one ended.
+        self._present = _Present(clock.now_s(), 0, self.bound_s(1))
+
+    def begin(self) -> None:
+        """Begin a turn of the engine's loop, and learn from the duration of the last one."""
+        now_s, before = self._clock.now_s(), self._present
+        if before.num_tokens:
+            self._learn(before.num_tokens, now_s - before.began_s)
+        self._present = _Present(now_s, 0, self.bound_s(1))
+
+    def sized(self, num_tokens: int) -> None:
+        """Set the size of this turn's batch, which is about to run."""
+        if num_tokens:
+            self._present = _Present(self._present.began_s, num_tokens, self.bound_s(num_tokens))
+
+    @property
+    def present(self) -> RunningStep:
+        """The current step. Any thread may ask."""
+        present = self._present
+        age_s = min(MAX_BOUND_S, max(0.0, self._clock.now_s() - present.began_s))
+        return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
+
+    def bound_s(self, num_tokens: int) -> float:
+        """Seconds that a step of so many tokens may take."""
+        expected_s = self._expected_s(num_tokens)
+        if expected_s is None:
+            return min(MAX_BOUND_S, max(self._timeout_s, FIRST_STEP_S))
+        return min(MAX_BOUND_S, max(self._timeout_s, FACTOR * expected_s))
+
+    def _learn(self, num_tokens: int, step_s: float) -> None:
+        size = num_tokens.bit_length()
+        slowest_s = self._slowest_s.get(size, step_s)
+        self._slowest_s[size] = max(step_s, slowest_s + _FADE * (step_s - slowest_s))
+
+    def _expected_s(self, num_tokens: int) -> float | None:
+        """None: no step has ended yet. Never less than what fewer tokens took."""
+        size = num_tokens.bit_length()
+        if size in self._slowest_s:
+            return self._slowest_s[size]
+        smaller = max((other for other in self._slowest_s if other < size), default=None)
+        larger = min((other for other in self._slowest_s if other > size), default=None)
+        guesses_s = [] if larger is None else [self._slowest_s[larger]]
+        if smaller is not None:
+            guesses_s.append(self._slowest_s[smaller] * 2 ** (size - smaller))
+        return min(guesses_s, default=None)

@@ -1,0 +1,134 @@
+"""What a tenant may ask for, and the part of it that travels with each of its requests.
+
+A tenant's policy is read from the tenants file by gateways alone. A gateway writes the tenant's
+`SchedulingKey` into every `Request` that it accepts: the router and the workers order, bound and degrade work
+by what the request carries, need no file, and take a changed policy from the next request on. Where two
+requests of one tenant differ, the later one holds.
+
+The defaults are those of a cluster without tenants: one tenant, one class, no limits.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+MAX_CLASSES: Final = 16
+BURST_S: Final = 10.0  # of tokens_per_s, where burst_tokens is not given
+ONLY_CLASS: Final = "default"  # of a file that declares none
+OF_FREE: Final = 4  # times as many places as are free is what one tenant may have
+
+Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
+Weight: TypeAlias = Annotated[float, Meta(ge=1e-6, le=1e6)]  # finite, also in sums of ratios
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_CLASSES)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**40)]
+Bytes: TypeAlias = Annotated[int, Meta(ge=1, le=2**50)]
+Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+ClassName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
+TenantName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
+
+
+def has_place(tenant: str, num_asked: int, num_own: int, num_free: int) -> bool:
+    """Whether a tenant that has `num_own` of the places may have so many more of those that are free.
+
+    It may have OF_FREE times as many as are free: one that wants all of them leaves a fifth, two leave a
+    ninth, and who has none finds some. The tenant of a cluster without a file has no name, and nobody to
+    leave any to.
+    """
+    return num_asked <= num_free and (not tenant or num_own + num_asked <= OF_FREE * num_free)
+
+
+class Refusal(StrEnum):
+    """Why the cluster does not take a request now; those of quotas have the names of `Quotas`' fields."""
+
+    NO_ROOM = "no_room"  # it may find room at any moment: its gateway goes on asking
+    SLO = "slo"  # it would miss its ttft_ms or tpot_ms
+    DEADLINE = "deadline"  # its deadline_ms has passed, or can't be kept
+    SHED = "shed"  # the cluster is overloaded, and its class is the lowest
+    TOKENS_PER_S = "tokens_per_s"
+    MAX_CONCURRENT_REQUESTS = "max_concurrent_requests"
+    MAX_ACTIVE_SEQUENCES = "max_active_sequences"
+    MAX_KV_PAGES = "max_kv_pages"
+    MAX_QUEUED = "max_queued"
+    MAX_INPUT_BYTES = "max_input_bytes"
+    MAX_ANSWER_BYTES = "max_answer_bytes"
+
+    @property
+    def is_quota(self) -> bool:
+        return self.value in Quotas.__struct_fields__
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of the classes below; what is at its default takes no room in a message."""
+
+
+class Sla(Value, frozen=True):
+    """What a request should keep, from its arrival at the gateway. None: nothing was promised."""
+
+    ttft_ms: Milliseconds | None = None  # time to first token
+    tpot_ms: Milliseconds | None = None  # mean time per output token after the first
+    deadline_ms: Milliseconds | None = None  # a request without a token by then is refused
+
+
+class Quotas(Value, frozen=True):
+    """Of one tenant in the whole cluster; each choice of a call counts as a request. None: no limit."""
+
+    tokens_per_s: Annotated[float, Meta(gt=0, le=2**40)] | None = None  # prompt and answer tokens together
+    burst_tokens: Tokens | None = None  # tokens that may be used at once; None: ten seconds' worth
+    max_concurrent_requests: Limit | None = None  # accepted and not ended, queued or running
+    max_active_sequences: Limit | None = None  # requests on workers at once; further ones queue
+    max_kv_pages: Limit | None = None  # KV pages held at once, in each worker
+    max_queued: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # requests queued at the router
+    max_input_bytes: Bytes | None = None  # request bodies and prompts in memory at once, in each gateway
+    max_answer_bytes: Bytes | None = None  # unstreamed answers in memory at once, in each gateway
+
+    @property
+    def burst(self) -> float:
+        """Tokens that a bucket of this quota holds when it is full; inf without `tokens_per_s`."""
+        if self.tokens_per_s is None:
+            return float("inf")
+        return float(self.burst_tokens or max(1.0, self.tokens_per_s * BURST_S))
+
+
+class Degradation(Value, frozen=True):
+    """What may be done to a tenant's requests when the cluster is overloaded."""
+
+    clip_max_tokens_to: Tokens | None = None  # cap of max_tokens under overload; None: never
+    may_reduce_logprobs: bool = False  # under overload, at most one alternative for each token
+    may_shed: bool = True  # under overload, refuse requests with Retry-After
+
+
+class SchedulingKey(Value, frozen=True):
+    """How one request is to be treated; see the policy that it was made of."""
+
+    weight: Weight = 1.0  # of the tenant's share, among the tenants of its rank
+    rank: Rank = 0  # of its class; 0 is served strictly before 1
+    max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due then
+    quotas: Quotas = Quotas()
+    degradation: Degradation = Degradation()
+    wishes: bool = False  # its client named objectives that its tenant is not promised: nobody gives way
+
+
+class TenantPolicy(Value, frozen=True):
+    """One tenant's part of the file, less its keys."""
+
+    weight: Weight = 1.0  # share of the cluster, among the tenants of its class
+    priority_class: ClassName | None = None  # one of `classes`; None: the lowest
+    sla: Sla = Sla()  # default objectives of requests, and the tightest that a request may name
+    quotas: Quotas = Quotas()  # limits over the whole cluster
+    max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due after this
+    degradation: Degradation = Degradation()  # what overload may do to this tenant's requests
+    models: tuple[str, ...] | None = None  # that its keys may use; None: every model
+    # Names among the file's public_prefixes; tenants share the KV pages of these.
+    public_prefixes: tuple[str, ...] = ()
+
+    def scheduling_key(self, rank: int) -> SchedulingKey:
+        """Of its requests; `rank`: of the class that they are served in."""
+        return SchedulingKey(
+            weight=self.weight,
+            rank=rank,
+            max_queue_delay_ms=self.max_queue_delay_ms,
+            quotas=self.quotas,
+            degradation=self.degradation,
+        )

@@ -1,0 +1,414 @@
+"""Static, dynamic and continuous batching of the same requests by the same engine.
+
+python -m baton.bench.engine.batching [--repeats N] [--out FOLDER]
+
+1. Burst: all requests at once; what a full machine yields. 10 % short, 80 % medium, 10 % long answers.
+2. Open loop: Poisson arrivals in real time, at 70 % of what continuous batching yielded in 1, then at 70 %
+   of what static batching did, where all policies keep up.
+3. Sweep: bursts of equal mean answer length and growing variance.
+
+Every figure is the median over repeats, policies taking turns within each; ratios are of the same repeat.
+Repeats differ in the order of the same lengths.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from typing import Final, TypeAlias
+
+from baton.bench.engine.replica import LlamaShape, Replica, load_replica
+from baton.bench.report import RESULTS, Row, at_least, can_plot, format_number, print_table, write_json
+from baton.request import Request, SamplingParams
+
+# The same requests through one engine under a batching policy: what came out, and when.
+#
+# 1. `Requests` fixes prompts, answer lengths and arrival times; every policy gets the same ones.
+# 2. `run` hands each request to the engine when it is due and steps until all have ended.
+# 3. `Outcome` counts tokens, seconds, computed rows and each request's latency since its arrival.
+
+POLICIES: Final = ("static", "dynamic", "continuous")
+NUM_SEATS: Final = 16  # sequences a batch
+PROMPT_TOKENS: Final = 32
+MAX_OUTPUT_TOKENS: Final = 512
+
+# Large enough that reading the weights is most of a step, as on a GPU: a step of one row then costs
+# nearly what a step of sixteen does, and rows that are computed for nothing are not cheaper than others.
+SHAPE: Final = LlamaShape(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=1024,
+    max_positions=PROMPT_TOKENS + MAX_OUTPUT_TOKENS,
+)
+DRAWS_A_LENGTH: Final = 64
+DYNAMIC_WINDOW_MS: Final = 10.0  # a request-level batcher waits this long for a full batch
+
+
+@dataclass(frozen=True)
+class Requests:
+    output_lengths: tuple[int, ...]  # tokens
+    arrivals_s: tuple[float, ...]  # since the start, ascending
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.output_lengths)
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation over mean of the output lengths."""
+        return pstdev(self.output_lengths) / self.mean
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seconds: float  # from the first arrival to the last token
+    num_tokens: int  # generated, all of them asked for
+    latencies_s: tuple[float, ...]  # from each arrival to its own last token, in order of arrival
+    num_steps: int
+    num_rows: int  # computed, prompts and padding included
+    num_padded_rows: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def mean_latency_s(self) -> float:
+        return fmean(self.latencies_s)
+
+    @property
+    def p99_latency_s(self) -> float:
+        return sorted(self.latencies_s)[-(-len(self.latencies_s) * 99 // 100) - 1]
+
+    @property
+    def padding_percent(self) -> float:
+        return 100 * self.num_padded_rows / self.num_rows
+
+
+def mixed_lengths(num_requests: int, seed: int = 0) -> tuple[int, ...]:
+    """10 % short (4 tokens, a label), 80 % medium (32, a sentence), 10 % long (256, a page), shuffled."""
+    num_tails = num_requests // 10
+    lengths = [4] * num_tails + [256] * num_tails + [32] * (num_requests - 2 * num_tails)
+    random.Random(seed).shuffle(lengths)
+    return tuple(lengths)
+
+
+def varied_lengths(num_requests: int, mean: int, variation: float, seed: int = 0) -> tuple[int, ...]:
+    """Gamma-distributed lengths of the wanted coefficient of variation, scaled to the exact mean.
+
+    Quantiles of a larger draw, shuffled: a plain draw of this size misses the variation by a tenth.
+    """
+    if variation == 0:
+        return (mean,) * num_requests
+    shape, rng = variation**-2, random.Random(seed)
+    drawn = sorted(rng.gammavariate(shape, mean / shape) for _ in range(num_requests * DRAWS_A_LENGTH))
+    quantiles = drawn[DRAWS_A_LENGTH // 2 :: DRAWS_A_LENGTH]
+    lengths = _scaled(quantiles, mean)
+    rng.shuffle(lengths)
+    return tuple(lengths)
+
+
+def burst(output_lengths: tuple[int, ...]) -> Requests:
+    return Requests(output_lengths, (0.0,) * len(output_lengths))
+
+
+def poisson(output_lengths: tuple[int, ...], requests_per_s: float, seed: int = 0) -> Requests:
+    rng = random.Random(seed)
+    gaps_s = [rng.expovariate(requests_per_s) for _ in output_lengths]
+    return Requests(output_lengths, tuple(accumulate(gaps_s)))
+
+
+def load_policies(shape: LlamaShape = SHAPE) -> dict[str, Replica]:
+    """One engine a policy, with the same weights, seats and pages; no prefix cache, so no prompt is free."""
+    return {policy: _load(policy, shape) for policy in POLICIES}
+
+
+def run(replica: Replica, requests: Requests) -> Outcome:
+    """Run to the end in real time; an idle engine sleeps until the next arrival."""
+    engine, runner = replica.engine, replica.runner
+    before = (runner.num_steps, runner.num_rows, runner.num_padded_rows)
+    due = _Due(requests)
+    ended_s: dict[str, float] = {}
+    num_tokens, started_s = 0, time.perf_counter()
+    while len(ended_s) < len(requests.output_lengths):
+        for request in due.until(time.perf_counter() - started_s):
+            engine.add(request)
+        outputs = engine.step() if engine.has_work() else []
+        num_tokens += len(outputs)
+        now_s = time.perf_counter() - started_s
+        ended_s.update({output.request_id: now_s for output in outputs if output.finish_reason})
+        if not engine.has_work():
+            _sleep_until_due(due.next_s, now_s)
+        elif engine.wait_s is not None:  # the queue window holds all there is
+            _sleep_until_due(due.next_s, now_s, engine.wait_s)
+    arrivals_s = requests.arrivals_s
+    return Outcome(
+        seconds=max(ended_s.values()) - arrivals_s[0],
+        num_tokens=num_tokens,
+        latencies_s=tuple(ended_s[str(index)] - arrival_s for index, arrival_s in enumerate(arrivals_s)),
+        num_steps=runner.num_steps - before[0],
+        num_rows=runner.num_rows - before[1],
+        num_padded_rows=runner.num_padded_rows - before[2],
+    )
+
+
+class _Due:
+    """Requests not yet handed out, by arrival."""
+
+    def __init__(self, requests: Requests) -> None:
+        rng = random.Random(len(requests.output_lengths))
+        self._arrivals_s = requests.arrivals_s
+        self._requests = [
+            _request(index, length, rng) for index, length in enumerate(requests.output_lengths)
+        ]
+        self._num_taken = 0
+
+    @property
+    def next_s(self) -> float | None:
+        return self._arrivals_s[self._num_taken] if self._num_taken < len(self._requests) else None
+
+    def until(self, now_s: float) -> Iterator[Request]:
+        while self.next_s is not None and self.next_s <= now_s:
+            self._num_taken += 1
+            yield self._requests[self._num_taken - 1]
+
+
+def _request(index: int, num_tokens: int, rng: random.Random) -> Request:
+    prompt = tuple(rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS))
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return Request(request_id=str(index), token_ids=prompt, sampling=sampling)
+
+
+def _sleep_until_due(next_s: float | None, now_s: float, window_s: float = math.inf) -> None:
+    """Until the next arrival or the opening of the queue window; not at all when neither will come."""
+    pause_s = min(window_s, math.inf if next_s is None else next_s - now_s)
+    if 0 < pause_s < math.inf:
+        time.sleep(pause_s)
+
+
+def _load(policy: str, shape: LlamaShape) -> Replica:
+    scheduler: dict[str, object] = {"policy": policy, "max_num_seqs": NUM_SEATS}
+    if policy == "dynamic":
+        window = {"max_queue_delay_ms": DYNAMIC_WINDOW_MS, "preferred_batch_sizes": [NUM_SEATS]}
+        scheduler |= window
+    cache = {"kv_cache_memory_bytes": 2**27, "enable_prefix_caching": False}
+    return load_replica(shape, {"scheduler": scheduler, "cache": cache})
+
+
+def _scaled(values: Sequence[float], mean: int) -> list[int]:
+    """Whole lengths within the bounds, in the order of the ascending `values`, of exactly this mean."""
+    total, factor = mean * len(values), 1.0
+    for _ in range(10):  # the bounds move the mean
+        lengths = [min(MAX_OUTPUT_TOKENS, max(1, round(value * factor))) for value in values]
+        factor *= total / sum(lengths)
+    missing = total - sum(lengths)
+    middle = len(lengths) // 2  # of those above it none is at a bound that matters
+    for index in range(middle, middle + abs(missing)):
+        lengths[index] += 1 if missing > 0 else -1
+    return lengths
+
+
+THROUGHPUT_BAR: Final = 1.9  # continuous / static
+LATENCY_BAR: Final = 5.0  # static / continuous, means
+LOAD: Final = 0.7  # of a policy's measured capacity
+Outcomes: TypeAlias = dict[str, list[Outcome]]  # policy -> one outcome a repeat
+Measure: TypeAlias = Callable[[Outcome], float]
+
+
+@dataclass(frozen=True)
+class Workload:
+    num_requests: int = 160
+    sweep_requests: int = 240
+    sweep_mean: int = 16  # tokens
+    variations: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5, 2.0)
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One variance of the sweep."""
+
+    requests: Requests  # of the first repeat; the others have much the same lengths in another order
+    outcomes: Outcomes
+
+    @property
+    def gain(self) -> float:
+        return ratio(self.outcomes, "continuous", "static", tokens_per_s)
+
+    @property
+    def step_gain(self) -> float:
+        """The gain if all steps cost the same: it depends on no clock."""
+        return ratio(self.outcomes, "static", "continuous", num_steps)
+
+
+def tokens_per_s(outcome: Outcome) -> float:
+    return outcome.tokens_per_s
+
+
+def mean_latency_s(outcome: Outcome) -> float:
+    return outcome.mean_latency_s
+
+
+def num_steps(outcome: Outcome) -> float:
+    return outcome.num_steps
+
+
+def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
+    """Every policy runs the requests of each repeat, in an order that is turned round each time."""
+    outcomes: Outcomes = {policy: [] for policy in replicas}
+    for repeat, requests in enumerate(requests_of_repeats):
+        for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:
+            outcomes[policy].append(run(replicas[policy], requests))
+    return outcomes
+
+
+def middle(outcomes: Sequence[Outcome], measure: Measure) -> float:
+    return median(map(measure, outcomes))
+
+
+def ratio(outcomes: Outcomes, above: str, below: str, measure: Measure) -> float:
+    pairs = zip(outcomes[above], outcomes[below], strict=True)
+    return median(measure(one) / measure(other) for one, other in pairs)
+
+
+def sweep(replicas: Mapping[str, Replica], workload: Workload) -> list[Point]:
+    two = {policy: replicas[policy] for policy in ("static", "continuous")}
+    points = []
+    for variation in workload.variations:
+        size = (workload.sweep_requests, workload.sweep_mean, variation)
+        requests = [burst(varied_lengths(*size, seed)) for seed in range(workload.repeats)]
+        points.append(Point(requests[0], take_turns(two, requests)))
+    return points
+
+
+def burst_rows(outcomes: Outcomes) -> list[Row]:
+    rows = []
+    for policy, runs in outcomes.items():
+        rows.append(Row(f"burst, {policy}: throughput", middle(runs, tokens_per_s), "tok/s"))
+        rows.append(Row(f"burst, {policy}: padding", runs[0].padding_percent, "% of rows"))
+    rows += latency_rows("burst", outcomes)
+    rows.append(
+        Row("burst: steps, static / continuous", ratio(outcomes, "static", "continuous", num_steps), "x")
+    )
+    dynamic_gain = ratio(outcomes, "dynamic", "static", tokens_per_s)
+    rows.append(Row("burst: throughput, dynamic / static", dynamic_gain, "x"))
+    gain = ratio(outcomes, "continuous", "static", tokens_per_s)
+    return [*rows, at_least("burst: throughput, continuous / static", gain, "x", THROUGHPUT_BAR)]
+
+
+def latency_rows(name: str, outcomes: Outcomes, bar: float | None = None) -> list[Row]:
+    """Seconds from arrival to a request's own last token, and how many times less continuous takes."""
+    rows = []
+    for policy, runs in outcomes.items():
+        p99_s = middle(runs, lambda outcome: outcome.p99_latency_s)
+        rows.append(Row(f"{name}, {policy}: mean latency", middle(runs, mean_latency_s), "s"))
+        rows.append(Row(f"{name}, {policy}: p99 latency", p99_s, "s"))
+    times_less = ratio(outcomes, "static", "continuous", mean_latency_s)
+    label = f"{name}: mean latency, static / continuous"
+    return [*rows, Row(label, times_less, "x") if bar is None else at_least(label, times_less, "x", bar)]
+
+
+def sweep_rows(points: Sequence[Point]) -> list[Row]:
+    rows = []
+    for point in points:
+        note = f"{format_number(point.step_gain)} in steps"
+        rows.append(
+            Row(f"sweep: gain at variation {point.requests.variation:.2f}", point.gain, "x", note=note)
+        )
+    gains = [point.gain for point in points]
+    least_rise = min(after - before for before, after in pairwise(gains))
+    return [*rows, Row("sweep: least rise of the gain", least_rise, "x", "> 0", least_rise > 0)]
+
+
+def open_loop(replicas: Mapping[str, Replica], num_requests: int, rate: float, repeats: int) -> Outcomes:
+    """`rate`: requests a second."""
+    lists = [mixed_lengths(num_requests, seed) for seed in range(repeats)]
+    return take_turns(replicas, [poisson(lengths, rate, seed) for seed, lengths in enumerate(lists)])
+
+
+def measure(workload: Workload, out: Path, shape: LlamaShape = SHAPE) -> list[Row]:
+    """Run everything, write batching.json and, where it can be drawn, batching.png into `out`; the rows."""
+    replicas = load_policies(shape)
+    run_warmup(replicas)
+    num_requests, repeats = workload.num_requests, workload.repeats
+    full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in range(repeats)])
+    rows, samples = burst_rows(full), {"burst": _samples(full)}
+    for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
+        rate = LOAD * num_requests / middle(full[policy], lambda outcome: outcome.seconds)
+        # At the lower rate half as many requests take the time.
+        outcomes = open_loop(replicas, num_requests if bar else num_requests // 2, rate, repeats)
+        name = f"{LOAD:.0%} of {policy}"
+        rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
+        rows += latency_rows(name, outcomes, bar)
+        samples[name] = _samples(outcomes)
+    points = sweep(replicas, workload)
+    rows += sweep_rows(points)
+    setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
+    extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
+    write_json(out / "batching.json", "batching", rows, {**extra, "sweep": [_sweep_point(p) for p in points]})
+    if can_plot():
+        plot(points, out / "batching.png")
+    return rows
+
+
+def run_warmup(replicas: Mapping[str, Replica]) -> None:
+    for replica in replicas.values():
+        run(replica, burst((8,) * NUM_SEATS))
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    from matplotlib.figure import Figure  # only here: `can_plot` says whether it is there
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    variations = [point.requests.variation for point in points]
+    axes.plot(variations, [point.gain for point in points], "o-", label="throughput")
+    axes.plot(variations, [point.step_gain for point in points], "s--", label="if all steps cost the same")
+    axes.legend()
+    axes.set_xlabel(
+        f"variation of answer length (deviation / mean), mean {points[0].requests.mean:.0f} tokens"
+    )
+    axes.set_ylabel("continuous / static")
+    axes.set_ylim(bottom=0)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_title(f"Continuous batching gains with variance ({NUM_SEATS} seats)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _sweep_point(point: Point) -> dict[str, object]:
+    return {
+        "variation": point.requests.variation,
+        "gain": point.gain,
+        "step_gain": point.step_gain,
+        "samples": _samples(point.outcomes),
+    }
+
+
+def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
+    return {policy: [asdict(outcome) for outcome in runs] for policy, runs in outcomes.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=Workload.repeats)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of batching.json and batching.png")
+    arguments = parser.parse_args()
+    if not can_plot():
+        print("note: no batching.png without matplotlib: pip install matplotlib", flush=True)
+    print_table("batching", measure(Workload(repeats=arguments.repeats), arguments.out))
+
+
+if __name__ == "__main__":
+    main()

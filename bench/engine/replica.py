@@ -1,0 +1,100 @@
+"""An engine to measure: a Llama of any shape with dummy weights, and a runner that records its steps."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from torch import Tensor
+
+from baton.clock import SystemClock
+from baton.config.engine import EngineConfig, engine_config
+from baton.engine.engine import Engine
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.registry import ModelConfig, read_model_config
+from baton.engine.runner.model_runner import ModelRunner
+from baton.engine.runner.step_inputs import StepArrays
+from baton.kernels.decoder_stack import OnLayers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+
+    def write(self, directory: Path) -> None:
+        """Write the config.json of a bf16 model; dummy weights need nothing else."""
+        keys = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        (directory / "config.json").write_text(json.dumps(keys))
+
+
+def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
+    """Of all layers' matrices: what every token is multiplied with."""
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+    return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
+
+
+def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
+    """Of the output head: multiplied with the rows that sample."""
+    return shape.vocab_size * shape.hidden_size
+
+
+class RecordingRunner(ModelRunner):
+    """Counts the rows that steps compute, real and padding, and keeps the last step that had any."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__(config, model, tp)
+        self.last_step: StepArrays | None = None
+        self.num_steps = 0
+        self.num_rows = 0
+        self.num_padded_rows = 0  # computed for nothing: their keys and values are stored nowhere
+
+    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
+        if len(arrays.token_ids):
+            self.last_step = arrays
+            self.num_steps += 1
+            self.num_rows += len(arrays.token_ids)
+            self.num_padded_rows += int(np.count_nonzero(arrays.slots < 0))
+        return super().execute(arrays, on_layers)
+
+
+@dataclass(frozen=True)
+class Replica:
+    engine: Engine
+    runner: RecordingRunner
+
+
+def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Replica:
+    """A ready engine of one rank. `settings` are EngineConfig's, without the model."""
+    with TemporaryDirectory() as folder:
+        shape.write(Path(folder))
+        config = engine_config({"model": folder, "load_format": "dummy", **settings})
+        runner = RecordingRunner(config, read_model_config(Path(folder)), TensorParallel())
+        runner.load()
+        runner.allocate()
+    return Replica(Engine(runner, SystemClock(), "bench"), runner)

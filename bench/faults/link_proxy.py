@@ -1,0 +1,230 @@
+"""A TCP proxy between two processes of a cluster, which swallows, delays, throttles or cuts its connections.
+
+Swallowing holds bytes back, as a network does that drops packets: the sender's kernel takes some more,
+nothing arrives, no end of the stream is heard of, and new connections get no answer. Once it passes again,
+what was held arrives, in order. A slow link delivers each byte after a delay, and so many bytes a second.
+"""
+
+import asyncio
+import contextlib
+import math
+import socketserver
+import threading
+from collections.abc import Callable
+from enum import Enum
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+CHUNK_BYTES: Final = 1 << 16
+MAX_UNDER_WAY: Final = 16  # chunks of one direction
+
+
+class Direction(Enum):
+    FORTH = "forth"  # from the end that connects to the end that listens
+    BACK = "back"
+
+
+BOTH: Final = (Direction.FORTH, Direction.BACK)
+
+
+class LinkProxy:
+    """Listens at `address` and connects what comes to `target`, on a thread of its own; closed by `close`."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link-proxy", daemon=True)
+        self._thread.start()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.num_connections = 0
+        self._delay_s, self._bytes_per_s = 0.0, math.inf
+        future = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
+        self.address: tuple[str, int] = future.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def swallow(self, *directions: Direction) -> None:
+        """Let nothing through in these directions, both if none is named, until `restore`."""
+        self._set(directions or BOTH, passes=False)
+
+    def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+        """Deliver bytes that come from now on so late, and each connection's so slowly, both ways."""
+
+        def change() -> None:
+            self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
+
+        self._call(change)
+
+    def restore(self) -> None:
+        """Let everything through again at full speed, what was held first."""
+        self.slow()
+        self._set(BOTH, passes=True)
+
+    def cut(self) -> None:
+        """Reset every connection that there is; new ones are served."""
+        self._call(self._abort_all)
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._server.close()
+            self._abort_all()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _listen(self) -> tuple[str, int]:
+        self._gates = {direction: asyncio.Event() for direction in Direction}
+        for gate in self._gates.values():
+            gate.set()
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return host, port
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        self._writers.add(writer)
+        try:
+            await self._gates[Direction.FORTH].wait()
+            other_reader, other_writer = await asyncio.open_connection(*self.target)
+            writers.append(other_writer)
+            self._writers.add(other_writer)
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._carry(reader, other_writer, self._gates[Direction.FORTH]))
+                ways.create_task(self._carry(other_reader, writer, self._gates[Direction.BACK]))
+        except* OSError:
+            pass  # one of the ends is gone, and so is the other now
+        finally:
+            for each in writers:
+                self._writers.discard(each)
+                each.transport.abort()
+
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
+        """Read on while bytes are under way: a delay alone takes no bandwidth. b"" is the end."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
+
+        async def deliver() -> None:
+            data = b" "
+            while data:
+                due_s, data = await under_way.get()
+                await asyncio.sleep(max(0.0, due_s - self._loop.time()))
+                await gate.wait()
+                if data:
+                    writer.write(data)
+                    await writer.drain()
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
+            with contextlib.suppress(OSError):
+                writer.write_eof()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(deliver())
+            data = b" "
+            while data:
+                data = await reader.read(self._chunk_bytes())
+                await under_way.put((self._loop.time() + self._delay_s, data))
+
+    def _chunk_bytes(self) -> int:
+        """Return how many bytes are read at once: of a slow link, what passes in a tenth of a second."""
+        return int(min(CHUNK_BYTES, max(1.0, self._bytes_per_s / 10)))
+
+    def _set(self, directions: tuple[Direction, ...], *, passes: bool) -> None:
+        def change() -> None:
+            for direction in directions:
+                gate = self._gates[direction]
+                if passes:
+                    gate.set()
+                else:
+                    gate.clear()
+
+        self._call(change)
+
+    def _abort_all(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def _call(self, change: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def make() -> None:
+            change()
+            done.set()
+
+        self._loop.call_soon_threadsafe(make)
+        done.wait()
+
+
+# A proxy for each link of a cluster of bench/faults/switched_process.py, by who dials whom and what for.
+
+HOST: Final = "127.0.0.1"
+
+
+class Link(NamedTuple):
+    dialer: str  # the name of a process
+    kind: str  # "control", "page control" or "page data"
+    target: tuple[str, int]
+
+
+class Switchboard:
+    """Listens at `port`; `links` are those that any process has asked for, oldest first."""
+
+    def __init__(self) -> None:
+        self.links: dict[Link, LinkProxy] = {}
+        self._lock = threading.Lock()
+        self._server = socketserver.ThreadingTCPServer((HOST, 0), self._handler())
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="switchboard", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        for proxy in self.links.values():
+            proxy.close()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def proxy(self, link: Link) -> LinkProxy:
+        with self._lock:
+            if link not in self.links:
+                self.links[link] = LinkProxy(link.target)
+            return self.links[link]
+
+    def _handler(self) -> type[socketserver.StreamRequestHandler]:
+        board = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                # A name may have spaces in its kind: the target is what comes last.
+                dialer, rest = self.rfile.readline().decode().rstrip("\n").split(" ", 1)
+                kind, host, port = rest.rsplit(" ", 2)
+                where = board.proxy(Link(dialer, kind, (host, int(port)))).address
+                self.wfile.write(f"{where[0]} {where[1]}\n".encode())
+
+        return Handler

@@ -1,0 +1,218 @@
+"""The kernels against the device's own rates, each checked on the very inputs that are timed.
+
+Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L layers, S page size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.bench.gpu.session import Rates, Session, require_close, require_equal
+from baton.bench.machine import (
+    Call,
+    copy_bandwidth_gbps,
+    matmul_peak_tflops,
+    read_bandwidth_gbps,
+    seconds_per_call,
+)
+from baton.bench.report import Row, at_most, format_number
+from baton.kernels.paged_attention import paged_attention_decode, paged_attention_decode_reference
+from baton.kernels.pages import gather_pages, scatter_pages
+from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
+
+DTYPE = torch.bfloat16
+PAGE_SIZES = (16, 64)
+CHECKED_TOKENS = 64  # at the end of a prefill: they see all of it
+
+
+@dataclass(frozen=True)
+class PagedKv:
+    """Random keys and values of several sequences, their pages shuffled over the pool."""
+
+    pool: Tensor  # [P, L, 2, K, S, D]
+    page_table: Tensor  # [B, pages] int32
+    context_lens: Tensor  # [B] int32
+
+    def of_sequence(self, layer: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(pages in fp32, page table, context lengths) of one sequence alone, for a reference."""
+        pages = self.pool[self.page_table[sequence].long(), layer].float()
+        table = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
+        return pages, table, self.context_lens[sequence : sequence + 1]
+
+
+def rates(session: Session) -> Iterator[Row]:
+    device, sizes = session.device, session.sizes
+    read_gbps = read_bandwidth_gbps(device, sizes.buffer_bytes)
+    yield Row("read bandwidth", read_gbps, "GB/s", note="a plain reduction")
+    copy_gbps = copy_bandwidth_gbps(device, sizes.buffer_bytes)
+    yield Row("copy bandwidth", copy_gbps, "GB/s", note="read and written bytes")
+    peak_tflops = matmul_peak_tflops(device, DTYPE, sizes.matmul_size)
+    yield Row("matmul peak, bf16", peak_tflops, "TFLOP/s", note=f"{sizes.matmul_size} cubed, random data")
+    session.measured_rates = Rates(read_gbps, copy_gbps, peak_tflops)
+
+
+def decode_kernel(session: Session) -> Iterator[Row]:
+    """Percent of read bandwidth, counting each key and value once."""
+    for batch, context in session.sizes.decode_batches:
+        name, bar = f"decode kernel, {batch} x {context:,}", 90.0 if batch > 1 else 80.0
+        yield from _decode_rows(session, name, [context] * batch, bar)
+    batch, context = session.sizes.decode_batches[0]
+    lengths = torch.randint(context // 16, 2 * context, (batch,)).tolist()
+    yield from _decode_rows(session, f"decode kernel, {batch} ragged to {2 * context:,}", lengths, 75.0)
+
+
+def prefill_kernel(session: Session) -> Iterator[Row]:
+    """TFLOP/s over the causal half, beside the library's kernel on contiguous keys."""
+    model = session.sizes.model
+    for num_tokens in session.sizes.prefill_lengths:
+        kv = _paged_kv(session, [num_tokens], 16)
+        query_THD = _normal(session, num_tokens, model.num_heads, model.head_dim)
+        calls = [_prefill(query_THD, kv, layer) for layer in range(kv.pool.shape[1])]
+        _check_prefill(query_THD, kv)
+        flops = 2 * model.num_heads * model.head_dim * num_tokens**2
+        tflops = flops / seconds_per_call(calls, session.device) / 1e12
+        percent = 100 * tflops / session.rates.peak_tflops
+        note = f"{percent:.0f} % of matmul peak"
+        yield Row(f"prefill kernel, {num_tokens:,} tokens", tflops, "TFLOP/s", note=note)
+        rival = flops / seconds_per_call([_library_prefill(session, num_tokens)], session.device) / 1e12
+        note = f"ours is {format_number(tflops / rival)} of it"
+        yield Row(f"torch attention, {num_tokens:,} tokens", rival, "TFLOP/s", note=note)
+
+
+def pages(session: Session) -> Iterator[Row]:
+    """Percent of the device's copy rate: whole pages at once, then one layer's parts of them."""
+    model, num_moved = session.sizes.model, session.sizes.num_moved_pages
+    shape = (model.num_layers, 2, model.num_kv_heads, 16, model.head_dim)
+    pool = _normal(session, 2 * num_moved, *shape)
+    order = torch.randperm(2 * num_moved, device=session.device)
+    moved, others = order[:num_moved], order[num_moved:]
+    whole = torch.empty_like(pool[:num_moved])
+    layers = [pool[:, layer] for layer in range(model.num_layers)]
+    # The same memory as parts of layers: one small buffer for all would stay in the cache.
+    parts = list(whole.view(model.num_layers, num_moved, *shape[1:]))
+    gather_pages(pool, moved, whole)
+    require_equal("gather_pages", whole, pool[moved])
+    scatter_pages(whole, others, pool)
+    require_equal("scatter_pages", pool[others], whole)
+    gather_pages(layers[-1], moved, parts[-1])
+    require_equal("gather_pages of a layer", parts[-1], layers[-1][moved])
+    scatter_pages(parts[-1], others, layers[0])
+    require_equal("scatter_pages of a layer", layers[0][others], parts[-1])
+    pairs = list(zip(layers, parts, strict=True))
+    part_bytes = parts[0].nbytes
+    timed: dict[str, tuple[list[Call], int]] = {
+        "gather, whole pages": ([partial(gather_pages, pool, moved, whole)], whole.nbytes),
+        "scatter, whole pages": ([partial(scatter_pages, whole, others, pool)], whole.nbytes),
+        "gather, one layer": (
+            [partial(gather_pages, layer, moved, part) for layer, part in pairs],
+            part_bytes,
+        ),
+        "scatter, one layer": (
+            [partial(scatter_pages, part, others, layer) for layer, part in pairs],
+            part_bytes,
+        ),
+    }
+    for name, (calls, num_bytes) in timed.items():
+        gbps = 2 * num_bytes / seconds_per_call(calls, session.device) / 1e9
+        note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
+        yield session.bar(name, 100 * gbps / session.rates.copy_gbps, "% of copy", 85, note)
+
+
+def _decode_rows(session: Session, name: str, lengths: list[int], bar: float) -> Iterator[Row]:
+    model = session.sizes.model
+    num_bytes = sum(lengths) * 2 * model.num_kv_heads * model.head_dim * DTYPE.itemsize
+    seconds = []
+    for page_size in PAGE_SIZES:
+        kv = _paged_kv(session, lengths, page_size)
+        query_BHD = _normal(session, len(lengths), model.num_heads, model.head_dim)
+        _check_decode(query_BHD, kv)
+        calls = [_decode(query_BHD, kv, layer) for layer in range(kv.pool.shape[1])]
+        seconds.append(seconds_per_call(calls, session.device))
+        gbps = num_bytes / seconds[-1] / 1e9
+        note = f"{format_number(seconds[-1] * 1e6)} us, {format_number(gbps)} GB/s"
+        percent = 100 * gbps / session.rates.read_gbps
+        yield session.bar(f"{name}, pages of {page_size}", percent, "% of read", bar, note)
+        del kv, calls  # gigabytes
+    slower = seconds[0] / seconds[1]
+    row_name = f"{name}, time of pages of {PAGE_SIZES[0]} / {PAGE_SIZES[1]}"
+    yield at_most(row_name, slower, "x", 1.05) if session.sizes.has_bars else Row(row_name, slower, "x")
+
+
+def _paged_kv(session: Session, lengths: list[int], page_size: int) -> PagedKv:
+    model, device = session.sizes.model, session.device
+    counts = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(counts), dtype=torch.int32)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, part in zip(table, order.split(counts), strict=True):
+        row[: len(part)] = part
+    page = (2, model.num_kv_heads, page_size, model.head_dim)
+    pool = _normal(session, sum(counts), session.sizes.num_pool_layers, *page)
+    return PagedKv(pool, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+
+def _decode(query_BHD: Tensor, kv: PagedKv, layer: int) -> Call:
+    scale = query_BHD.shape[2] ** -0.5
+    arguments = (query_BHD, kv.pool[:, layer], kv.page_table, kv.context_lens)
+    return partial(paged_attention_decode, *arguments, scale=scale)
+
+
+def _check_decode(query_BHD: Tensor, kv: PagedKv) -> None:
+    """The first and the last sequence, in the first and the last layer."""
+    scale = query_BHD.shape[2] ** -0.5
+    for layer, sequence in ((0, 0), (kv.pool.shape[1] - 1, len(query_BHD) - 1)):
+        got_BHD = paged_attention_decode(
+            query_BHD, kv.pool[:, layer], kv.page_table, kv.context_lens, scale=scale
+        )
+        query_1HD = query_BHD[sequence : sequence + 1].float()
+        expected = paged_attention_decode_reference(query_1HD, *kv.of_sequence(layer, sequence), scale=scale)
+        require_close("decode kernel", got_BHD[sequence], expected[0])
+
+
+def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Call:
+    return partial(
+        prefill_attention,
+        query_THD,
+        kv.pool[:, layer],
+        kv.page_table,
+        torch.tensor([0, len(query_THD)], dtype=torch.int32, device=query_THD.device),
+        kv.context_lens,
+        scale=query_THD.shape[2] ** -0.5,
+        max_seqlen_q=len(query_THD),
+    )
+
+
+def _check_prefill(query_THD: Tensor, kv: PagedKv) -> None:
+    """The last tokens, as a chunk after a prefix of all others; and the first, which see only themselves."""
+    layer, num_heads, scale = kv.pool.shape[1] - 1, query_THD.shape[1], query_THD.shape[2] ** -0.5
+    got_THD = prefill_attention(
+        query_THD,
+        kv.pool[:, layer],
+        kv.page_table,
+        torch.tensor([0, len(query_THD)], dtype=torch.int32, device=query_THD.device),
+        kv.context_lens,
+        scale=scale,
+        max_seqlen_q=len(query_THD),
+    )
+    last_THD = query_THD[-CHECKED_TOKENS:].float()
+    cu_seqlens = torch.tensor([0, len(last_THD)], dtype=torch.int32, device=query_THD.device)
+    pages, table, lens = kv.of_sequence(layer, 0)
+    expected = prefill_attention_reference(last_THD, pages, table, cu_seqlens, lens, scale=scale)
+    require_close("prefill kernel, last tokens", got_THD[-CHECKED_TOKENS:], expected)
+    first_value_KD = pages[table[0, 0], 1, :, 0]
+    group_size = num_heads // first_value_KD.shape[0]
+    require_close("prefill kernel, first token", got_THD[0], first_value_KD.repeat_interleave(group_size, 0))
+
+
+def _library_prefill(session: Session, num_tokens: int) -> Call:
+    """torch's own causal attention, keys already repeated for every query head."""
+    model = session.sizes.model
+    query, key, value = (_normal(session, 1, model.num_heads, num_tokens, model.head_dim) for _ in range(3))
+    return partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)
+
+
+def _normal(session: Session, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device=session.device).normal_()

@@ -1,0 +1,326 @@
+"""The 8B shape through the engine itself: its scheduler, graphs and sampling are all in the figures.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.bench.engine.replica import (
+    LlamaShape,
+    Replica,
+    load_replica,
+    num_head_parameters,
+    num_layer_parameters,
+)
+from baton.bench.gpu.session import TOY_LLAMA, Session, WrongResult, require_close
+from baton.bench.machine import Call, wall_seconds
+from baton.bench.report import Row, format_number
+from baton.engine.models.parameters import DummyCheckpoint
+from baton.engine.models.registry import read_model_config
+from baton.engine.runner.step_inputs import StepArrays
+from baton.request import Request, SamplingParams, StepOutput
+
+STEP_BARS: Final = {1: 80.0, 64: 75.0, 256: 65.0}  # percent of roofline
+PREFILL_BAR: Final = 70.0  # percent of matmul peak
+NUM_WARMUP_STEPS: Final = 5  # the first captures the batch size's graph
+NUM_PREFILLS: Final = 5
+CHECKED_SHAPE: Final = replace(TOY_LLAMA, hidden_size=256, intermediate_size=512, head_dim=128)
+CHECKED_LENGTHS: Final = (5, 33, 70)
+_request_ids = count()
+
+
+def check(session: Session) -> Iterator[Row]:
+    """A ragged prefill and a decode step in bf16 on the device against the CPU's kernels in fp32."""
+    settings = {"cache": {"kv_cache_memory_bytes": 2**24}, "max_model_len": 256}
+    tested = load_replica(CHECKED_SHAPE, {**settings, "device": session.device.type})
+    oracle = load_replica(CHECKED_SHAPE, {**settings, "device": "cpu", "dtype": "float32"})
+    rng = random.Random(0)
+    prompts = [random_tokens(rng, CHECKED_SHAPE, length) for length in CHECKED_LENGTHS]
+    steps = {
+        "prefill": step_arrays([0] * len(prompts), prompts),
+        "decode": step_arrays(CHECKED_LENGTHS, [random_tokens(rng, CHECKED_SHAPE, 1) for _ in prompts]),
+    }
+    for name, arrays in steps.items():
+        got_BV, expected_BV = tested.runner.execute(arrays), oracle.runner.execute(arrays)
+        require_close(f"logits of a {name} step", got_BV, expected_BV, limit=3e-2)
+        error = float((got_BV.cpu() - expected_BV).norm() / expected_BV.norm())
+        yield Row(
+            f"logits of a {name} step", error, "rel. error", "< 0.03", True, "bf16 against fp32 on the CPU"
+        )
+
+
+def decode_steps(session: Session) -> Iterator[Row]:
+    """Percent of roofline of a whole engine step."""
+    for batch in session.sizes.step_batches:
+        yield from _decode_rows(session, batch, SamplingParams(), STEP_BARS.get(batch))
+    top_p = SamplingParams(temperature=0.8, top_p=0.95, top_k=50)
+    yield from _decode_rows(session, session.sizes.step_batches[-1], top_p, None)
+
+
+def prefill(session: Session) -> Iterator[Row]:
+    """Percent of the matmul peak from adding a request to its first token."""
+    engine, rng = session.replica.engine, random.Random(1)
+    for num_tokens in session.sizes.model_prefill_lengths:
+        seconds = []
+        for _ in range(1 + NUM_PREFILLS):
+            request = _request(
+                random_tokens(rng, session.sizes.model, num_tokens), SamplingParams(max_tokens=1)
+            )
+            started_s = perf_counter()
+            engine.add(request)
+            while engine.has_work():
+                engine.step()
+            seconds.append(perf_counter() - started_s)
+        median_s = session.prefill_seconds[num_tokens] = median(seconds[1:])
+        tflops = prefill_flops(session.sizes.model, num_tokens) / median_s / 1e12
+        note = f"{format_number(median_s * 1e3)} ms, {format_number(num_tokens / median_s)} tok/s"
+        percent = 100 * tflops / session.rates.peak_tflops
+        yield session.bar(f"prefill, {num_tokens:,} tokens", percent, "% of peak", PREFILL_BAR, note)
+
+
+def prefill_flops(shape: LlamaShape, num_tokens: int) -> float:
+    """Matrices, the causal half of attention, and the head for the last token."""
+    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
+    return 2 * num_layer_parameters(shape) * num_tokens + attention + 2 * num_head_parameters(shape)
+
+
+def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> float:
+    """Read all weights or multiply with them, whichever takes longer, then read the keys and values."""
+    shape, rates = session.sizes.model, session.rates
+    num_parameters = num_layer_parameters(shape) + num_head_parameters(shape)
+    weights_s = 2 * num_parameters / rates.read_gbps / 1e9
+    multiply_s = 2 * num_parameters * batch / rates.peak_tflops / 1e12
+    kv_bytes = num_context_tokens * session.replica.runner.layout.token_bytes
+    return max(weights_s, multiply_s) + kv_bytes / rates.read_gbps / 1e9
+
+
+def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> list[int]:
+    return rng.choices(range(shape.vocab_size), k=num_tokens)
+
+
+def generate(replica: Replica, prompts: Sequence[list[int]], num_new_tokens: Sequence[int]) -> int:
+    """Run requests of these prompts and answer lengths to the end; return the tokens generated."""
+    for prompt, num_tokens in zip(prompts, num_new_tokens, strict=True):
+        replica.engine.add(_request(prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0)))
+    num_generated = 0
+    while replica.engine.has_work():
+        num_generated += len(replica.engine.step())
+    return num_generated
+
+
+def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: int = 16) -> StepArrays:
+    """A step of an idle engine: sequence b has `starts[b]` tokens behind it and pages of its own."""
+    lengths = np.array([len(chunk) for chunk in tokens])
+    ends = np.array(starts) + lengths
+    cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    pages_each = 8  # as many in every step, so that a later one finds what an earlier one stored
+    while pages_each * page_size < ends.max():
+        pages_each *= 2
+    page_table = np.arange(len(tokens) * pages_each, dtype=np.int32).reshape(len(tokens), pages_each)
+    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends.tolist(), strict=True)])
+    owner = np.repeat(np.arange(len(tokens)), lengths)
+    pages = page_table[owner, positions // page_size].astype(np.int64)
+    return StepArrays(
+        token_ids=np.concatenate([np.array(chunk, np.int64) for chunk in tokens]),
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+        cu_seqlens=cu_seqlens,
+        context_lens=ends.astype(np.int32),
+        page_table=page_table,
+        logit_rows=cu_seqlens[1:].astype(np.int64) - 1,
+        num_decodes=len(tokens) if lengths.max() == 1 else 0,
+        max_seqlen_q=int(lengths.max()),
+        copies_to_host=(),
+        copies_to_device=(),
+    )
+
+
+def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: float | None) -> Iterator[Row]:
+    replica, sizes = session.replica, session.sizes
+    request_ids = _fill(session, batch, sampling)
+    seconds = []
+    for _ in range(NUM_WARMUP_STEPS + sizes.num_steps):
+        started_s = perf_counter()
+        outputs = replica.engine.step()
+        seconds.append(perf_counter() - started_s)
+        if len(outputs) != batch:
+            raise WrongResult(f"a decode step of {batch} sequences yielded {len(outputs)} tokens")
+    step_s, model_s = median(seconds[NUM_WARMUP_STEPS:]), _model_seconds(session)
+    arrays = replica.runner.last_step
+    num_context_tokens = 0 if arrays is None else int(arrays.context_lens.sum())
+    for request_id in request_ids:
+        replica.engine.abort(request_id)
+    percent = 100 * roofline_seconds(session, batch, num_context_tokens) / step_s
+    note = (
+        f"{format_number(step_s * 1e3)} ms a step, {format_number(model_s * 1e3)} of them the model, "
+        f"{format_number(batch / step_s)} tok/s"
+    )
+    name = f"decode step, {batch} x {sizes.step_context:,}"
+    if sampling != SamplingParams():
+        yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)
+        return
+    session.step_seconds[batch] = step_s
+    yield (
+        Row(name, percent, "% of roofline", note=note)
+        if bar is None
+        else session.bar(name, percent, "% of roofline", bar, note)
+    )
+
+
+def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
+    """Add requests and prefill until every one has its first token; return their ids."""
+    engine, rng, sizes = session.replica.engine, random.Random(batch), session.sizes
+    # Enough that none ends while the others are prefilled or timed.
+    num_tokens = sizes.max_model_len - sizes.step_context
+    sampling = SamplingParams(
+        max_tokens=num_tokens, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+    )
+    requests = [_request(random_tokens(rng, sizes.model, sizes.step_context), sampling) for _ in range(batch)]
+    for request in requests:
+        engine.add(request)
+    started: set[str] = set()
+    while len(started) < batch:
+        outputs: list[StepOutput] = engine.step()
+        started.update(output.request_id for output in outputs)
+    return [request.request_id for request in requests]
+
+
+def _model_seconds(session: Session) -> float:
+    """The last decode step's forward pass again and again: inputs, graph and logits, nothing sampled."""
+    runner, num_runs = session.replica.runner, session.sizes.num_steps
+    arrays = runner.last_step
+    if arrays is None:
+        raise RuntimeError("no step has run")
+
+    def run() -> None:
+        for _ in range(num_runs):
+            runner.execute(arrays)
+
+    return wall_seconds(run, session.device) / num_runs
+
+
+def _request(prompt: list[int], sampling: SamplingParams) -> Request:
+    """Ends by length alone: the models here have no end token."""
+    return Request(request_id=f"bench-{next(_request_ids)}", token_ids=tuple(prompt), sampling=sampling)
+
+
+# `transformers` on the same device with the same dummy weights: padded batches, its own SDPA attention.
+
+GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
+NUM_DECODE_TOKENS: Final = 33
+NUM_RUNS: Final = 3
+CHECKED_TOKENS: Final = 64
+
+
+class Rival:
+    """A transformers model in bf16; its weights are the engine's, tensor by tensor."""
+
+    def __init__(self, shape: LlamaShape, device: torch.device) -> None:
+        import transformers  # only here: the rest of the bench runs without it
+
+        transformers.logging.set_verbosity_error()
+        self._device = device
+        with TemporaryDirectory() as folder:
+            shape.write(Path(folder))
+            config = transformers.AutoConfig.from_pretrained(folder)
+            checkpoint = DummyCheckpoint(read_model_config(Path(folder)), 0, device=str(device))
+        with torch.device(device):
+            self._model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            ).eval()
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(checkpoint.tensor(name))
+
+    def last_logits(self, prompt: list[int]) -> Tensor:
+        """[1, V]: of the last token."""
+        token_ids = torch.tensor([prompt], device=self._device)
+        logits: Tensor = self._model(token_ids, logits_to_keep=1).logits[:, -1]
+        return logits
+
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> None:
+        """Greedy, all prompts padded on the left to the longest, `num_tokens` for every one."""
+        longest = max(map(len, prompts))
+        token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        self._model.generate(
+            token_ids.to(self._device),
+            attention_mask=mask.to(self._device),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+def against_transformers(session: Session) -> Iterator[Row]:
+    if find_spec("transformers") is None:
+        yield Row("transformers", None, "", note="not installed")
+        return
+    sizes, rng = session.sizes, random.Random(2)
+    rival = Rival(sizes.model, session.device)
+    _check(session, rival, random_tokens(rng, sizes.model, CHECKED_TOKENS))
+    for num_tokens, our_s in session.prefill_seconds.items():
+        prompt = random_tokens(rng, sizes.model, num_tokens)
+        rival_s = _median_seconds(session, partial(rival.last_logits, prompt))
+        note = f"theirs {format_number(rival_s * 1e3)} ms"
+        yield Row(f"prefill, {num_tokens:,} tokens: times as fast", rival_s / our_s, "x", note=note)
+    for batch in sizes.step_batches[:2]:
+        if batch in session.step_seconds:
+            yield _decode_row(session, rival, batch)
+    yield from _mixed_rows(session, rival)
+
+
+def _decode_row(session: Session, rival: Rival, batch: int) -> Row:
+    sizes, rng = session.sizes, random.Random(batch)
+    prompts = [random_tokens(rng, sizes.model, sizes.step_context) for _ in range(batch)]
+
+    def seconds(num_tokens: int) -> float:
+        return _median_seconds(session, lambda: rival.generate(prompts, num_tokens))
+
+    rival_s = (seconds(NUM_DECODE_TOKENS) - seconds(1)) / (NUM_DECODE_TOKENS - 1)
+    note = f"theirs {format_number(rival_s * 1e3)} ms"
+    name = f"decode step, {batch} x {sizes.step_context:,}: times as fast as generate"
+    return Row(name, rival_s / session.step_seconds[batch], "x", note=note)
+
+
+def _mixed_rows(session: Session, rival: Rival) -> Iterator[Row]:
+    """Ragged requests: ours as they come, theirs as one padded batch that runs to the longest answer."""
+    sizes, rng = session.sizes, random.Random(3)
+    lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
+    prompts = [random_tokens(rng, sizes.model, length) for length in lengths[::2]]
+    num_new_tokens = lengths[1::2]
+    generate(session.replica, prompts, num_new_tokens)  # captures the graph of every batch size on the way
+    our_s = wall_seconds(lambda: generate(session.replica, prompts, num_new_tokens), session.device)
+    ours = sum(num_new_tokens) / our_s
+    name = f"{len(prompts)} ragged requests"
+    yield Row(f"{name}: Baton", ours, "tok/s", note=f"{sizes.mixed_lengths} tokens in and out")
+    rival.generate(prompts, 2)
+    rival_s = wall_seconds(lambda: rival.generate(prompts, max(num_new_tokens)), session.device)
+    theirs = sum(num_new_tokens) / rival_s
+    yield Row(f"{name}: padded generate", theirs, "tok/s", note="tokens past an answer's end not counted")
+    yield session.bar(f"{name}: times as fast", ours / theirs, "x", GENERATE_BAR)
+
+
+def _check(session: Session, rival: Rival, prompt: list[int]) -> None:
+    ours_1V = session.replica.runner.execute(step_arrays([0], [prompt]))
+    # Both in bf16, whose rounding grows with the layers; another model's logits would be off by 1.4.
+    require_close("logits against transformers", ours_1V, rival.last_logits(prompt), limit=0.1)
+
+
+def _median_seconds(session: Session, run: Call) -> float:
+    run()
+    return median(wall_seconds(run, session.device) for _ in range(NUM_RUNS))

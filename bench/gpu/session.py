@@ -1,0 +1,164 @@
+"""What the stages of the GPU bench share: sizes, the device's rates, one loaded engine, the checks."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baton.bench.engine.replica import LlamaShape, Replica, load_replica
+from baton.bench.report import Row, at_least
+
+LLAMA_8B = LlamaShape(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_positions=131072,
+)
+TOY_LLAMA = LlamaShape(
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=32,
+    vocab_size=512,
+    max_positions=1024,
+)
+
+
+class WrongResult(Exception):
+    """A kernel or model that does not compute what it should: its speed means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    has_bars: bool
+    buffer_bytes: int  # read and copied to find the memory's rate
+    matmul_size: int
+    model: LlamaShape  # kernels are run with its heads
+    num_pool_layers: int  # calls of one timing go from layer to layer, so that no cache helps
+    decode_batches: tuple[tuple[int, int], ...]  # (sequences, tokens of context)
+    prefill_lengths: tuple[int, ...]
+    num_moved_pages: int
+    num_kv_pages: int  # of a pool that transfers gather from and scatter to, 16 tokens each
+    kv_units: tuple[int, ...]  # pages gathered or scattered at once
+    kv_moved_units: tuple[int, ...]  # pages of one push between two processes
+    kv_cache_bytes: int
+    max_model_len: int
+    step_batches: tuple[int, ...]
+    step_context: int
+    num_steps: int
+    model_prefill_lengths: tuple[int, ...]
+    num_mixed_requests: int
+    mixed_lengths: tuple[int, int]  # of prompts and answers, uniform in this range
+
+
+FULL = Sizes(
+    has_bars=True,
+    buffer_bytes=2**32,
+    matmul_size=8192,
+    model=LLAMA_8B,
+    num_pool_layers=8,
+    decode_batches=((64, 1024), (256, 1024), (1, 32768)),
+    prefill_lengths=(2048, 8192, 32768),
+    num_moved_pages=512,
+    num_kv_pages=512,
+    kv_units=(1, 8, 128),
+    kv_moved_units=(32, 256, 2048),
+    kv_cache_bytes=40 * 2**30,
+    max_model_len=8448,
+    step_batches=(1, 64, 256),
+    step_context=1000,
+    num_steps=40,
+    model_prefill_lengths=(2048, 8192),
+    num_mixed_requests=128,
+    mixed_lengths=(100, 1024),
+)
+TOY = Sizes(
+    has_bars=False,
+    buffer_bytes=2**20,
+    matmul_size=64,
+    model=TOY_LLAMA,
+    num_pool_layers=2,
+    decode_batches=((4, 64), (1, 128)),
+    prefill_lengths=(32, 64),
+    num_moved_pages=4,
+    num_kv_pages=8,
+    kv_units=(1, 2),
+    kv_moved_units=(1, 4),
+    kv_cache_bytes=2**23,
+    max_model_len=256,
+    step_batches=(1, 4),
+    step_context=40,
+    num_steps=4,
+    model_prefill_lengths=(32, 64),
+    num_mixed_requests=4,
+    mixed_lengths=(5, 20),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the device, measured in this run."""
+
+    read_gbps: float
+    copy_gbps: float  # bytes read and bytes written
+    peak_tflops: float  # bf16
+
+
+@dataclass
+class Session:
+    device: torch.device
+    sizes: Sizes
+    measured_rates: Rates | None = None
+    step_seconds: dict[int, float] = field(default_factory=dict)  # batch -> our decode step
+    prefill_seconds: dict[int, float] = field(default_factory=dict)  # tokens -> our prefill
+    _replica: Replica | None = None
+
+    @property
+    def rates(self) -> Rates:
+        if self.measured_rates is None:
+            raise RuntimeError("the device's rates were not measured: there is nothing to compare with")
+        return self.measured_rates
+
+    @property
+    def replica(self) -> Replica:
+        """The engine of the 8B shape, loaded when first asked for and idle between stages."""
+        if self._replica is None:
+            sizes = self.sizes
+            settings = {
+                "device": self.device.type,
+                "max_model_len": sizes.max_model_len,
+                "cache": {"kv_cache_memory_bytes": sizes.kv_cache_bytes, "enable_prefix_caching": False},
+                "scheduler": {
+                    "max_num_seqs": max(*sizes.step_batches, sizes.num_mixed_requests),
+                    "max_num_batched_tokens": max(sizes.model_prefill_lengths),
+                },
+            }
+            self._replica = load_replica(sizes.model, settings)
+        return self._replica
+
+    def bar(self, name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
+        """At least `bar`, which says nothing at toy size."""
+        return (
+            at_least(name, value, unit, bar, note)
+            if self.sizes.has_bars
+            else Row(name, value, unit, note=note)
+        )
+
+
+def require_close(what: str, got: Tensor, expected: Tensor, limit: float = 1e-2) -> None:
+    """Raises WrongResult unless |got - expected| / |expected| is under the limit; NaN never is."""
+    got, expected = got.double().cpu(), expected.double().cpu()
+    error = float((got - expected).norm() / expected.norm())
+    if not error < limit:
+        raise WrongResult(f"{what}: relative error {error:.2g}, allowed {limit:g}")
+
+
+def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
+    if not torch.equal(got, expected):
+        raise WrongResult(f"{what}: the bytes differ")

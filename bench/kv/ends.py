@@ -1,0 +1,211 @@
+"""The two ends of a KV transfer bench: whole endpoints with real ledgers, the destination in its own process.
+
+Pages are scattered: the free lists are shuffled before anything moves.
+"""
+
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.engine.cache.page_pool import PagePool
+from baton.engine.models.weights import TORCH_DTYPES
+from baton.errors import ConfigError
+from baton.kernels.huge_pages import huge_zeros
+from baton.kvtransfer.endpoint import KvEndpoint
+from baton.kvtransfer.links import Link
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded, TransferTimes
+from baton.kvtransfer.protocol.messages import AnyMessage, Reserve, Wrote
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.settings import EndpointSettings
+from baton.pages import PageLayout
+
+KEY: Final = b"a key for this bench alone"
+FINGERPRINT: Final = "bench"
+DEADLINE_S: Final = 120.0
+WAIT_S: Final = 0.05
+NO_ROOM: Final = "refused: no room"
+
+
+def settings_of(layout: PageLayout, transport: str, timing: Timing | None = None) -> EndpointSettings:
+    return EndpointSettings(
+        key=KEY, fingerprint=FINGERPRINT, layout=layout, transport=transport, timing=timing or Timing()
+    )
+
+
+def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
+    heads = layout.num_kv_heads // layout.tp_size
+    return (num_pages, layout.num_layers, 2, heads, layout.page_size, layout.head_dim)
+
+
+def scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
+    """All pages free, in random order."""
+    ledger = PagePool(num_pages, layout.page_size)
+    pages = ledger.allocate(num_pages, "shuffle")
+    random.Random(seed).shuffle(pages)
+    ledger.release(pages, "shuffle")
+    return ledger
+
+
+class SourceEnd:
+    """The end in the bench's own process."""
+
+    def __init__(
+        self, layout: PageLayout, num_pages: int, transport: str, pool: Tensor | None = None
+    ) -> None:
+        """pool: of another end with the same layout, to save memory."""
+        self.layout = layout
+        if pool is None:
+            pool = huge_zeros(pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype])
+            pool.view(torch.int16).random_(0, 2**15)
+        self.pool = pool
+        self.ledger = scattered_ledger(layout, num_pages, seed=0)
+        self.endpoint = KvEndpoint(settings_of(layout, transport), pool, self.ledger)
+
+    def link(self, destination: "DestinationProcess") -> Link:
+        return self.endpoint.link(destination.address)
+
+    def send(self, link: Link, num_tokens: int) -> TransferTimes:
+        """One hand-off of pages that are all there; RuntimeError when it fails."""
+        num_units = plan_transfer(self.layout, link.hello.layout, 0, 0).num_units(num_tokens)
+        pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
+        reason = NO_ROOM
+        while reason == NO_ROOM:  # the destination has yet to let go of what came before
+            transfer = self.endpoint.start(link, num_units, deadline_s=DEADLINE_S)
+            self.endpoint.offer(transfer, pages, num_units)
+            ended = self.wait_for(transfer)
+            reason = ended.reason
+        self.ledger.release(pages, "prompt")
+        if ended.times is None or ended.outcome is not HandoffOutcome.HANDED_OVER:
+            raise RuntimeError(f"{num_tokens} tokens were not handed over: {ended.outcome}: {reason}")
+        return ended.times
+
+    def wait_for(self, transfer: bytes) -> TransferEnded:
+        deadline_s = perf_counter() + DEADLINE_S
+        while perf_counter() < deadline_s:
+            for ended in self.endpoint.poll():
+                if ended.transfer == transfer:
+                    return ended
+            self.endpoint.wait(WAIT_S)
+        raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What the destination's process is told."""
+
+    layout: PageLayout
+    num_pages: int
+    is_shared: bool
+    damaged_unit: int | None
+
+
+class DestinationProcess:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        *,
+        is_shared: bool = True,
+        damaged_unit: int | None = None,
+    ) -> None:
+        """damaged_unit: in which one bit is flipped when it first arrives, in the first long transfer."""
+        start = _Start(layout, num_pages, is_shared, damaged_unit)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.bench.kv.ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.flush()
+        host, port = msgspec.json.decode(self._process.stdout.readline(), type=tuple[str, int])
+        self.address = (host, port)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        self._process.kill()  # nothing in it is worth a farewell
+        self._process.communicate()
+
+
+class _DamagingEndpoint(KvEndpoint):
+    damaged_unit: int | None = None
+
+    def _received(self, link: Link, message: AnyMessage) -> None:
+        unit = self.damaged_unit
+        if unit is not None and isinstance(message, Wrote) and message.first <= unit < message.stop:
+            pages = self._incoming[message.transfer].handoff.pages
+            memory = self._doors.memory
+            memory.view()[pages[unit] * memory.page_bytes] ^= 1
+            self.damaged_unit = None
+        super()._received(link, message)
+
+
+def serve(start: _Start) -> None:
+    """Take pages and let go of them, until killed."""
+    layout, shared = start.layout, SharedPool() if start.is_shared else None
+    zeros = huge_zeros if shared is None else shared.zeros
+    pool = zeros(pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype])
+    touch(pool)
+    ledger = scattered_ledger(layout, start.num_pages, seed=1)
+
+    def admit(_: Reserve, num_pages: int) -> Owner | None:
+        return "sequence" if ledger.num_free >= num_pages else None
+
+    endpoint = _DamagingEndpoint(settings_of(layout, "auto"), pool, ledger, admit, shared=shared)
+    endpoint.damaged_unit = start.damaged_unit
+    sys.stdout.write(msgspec.json.encode(endpoint.address).decode() + "\n")
+    sys.stdout.flush()
+    while True:
+        endpoint.wait(WAIT_S)
+        release_adopted(endpoint.poll(), ledger)
+
+
+def release_adopted(ended: Sequence[TransferEnded], ledger: PagePool) -> None:
+    for each in ended:
+        if each.outcome is HandoffOutcome.ADOPTED:
+            ledger.release(each.pages, "sequence")
+
+
+def touch(pool: Tensor) -> None:
+    """Have all memory at hand, as a worker's pool has after its first minutes."""
+    pool.view(-1).view(torch.uint8)[::4096].fill_(1)
+
+
+if __name__ == "__main__":
+    serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))
+
+# The KV caches of models that people serve, by name; only their shapes matter to a transfer.
+
+# name -> layers, KV heads, head dim, all in bf16
+_SHAPES: Final = {
+    "tiny": (4, 2, 64),  # the model that comes with Baton
+    "qwen3-0.6b": (28, 8, 128),
+    "llama-3.1-8b": (32, 8, 128),
+}
+SHAPE_NAMES: Final = tuple(_SHAPES)
+
+
+def layout_of(shape: str, *, page_size: int, tp_size: int = 1) -> PageLayout:
+    """ConfigError lists the known names."""
+    if shape not in _SHAPES:
+        raise ConfigError(f"shape: expected one of {', '.join(SHAPE_NAMES)}, got {shape!r}")
+    num_layers, num_kv_heads, head_dim = _SHAPES[shape]
+    return PageLayout(
+        tp_size=tp_size,
+        page_size=page_size,
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype="bfloat16",
+    )

@@ -1,0 +1,79 @@
+"""A real gateway process that writes down how long its event loop was held.
+
+    python -m baton.bench.serve.gateway_loop_host    started by bench/serve/gateway_loop.py, reads its
+    assignment
+
+A timer is due every TICK_S. A tick that is late by more than REPORTED_S becomes a line of the file that the
+environment names: when the tick ran, how late it was, and how long the loop's thread meanwhile waited for a
+core that other processes had. That wait is the machine's, and no hold of the loop.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Final, TextIO
+
+import msgspec
+
+from baton.cluster.process import ring_of, run
+from baton.cluster.process_spec import Assignment, ProcessStarted
+from baton.messages.workers import Address
+
+FILE_VARIABLE: Final = "BATON_BENCH_LOOP_FILE"
+TICK_S: Final = 0.002
+REPORTED_S: Final = 0.01
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """One late tick."""
+
+    at_s: float  # of the monotonic clock, which all processes of a machine share
+    late_s: float
+    waited_s: float  # for a core, since the tick before, as the kernel counts it for the loop's thread
+
+
+class LoopMonitor:
+    """Watches the loop on which it is made."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._loop = asyncio.get_running_loop()
+        # proc(5): nanoseconds on a core, nanoseconds of waiting for one, times it ran
+        self._schedule = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
+        self._due_s, self._waited_s = time.monotonic(), self._waited()
+        self._tick()
+
+    def _tick(self) -> None:
+        now_s, waited_s = time.monotonic(), self._waited()
+        if now_s - self._due_s > REPORTED_S:
+            held = Held(now_s, now_s - self._due_s, waited_s - self._waited_s)
+            self._file.write(msgspec.json.encode(held).decode() + "\n")
+            self._file.flush()
+        self._due_s, self._waited_s = time.monotonic() + TICK_S, self._waited()
+        self._loop.call_later(TICK_S, self._tick)
+
+    def _waited(self) -> float:
+        return int(os.pread(self._schedule.fileno(), 100, 0).split()[1]) / 1e9
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+    with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
+        given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+
+        def ready(address: Address) -> None:
+            LoopMonitor(file)
+            sys.stdout.buffer.write(msgspec.json.encode(ProcessStarted(address)) + b"\n")
+            sys.stdout.buffer.flush()
+
+        run(given, ring_of(given), ready, stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Load on a server: closed-loop for throughput, open-loop for latency."""
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from baton.bench.serve.client import Address, Answer, Client, Connection, sleep_until
+from baton.bench.serve.figures import Bad, Sample, Slo, Summary, streamed, summarise, unary
+from baton.bench.traces import TraceRequest
+from baton.errors import ConfigError, PeerGone
+
+# Requests that a load consists of: how long, and when.
+#
+# - Random tokens, lengths between bounds. By default 32 requests of 16 to 256 tokens in and 16 to 128 out,
+#   with another seed each round: the work that other engines were measured with.
+# - A trace: lengths, moments and shared prefixes of a real service (traces.py).
+
+FIRST_TOKEN: Final = 4  # below are the special ones
+
+
+class Lengths(NamedTuple):
+    """Both bounds are reached."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """ "16-256" or "64". ConfigError for anything else."""
+        low, _, high = text.partition("-")
+        try:
+            lengths = cls(int(low), int(high or low))
+        except ValueError:
+            lengths = cls(0, 0)
+        if not 1 <= lengths.low <= lengths.high:
+            raise ConfigError(f"lengths: expected LOW-HIGH with 1 <= LOW <= HIGH, got {text!r}")
+        return lengths
+
+
+INPUT: Final = Lengths(16, 256)
+OUTPUT: Final = Lengths(16, 128)
+
+
+class Job(NamedTuple):
+    prompt: tuple[int, ...]
+    num_tokens: int  # of the answer
+    arrival_s: float = 0.0  # after the load begins; for open-loop load
+
+    def body(self, model: str, *, stream: bool, as_text: bool = False) -> bytes:
+        """Of a request to /v1/completions. as_text: a word a token, for servers that take no token ids."""
+        fields: dict[str, object] = {
+            "model": model,
+            "prompt": " ".join(f"w{token}" for token in self.prompt) if as_text else self.prompt,
+            "max_tokens": self.num_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        if stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps(fields).encode()
+
+
+def random_jobs(
+    num_jobs: int,
+    seed: int,
+    *,
+    vocab_size: int,
+    num_input: Lengths = INPUT,
+    num_output: Lengths = OUTPUT,
+) -> list[Job]:
+    source = random.Random(seed)
+    jobs = []
+    for _ in range(num_jobs):
+        length, num_tokens = source.randint(*num_input), source.randint(*num_output)
+        prompt = tuple(source.randrange(FIRST_TOKEN, vocab_size) for _ in range(length))
+        jobs.append(Job(prompt, num_tokens))
+    return jobs
+
+
+def trace_jobs(requests: Sequence[TraceRequest], *, vocab_size: int, speed: float = 1.0) -> list[Job]:
+    """Prompts whose leading blocks are equal where the trace says so. speed: 2.0 plays it twice as fast."""
+    return [
+        Job(_trace_prompt(request, number, vocab_size), request.output_tokens, request.arrival_s / speed)
+        for number, request in enumerate(requests)
+    ]
+
+
+def _trace_prompt(request: TraceRequest, number: int, vocab_size: int) -> tuple[int, ...]:
+    prompt: list[int] = []
+    for block_id in request.block_ids:
+        source = random.Random(block_id)
+        prompt += [source.randrange(FIRST_TOKEN, vocab_size) for _ in range(request.block_tokens)]
+    rest = random.Random(f"own {number}")
+    missing = request.input_tokens - len(prompt)
+    prompt += [rest.randrange(FIRST_TOKEN, vocab_size) for _ in range(max(0, missing))]
+    return tuple(prompt[: request.input_tokens])
+
+
+def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
+    """The same jobs, `rate` a second on average, at moments that know nothing of each other."""
+    source, moment_s, timed = random.Random(f"arrivals {seed}"), 0.0, []
+    for job in jobs:
+        timed.append(job._replace(arrival_s=moment_s))
+        moment_s += source.expovariate(rate)
+    return timed
+
+
+class Server(Protocol):
+    """What a load is put on: `Client` documents it."""
+
+    @property
+    def address(self) -> Address: ...
+
+    async def get(self, path: str) -> Answer: ...
+
+    async def post(self, path: str, body: bytes) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+class Shape(NamedTuple):
+    """How the jobs are asked for."""
+
+    stream: bool = True
+    as_text: bool = False
+    concurrency: int | None = None  # closed loop, with as many at once; None: each at its own moment
+    slo: Slo = Slo()
+
+
+class Run(NamedTuple):
+    summary: Summary
+    samples: list[Sample]
+    max_lag_s: float  # by which the client came late with a request, at worst
+    said: str = ""  # by the server of the first answer that does not count
+
+
+class Load:
+    """One target's."""
+
+    def __init__(self, client: Server, model: str, shape: Shape) -> None:
+        self._client = client
+        self._model = model
+        self._shape = shape
+        self._samples: list[Sample] = []
+        self._failures: list[str] = []
+        self._said = ""
+        self._max_lag_s = 0.0
+        self._ended_s = 0.0
+
+    async def run(self, jobs: Sequence[Job]) -> Run:
+        """Every job once, to its end. The duration is from the load's begin to the last answer's end."""
+        shape = self._shape
+        bodies = [job.body(self._model, stream=shape.stream, as_text=shape.as_text) for job in jobs]
+        begin_s = time.perf_counter()
+        if shape.concurrency is None:
+            await asyncio.gather(
+                *(self._when_due(job, body, begin_s) for job, body in zip(jobs, bodies, strict=True))
+            )
+        else:
+            waiting = iter(list(zip(jobs, bodies, strict=True)))
+
+            async def work() -> None:
+                for job, body in waiting:
+                    await self._one(job, body, time.perf_counter())
+
+            await asyncio.gather(*(work() for _ in range(shape.concurrency)))
+        duration_s = max(self._ended_s - begin_s, 1e-9)
+        summary = summarise(self._samples, self._failures, duration_s, shape.slo)
+        return Run(summary, self._samples, self._max_lag_s, self._said)
+
+    async def _when_due(self, job: Job, body: bytes, begin_s: float) -> None:
+        due_s = begin_s + job.arrival_s
+        await sleep_until(due_s)
+        self._max_lag_s = max(self._max_lag_s, time.perf_counter() - due_s)
+        await self._one(job, body, due_s)
+
+    async def _one(self, job: Job, body: bytes, start_s: float) -> None:
+        read = streamed if self._shape.stream else unary
+        try:
+            answer = await self._client.post("/v1/completions", body)
+            self._samples.append(read(answer, start_s, job.num_tokens))
+        except (Bad, PeerGone, OSError) as error:
+            self._failures.append(str(error) or type(error).__name__)
+            self._said = self._said or getattr(error, "said", "")
+        self._ended_s = time.perf_counter()
+
+
+class Model(NamedTuple):
+    """As a server lists it."""
+
+    name: str
+    vocab_size: int | None  # None: the server does not say
+
+
+async def model_of(client: Server) -> Model:
+    """The first that the server lists. ConfigError when it lists none, or wants a key."""
+    try:
+        answer = await client.get("/v1/models")
+        if answer.status not in (401, 403):
+            card = json.loads(answer.body)["data"][0]
+            size = card.get("vocab_size")
+            return Model(str(card["id"]), size if isinstance(size, int) and size > FIRST_TOKEN else None)
+    except (OSError, PeerGone, ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"{client.address.url} lists no model at /v1/models: {error!r}; is it up? Or name --model"
+        raise ConfigError(message) from error
+    raise ConfigError(f"{client.address.url} wants a key that it knows: --api-key KEY, or BATON_API_KEY")
+
+
+# As many requests as a server takes, from a fixed number of connections, for a fixed time.
+#
+# No task, and nothing read of an answer, until the time is over: the client shares the machine with the
+# server.
+
+PATH: Final = "/v1/completions"
+NUM_WORDS: Final = 32
+PATIENCE_S: Final = 30.0  # for what is under way when the time is over
+
+
+class Point(NamedTuple):
+    num_tokens: int
+    stream: bool
+    num_connections: int
+
+    @property
+    def name(self) -> str:
+        kind = "SSE" if self.stream else "unary"
+        return f"{kind}, {self.num_tokens} tokens, {self.num_connections} connections"
+
+
+class Hammered(NamedTuple):
+    """What one run at one point has given."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    samples: list[Sample]
+    failures: list[str]
+    cpu_s: float = 0.0  # of the server's processes; 0 where they are not known
+
+
+def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:
+    """Prompts of words that do not repeat soon."""
+    for number in itertools.count():
+        words = " ".join(f"w{(number * 7919 + place * 31) % 1000}" for place in range(NUM_WORDS))
+        fields: dict[str, object] = {"model": model, "prompt": words, "max_tokens": point.num_tokens}
+        fields["ignore_eos"] = True
+        if point.stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        yield address.post(PATH, json.dumps(fields).encode())
+
+
+class Hammer:
+    def __init__(self, address: Address, model: str, point: Point) -> None:
+        self._address = address
+        self._point = point
+        self._requests = requests_to(address, model, point)
+        self._answers: list[Answer] = []
+        self._failures: list[str] = []
+        self._until_s = 0.0
+        self._num_active = 0
+        self._all_done = asyncio.Event()
+
+    async def run(self, seconds: float) -> Hammered:
+        """Every connection asks on until the time is over; the rate is over the time until the last end."""
+        connections = [await Connection.open(self._address) for _ in range(self._point.num_connections)]
+        begin_s = time.perf_counter()
+        self._until_s, self._num_active = begin_s + seconds, len(connections)
+        for connection in connections:
+            self._ask(connection)
+        try:
+            async with asyncio.timeout(seconds + PATIENCE_S):
+                await self._all_done.wait()
+        except TimeoutError:
+            self._failures.append(f"no answer within {PATIENCE_S:g} s")
+        duration_s = time.perf_counter() - begin_s
+        for connection in connections:
+            connection.close()
+        return self._read(duration_s)
+
+    def _ask(self, connection: Connection) -> None:
+        connection.send(next(self._requests), self._asked_by(connection))
+
+    def _asked_by(self, connection: Connection) -> Callable[[Answer | PeerGone], None]:
+        def done(answer: Answer | PeerGone) -> None:
+            if isinstance(answer, PeerGone):
+                self._failures.append(str(answer))
+            else:
+                self._answers.append(answer)
+            if connection.is_open and time.perf_counter() < self._until_s:
+                self._ask(connection)
+                return
+            self._num_active -= 1
+            if not self._num_active:
+                self._all_done.set()
+
+        return done
+
+    def _read(self, duration_s: float) -> Hammered:
+        read, samples = streamed if self._point.stream else unary, []
+        for answer in self._answers:
+            try:
+                samples.append(read(answer, answer.sent_s, self._point.num_tokens))
+            except Bad as error:
+                self._failures.append(str(error))
+        num_tokens = sum(sample.num_tokens for sample in samples)
+        return Hammered(len(samples) / duration_s, num_tokens / duration_s, samples, self._failures)
+
+
+_REMOTE_DECODE: Final = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class VllmPair:
+    """vLLM's own disaggregation, of which the client is a part: a prefill and a decode server, joined by a
+    proxy.
+
+    Each request goes to the prefill server for one token first; what that says of where its KV is goes to the
+    decode server with the request. Here the client does what the proxy would, which costs the rival one hop
+    less.
+    """
+
+    def __init__(self, prefill: Address, decode: Address) -> None:
+        self._prefill = Client(prefill)
+        self._decode = Client(decode)
+
+    @property
+    def address(self) -> Address:
+        return self._decode.address
+
+    async def get(self, path: str) -> Answer:
+        return await self._decode.get(path)
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        """The decode server's answer; the prefill server's, where that is not 200."""
+        fields = json.loads(body)
+        first = {**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": _REMOTE_DECODE}
+        first.pop("stream_options", None)
+        prefilled = await self._prefill.post(path, json.dumps(first).encode())
+        if prefilled.status != 200:
+            return prefilled
+        params = json.loads(prefilled.body).get("kv_transfer_params")
+        return await self._decode.post(path, json.dumps({**fields, "kv_transfer_params": params}).encode())
+
+    def close(self) -> None:
+        self._prefill.close()
+        self._decode.close()

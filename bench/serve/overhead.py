@@ -1,0 +1,317 @@
+"""What the control plane costs: gateways and a router in front of workers that compute nothing.
+
+All of it runs on this machine, the client too. Beside it, by the same client in the same rounds: a bare
+uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; any
+rival's front end that is named; and the control plane of an earlier checkout, compared by CPU time a request,
+which other programs on the machine disturb less than they disturb rates.
+
+Every round starts the processes anew: of two that run the same code, one takes up to a tenth more CPU time
+than the other, for as long as they live.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import msgspec
+import psutil
+
+from baton.bench.report import Row, at_least, at_most, format_number
+from baton.bench.serve.client import Address, Client
+from baton.bench.serve.figures import quantile
+from baton.bench.serve.load import Hammer, Hammered, Point, model_of
+from baton.bench.serve.stub import StubConfig
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.process_spec import ProcessKind, ProcessSpec
+from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
+from baton.config.gateway import GatewayConfig
+from baton.config.router import PolicyName, RouterConfig
+from baton.errors import ConfigError, PeerGone
+from baton.messages.workers import WorkerRole
+
+BATON: Final = "baton"
+BEFORE: Final = "before"
+UVICORN: Final = "bare uvicorn"
+SOCKET: Final = "bare asyncio"
+UNARY: Final = tuple(Point(1, stream=False, num_connections=number) for number in (1, 16, 64))
+SSE: Final = tuple(Point(64, stream=True, num_connections=number) for number in (1, 16, 64))
+IDLE: Final = Point(2, stream=True, num_connections=1)
+POINTS: Final = (IDLE, *UNARY, *SSE)
+UNARY_BAR, SSE_BAR = 2_000, 50_000  # requests/s and tokens/s, of the largest number of connections
+TTFT_BARS_MS: Final = {50: 3.0, 99: 10.0}
+WARM_UP_S: Final = 0.5
+STATUS_S: Final = 3.0
+PREFILLED: Final = re.compile(
+    r'^baton_worker_generated_tokens_total\{[^}]*role="prefill"[^}]*\} (\S+)$', re.MULTILINE
+)
+PREFILLED_BAR: Final = 0.99
+CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before
+START_TIMEOUT_S: Final = 60.0
+# What a checkout runs to serve its own plane: it needs `Plane` and `served`, and nothing newer.
+HOST: Final = """
+import asyncio, json, sys
+try:
+    from baton.bench.serve.overhead import Plane, served
+except ModuleNotFoundError:  # a checkout older than the bench packages
+    from baton.bench.serve_overhead import Plane, served
+async def main():
+    async with served(Plane(**json.loads(sys.argv[1]))) as url:
+        print(url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+
+Results = Mapping[tuple[str, Point], Sequence[Hammered]]
+
+
+class Plane(NamedTuple):
+    """How much there is of each."""
+
+    model: str
+    num_gateways: int = 1
+    num_prefill: int = 0  # 0: decode workers compute prompts too
+    num_decode: int = 1
+    step_s: float = 0.0
+    policy: PolicyName = RouterConfig().policy
+
+
+@contextlib.asynccontextmanager
+async def served(plane: Plane) -> AsyncIterator[str]:
+    """The URL of a gateway port that answers."""
+    key = secrets.token_bytes(32)
+    runtime = LocalRuntime(key)
+    stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve.stub"))
+    try:
+        choosing = RouterConfig(policy=plane.policy, redis="none")
+        router = await (await _spawn(runtime, "router", "router", choosing)).ready()
+        directory = resolve_model(plane.model)
+        facts = json.loads((directory / "config.json").read_text())
+        roles = [WorkerRole.PREFILL] * plane.num_prefill + [WorkerRole.DECODE] * plane.num_decode
+        for number, role in enumerate(roles):
+            config = StubConfig(
+                id=secrets.token_hex(16),
+                name=f"{role.value}-{number}",
+                role=role,
+                model=directory.name,
+                router=router,
+                vocab_size=facts["vocab_size"],
+                max_model_len=facts["max_position_embeddings"],
+                step_s=plane.step_s,
+            )
+            await (await _spawn(stubs, "worker", config.name, config)).ready()
+        port = 0
+        for number in range(plane.num_gateways):
+            gateway = GatewayConfig(
+                model=str(directory), routers=(router,), port=port, shares_port=plane.num_gateways > 1
+            )
+            port = (await (await _spawn(runtime, "gateway", f"gateway-{number}", gateway)).ready()).port
+        url = f"http://127.0.0.1:{port}"
+        await _until_it_answers(url, plane.num_gateways)
+        yield url
+    finally:
+        await stubs.close()
+        await runtime.close()
+
+
+async def _spawn(runtime: LocalRuntime, kind: ProcessKind, name: str, config: msgspec.Struct) -> LocalProcess:
+    return await runtime.spawn(ProcessSpec(kind=kind, name=name, config=config))
+
+
+async def _until_it_answers(url: str, num_gateways: int) -> None:
+    """TimeoutError when it never does. Connections are spread over gateways by chance: many are tried."""
+    address, num_good = Address(url), 0
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while num_good < (1 if num_gateways == 1 else 16 * num_gateways):
+            client = Client(address)
+            with contextlib.suppress(OSError, PeerGone):
+                answer = await client.get("/health")
+                num_good = num_good + 1 if answer.status == 200 else 0
+            client.close()
+            await asyncio.sleep(0 if num_good else 0.1)
+
+
+async def prefilled(url: str) -> int:
+    """How many prompts prefill workers have computed so far; what is told is up to STATUS_S old."""
+    await asyncio.sleep(STATUS_S)
+    with contextlib.closing(Client(Address(url))) as client:
+        scrape = (await client.get("/metrics")).body.decode()
+    return sum(int(float(count)) for count in PREFILLED.findall(scrape))
+
+
+class Target(NamedTuple):
+    url: str
+    pid: int | None = None  # of the process that has started all others; None where it is not known
+
+    def cpu_s(self) -> float:
+        """CPU time that the gateways, the router and their helpers have taken so far: all but the stubs."""
+        if self.pid is None:
+            return 0.0
+        total = 0.0
+        for process in psutil.Process(self.pid).children(recursive=True):
+            if "baton.bench.serve.stub" not in process.cmdline():
+                used = process.cpu_times()
+                total += used.user + used.system
+        return total
+
+
+@contextlib.asynccontextmanager
+async def hosted(plane: Plane, checkout: Path | None = None) -> AsyncIterator[Target]:
+    """A plane of this code, or of the code of another checkout. ConfigError where that does not start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HOST, json.dumps(plane._asdict())),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=checkout,
+        env=os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())}),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        url = (await process.stdout.readline()).decode().strip()
+        if not url:
+            raise ConfigError(f"the control plane of {checkout or 'this code'} does not start")
+        yield Target(url, process.pid)
+    finally:
+        process.stdin.close()
+        await process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def limit(kind: str) -> AsyncIterator[str]:
+    """The URL of a server that does nothing but answer: see bench/serve/limit.py."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.bench.serve.limit", kind),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        port = int(await process.stdout.readline())
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stdin.close()
+        await process.communicate()
+
+
+async def measure(
+    servers: Mapping[str, Target], points: Sequence[Point], seconds: float, progress: Callable[[str], None]
+) -> dict[tuple[str, Point], Hammered]:
+    """One round, by server name: at every point the servers take turns, in their order."""
+    results, models = {}, {}
+    for name, target in servers.items():
+        with contextlib.closing(Client(Address(target.url))) as client:
+            models[name] = "limit" if name in (UVICORN, SOCKET) else (await model_of(client)).name
+        for point in points:
+            await Hammer(Address(target.url), models[name], point).run(min(WARM_UP_S, seconds))
+    for point in points:
+        for name, target in servers.items():
+            progress(f"{name}, {point.name}")
+            before_s = target.cpu_s()
+            hammered = await Hammer(Address(target.url), models[name], point).run(seconds)
+            results[name, point] = hammered._replace(cpu_s=target.cpu_s() - before_s)
+    return results
+
+
+def cpu_rows(results: Results) -> list[Row]:
+    """CPU time a request at each point, over that of the checkout before; none where there is no such one."""
+    rows = []
+    for name, point in results:
+        if name == BEFORE:
+            ours_us, before_us = (_cpu_us(results[server, point]) for server in (BATON, BEFORE))
+            note = f"{format_number(ours_us)} us a request, before {format_number(before_us)}"
+            rows.append(at_most(f"CPU time: {point.name}", ours_us / before_us, "times", CPU_BAR, note))
+    return rows
+
+
+def _cpu_us(hammered: Sequence[Hammered]) -> float:
+    return 1e6 * median(each.cpu_s / len(each.samples) for each in hammered if each.samples)
+
+
+def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:
+    """How many prompts took the way through both kinds of workers: all, but where the router weighs whether
+    the decode worker is quicker alone. The warm-up's are not among the answers.
+    """
+    num_answers = sum(
+        len(each.samples) for (name, _), hammered in results.items() if name == BATON for each in hammered
+    )
+    share = min(1.0, num_prefilled / num_answers) if num_answers else 0.0
+    name = "prompts by way of prefill workers"
+    if plane.policy == "cost":
+        return Row(name, share, "of 1")
+    return at_least(name, share, "of 1", PREFILLED_BAR)
+
+
+def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:
+    rows = [_ttft(results, percent) for percent in TTFT_BARS_MS]
+    for points, unit, bar in ((UNARY, "requests/s", UNARY_BAR), (SSE, "tokens/s", SSE_BAR)):
+        for point in points:
+            if (BATON, point) not in results:
+                continue
+            rate = _rate(results[BATON, point])
+            note = _sticky_worker(results, servers, point, rate)
+            if point is points[-1]:
+                rows.append(at_least(point.name, rate, unit, bar, note))
+            else:
+                rows.append(Row(point.name, rate, unit, note=note))
+    failures = [failure for hammered in results.values() for each in hammered for failure in each.failures]
+    why = "; ".join(sorted(set(failures)))[:200]
+    rows.append(at_most("answers that do not count", len(failures), "", 0, why))
+    return rows
+
+
+def _ttft(results: Results, percent: int) -> Row:
+    value_ms = _ttft_ms(results[BATON, IDLE], percent)
+    others = [
+        f"{name} {format_number(_ttft_ms(hammered, percent))}"
+        for (name, point), hammered in results.items()
+        if point == IDLE and name != BATON
+    ]
+    name = f"TTFT p{percent}, idle, of a model that takes no time"
+    return at_most(name, value_ms, "ms", TTFT_BARS_MS[percent], ", ".join(others))
+
+
+def _ttft_ms(hammered: Sequence[Hammered], percent: int) -> float:
+    values = [sample.ttft_s for each in hammered for sample in each.samples]
+    return 1e3 * quantile(values, percent) if values else float("inf")
+
+
+def _rate(hammered: Sequence[Hammered]) -> float:
+    is_sse = any(sample.gaps_s for each in hammered for sample in each.samples[:1])
+    return median(each.tokens_per_s if is_sse else each.requests_per_s for each in hammered)
+
+
+def _sticky_worker(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
+    samples = [sample for each in results[BATON, point] for sample in each.samples]
+    notes = []
+    if samples:
+        notes.append(f"p50 {format_number(1e3 * quantile([sample.e2el_s for sample in samples], 50))} ms")
+    if point.stream and samples:
+        num_events = sum(len(sample.gaps_s) + 1 for sample in samples)
+        notes.append(f"{sum(sample.num_tokens for sample in samples) / num_events:.2f} tokens an event")
+    for name in servers:
+        if name != BATON:
+            other = _rate(results[name, point])
+            notes.append(f"{name} {format_number(other)} ({rate / other:.0%})" if other else f"{name}: none")
+    return ", ".join(notes)
+
+
+def as_json(results: Results) -> list[dict[str, object]]:
+    return [
+        {
+            "server": name,
+            "point": point.name,
+            "requests_per_s": [each.requests_per_s for each in hammered],
+            "cpu_s": [each.cpu_s for each in hammered],
+            "num_answers": [len(each.samples) for each in hammered],
+            "tokens_per_s": [each.tokens_per_s for each in hammered],
+            "num_failures": sum(len(each.failures) for each in hammered),
+        }
+        for (name, point), hammered in results.items()
+    ]

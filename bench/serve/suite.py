@@ -1,0 +1,450 @@
+"""What a client sees of a server: throughput and latency over HTTP, beside other servers; and the overhead.
+
+    baton bench serve --target URL                   32 requests at once, as other engines were measured
+    baton bench serve --target URL --rival vllm=URL  the same, in turns with another OpenAI server
+    baton bench serve --target URL --rate 4          open loop, Poisson: for claims about latency
+    baton bench serve --target URL --trace PATH      a real trace's lengths, moments and shared prefixes
+    baton bench serve --overhead                     gateway and router before workers of no model
+
+Without --rate and --trace the load is closed-loop: --concurrency requests at once, for throughput only. An
+answer counts if it says why it ended and has all its tokens. Columns are explained in bench/README.md.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple, get_args
+
+import uvloop
+
+from baton.bench.machine import machine_description, one_line
+from baton.bench.report import Row, at_least, at_most, can_plot, format_number, print_table, write_json
+from baton.bench.serve.client import Address, Client
+from baton.bench.serve.figures import Sample, Slo
+from baton.bench.serve.load import (
+    INPUT,
+    OUTPUT,
+    Hammered,
+    Job,
+    Lengths,
+    Load,
+    Model,
+    Point,
+    Run,
+    Server,
+    Shape,
+    VllmPair,
+    model_of,
+    poisson,
+    random_jobs,
+    trace_jobs,
+)
+from baton.bench.serve.overhead import (
+    BATON,
+    BEFORE,
+    POINTS,
+    SOCKET,
+    UVICORN,
+    Plane,
+    Results,
+    Target,
+    as_json,
+    cpu_rows,
+    hosted,
+    limit,
+    measure,
+    overhead_rows,
+    path_row,
+    prefilled,
+)
+from baton.bench.traces import read_trace
+from baton.config.environment import api_key
+from baton.config.router import PolicyName, RouterConfig
+from baton.errors import ConfigError
+
+# The table of bench/serve/suite.py.
+
+LATENCIES: Final = ("ttft", "tpot", "itl", "tbt", "e2el")
+MIN_FOR_P99: Final = 1000
+
+
+class Bars(NamedTuple):
+    """What the first target's throughput and median TTFT, over each rival's, are held to; None: nothing."""
+
+    throughput: float | None = None
+    ttft: float | None = None
+
+
+def rows_of(runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
+    """runs: by target, ours first. Figures are medians over the rounds."""
+    ours, *rivals = runs
+    rows = [row for name in runs for row in _target_rows(name, runs[name])]
+    for rival in rivals:
+        rows += _ratio_rows(ours, rival, runs, bars)
+    return rows
+
+
+def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
+    summaries = [run.summary for run in runs]
+    num_ok = sum(summary.num_ok for summary in summaries)
+    failures: Counter[str] = Counter()
+    for summary in summaries:
+        failures.update(summary.failures)
+    why = "; ".join(f"{count} x {reason}" for reason, count in failures.most_common())
+    said = next((f": {run.said}" for run in runs if run.said), "")
+    rows = [at_most(f"{name}: failed requests", failures.total(), "", 0, (why + said)[:240])]
+    if not num_ok:
+        return rows
+    rates = [summary.tokens_per_s for summary in summaries]
+    spread = f"{format_number(min(rates))} to {format_number(max(rates))} in {len(rates)} rounds"
+    requests = median(summary.requests_per_s for summary in summaries)
+    rows.append(
+        Row(
+            f"{name}: output",
+            median(rates),
+            "tokens/s",
+            note=f"{spread}, {format_number(requests)} requests/s",
+        )
+    )
+    goodputs = [summary.goodput for summary in summaries if summary.goodput is not None]
+    if goodputs:
+        rows.append(Row(f"{name}: goodput", median(goodputs), "requests/s"))
+    rows += [_latency_row(name, figure, runs) for figure in LATENCIES if _has(runs, figure)]
+    lag_ms = 1e3 * max(run.max_lag_s for run in runs)
+    if lag_ms:
+        rows.append(Row(f"{name}: client's lag at worst", lag_ms, "ms", note="it counts as latency"))
+    return rows
+
+
+def _has(runs: Sequence[Run], figure: str) -> bool:
+    return all((figure, 50) in run.summary.quantiles for run in runs)
+
+
+def _of(runs: Sequence[Run], figure: str, percent: int) -> float:
+    """Milliseconds: the median over the rounds."""
+    return 1e3 * median(run.summary.quantiles[figure, percent] for run in runs)
+
+
+def _latency_row(name: str, figure: str, runs: Sequence[Run]) -> Row:
+    p50, p90, p99 = (_of(runs, figure, percent) for percent in (50, 90, 99))
+    note = f"p90 {format_number(p90)}, p99 {format_number(p99)}"
+    if figure == "itl" and p50:
+        note += f", p99/p50 {p99 / p50:.1f}"
+    elif figure != "itl" and min(run.summary.num_ok for run in runs) < MIN_FOR_P99:
+        note += f" (of fewer than {MIN_FOR_P99:,} requests a round)"
+    return Row(f"{name}: {figure.upper()} p50", p50, "ms", note=note)
+
+
+def _ratio_rows(ours: str, rival: str, runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
+    if not all(run.summary.num_ok for name in (ours, rival) for run in runs[name]):
+        return [Row(f"{ours} / {rival}", None, "", note="one of them has answered nothing", met=False)]
+    pairs = list(zip(runs[ours], runs[rival], strict=True))
+    throughput = median(mine.summary.tokens_per_s / theirs.summary.tokens_per_s for mine, theirs in pairs)
+    ttft = median(
+        mine.summary.quantiles["ttft", 50] / theirs.summary.quantiles["ttft", 50] for mine, theirs in pairs
+    )
+    name = f"{ours} / {rival}"
+    return [
+        Row(f"{name}: output", throughput, "x")
+        if bars.throughput is None
+        else at_least(f"{name}: output", throughput, "x", bars.throughput),
+        Row(f"{name}: TTFT p50", ttft, "x")
+        if bars.ttft is None
+        else at_most(f"{name}: TTFT p50", ttft, "x", bars.ttft),
+    ]
+
+
+# The plot of bench/serve/suite.py: how latencies are spread, target beside target.
+
+PANELS: Final = ("TTFT", "TPOT", "ITL", "E2EL")
+LEAST_MS: Final = 1e-3
+
+
+def values_ms(samples: Sequence[Sample], panel: str) -> list[float]:
+    """Ranked. What came in the same moment is LEAST_MS apart: a logarithmic axis has no zero."""
+    seconds = {
+        "TTFT": lambda: [sample.ttft_s for sample in samples],
+        "TPOT": lambda: [sample.tpot_s for sample in samples if sample.tpot_s is not None],
+        "ITL": lambda: [gap for sample in samples for gap in sample.gaps_s],
+        "E2EL": lambda: [sample.e2el_s for sample in samples],
+    }[panel]()
+    return sorted(max(LEAST_MS, 1e3 * each) for each in seconds)
+
+
+def plot_latencies(samples: Mapping[str, Sequence[Sample]], path: Path) -> None:
+    """samples: by target, of all rounds. A panel a figure, with the share of answers over milliseconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(PANELS), 3.5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
+        for name, of_target in samples.items():
+            ranked = values_ms(of_target, panel)
+            if not ranked:  # an answer in one piece has no gaps
+                continue
+            shares = [(place + 1) / len(ranked) for place in range(len(ranked))]
+            axes.plot(ranked, shares, drawstyle="steps-post", label=name)
+        axes.set_xlabel(f"{panel}, ms")
+        axes.set_xscale("log" if axes.lines else "linear")
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    figure.supylabel("share that was no slower")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+NUM_REQUESTS: Final = 32
+WARM_UP_SEED: Final = 999
+NUM_WARM_UP: Final = 4
+VOCAB_SIZE: Final = 32_000  # of models whose servers say nothing of it
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="URL", help="of the server to measure, as http://127.0.0.1:8000")
+    parser.add_argument("--name", default="baton", help="of the target, in the table (baton)")
+    parser.add_argument(
+        "--rival",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
+    )
+    parser.add_argument("--model", help="as requests name it; without it the first that each server lists")
+    parser.add_argument("--api-key", default=api_key() or "", help="for all servers (BATON_API_KEY)")
+    load = parser.add_argument_group("load")
+    load.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"a round ({NUM_REQUESTS})")
+    load.add_argument("--rounds", type=int, default=5, help="of which the medians are taken (5)")
+    load.add_argument("--concurrency", type=int, help="closed loop: requests at once (all)")
+    load.add_argument("--rate", type=float, help="open loop: requests a second on average, Poisson")
+    load.add_argument("--input", type=_lengths, default=INPUT, metavar="LOW-HIGH", help="tokens (16-256)")
+    load.add_argument("--output-tokens", type=_lengths, default=OUTPUT, metavar="LOW-HIGH", help="(16-128)")
+    load.add_argument("--vocab-size", type=int, help="prompts have ids below (what servers list, or 32000)")
+    load.add_argument("--seed", type=int, default=0, help="of the first round; the next has the next")
+    load.add_argument("--trace", type=Path, help="a Mooncake JSON-lines or an Azure CSV file, open loop")
+    load.add_argument("--scale", type=float, default=1.0, help="divides the trace's lengths")
+    load.add_argument("--speed", type=float, default=1.0, help="2: the trace in half its time")
+    kind = load.add_mutually_exclusive_group()
+    kind.add_argument("--stream", action="store_true", default=True, help="server-sent events (the default)")
+    kind.add_argument("--unary", dest="stream", action="store_false", help="answers in one piece")
+    load.add_argument("--text", action="store_true", help="prompts of words, not of token ids")
+    bars = parser.add_argument_group("bars")
+    bars.add_argument("--slo-ttft-ms", type=float, help="goodput counts requests within all of these")
+    bars.add_argument("--slo-tpot-ms", type=float)
+    bars.add_argument("--slo-e2el-ms", type=float)
+    bars.add_argument("--bar-throughput", type=float, help="target over rival, at least")
+    bars.add_argument("--bar-ttft", type=float, help="target's median over rival's, at most")
+    overhead = parser.add_argument_group("overhead")
+    overhead.add_argument("--overhead", action="store_true", help="measure the control plane alone")
+    overhead.add_argument(
+        "--before", type=Path, metavar="CHECKOUT", help="of an earlier Baton: compare CPU time a request"
+    )
+    overhead.add_argument("--gateways", type=int, default=1, help="processes behind the port (1)")
+    overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
+    overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
+    policy = RouterConfig().policy
+    overhead.add_argument("--policy", choices=get_args(PolicyName), default=policy, help=f"({policy})")
+    overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
+    overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
+    parser.add_argument(
+        "--output", type=Path, default=Path(), metavar="FOLDER", help="for JSON and plots (.)"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """ConfigError for options that mean nothing together, or a server that does not answer."""
+    if options.rounds < 1 or options.requests < 1:
+        raise ConfigError("--rounds and --requests: expected 1 or more")
+    for name in ("rate", "scale", "speed", "seconds", "concurrency"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name}: expected more than 0, got {value}")
+    if options.overhead == (options.target is not None):
+        raise ConfigError("give --target URL, or --overhead, which starts what it measures")
+    if options.before is not None and not (options.overhead and (options.before / "bench").is_dir()):
+        raise ConfigError("--before: expected the folder of a Baton checkout, and --overhead")
+    print(one_line(machine_description()), flush=True)
+    if options.overhead:
+        run_overhead(options)
+    else:
+        run_load(options)
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# Load on servers that run.
+def run_load(options: argparse.Namespace) -> None:
+    servers = {options.name: options.target} | _rivals(options.rival)
+    runs = uvloop.run(_load(servers, options))
+    rows = rows_of(runs, Bars(options.bar_throughput, options.bar_ttft))
+    title = f"Serving over HTTP, {_describe(options)}"
+    print_table(title, rows)
+    summaries = {name: [run.summary.as_json() for run in of_one] for name, of_one in runs.items()}
+    _keep(options, "serve", title, rows, {"options": _options_json(options), "rounds": summaries})
+    if can_plot():
+        samples: dict[str, list[Sample]] = {
+            name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()
+        }
+        plot_latencies(samples, options.output / "serve.png")
+    else:
+        print("no plot: pip install matplotlib")
+
+
+async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
+    clients = {name: _client(url, options.api_key) for name, url in servers.items()}
+    models = await _find_models(clients, options)
+    shape = _shape(options)
+    warm_up = random_jobs(NUM_WARM_UP, WARM_UP_SEED, vocab_size=options.vocab_size)
+    for name, client in clients.items():
+        warmed = await Load(client, models[name], shape._replace(concurrency=NUM_WARM_UP)).run(warm_up)
+        if not warmed.summary.num_ok:
+            why = ", ".join(warmed.summary.failures) + (f": {warmed.said}" if warmed.said else "")
+            raise ConfigError(f"{name} answers nothing that counts: {why}")
+    runs: defaultdict[str, list[Run]] = defaultdict(list)
+    for number in range(options.rounds):
+        jobs = _jobs(options, options.seed + number)
+        names = list(clients) if number % 2 == 0 else list(reversed(clients))
+        for name in names:
+            _progress(f"round {number + 1} of {options.rounds}: {name}")
+            runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
+    _progress("")
+    for client in clients.values():
+        client.close()
+    return {name: runs[name] for name in servers}
+
+
+async def _find_models(clients: Mapping[str, Server], options: argparse.Namespace) -> dict[str, str]:
+    """By server, the model's name. Where no vocabulary is given, it is set to the smallest that one lists."""
+    if options.model is None:
+        listed = {name: await model_of(client) for name, client in clients.items()}
+    else:
+        listed = dict.fromkeys(clients, Model(options.model, None))
+    sizes = [model.vocab_size for model in listed.values() if model.vocab_size is not None]
+    options.vocab_size = options.vocab_size or min(sizes, default=VOCAB_SIZE)
+    return {name: model.name for name, model in listed.items()}
+
+
+def _client(url: str, api_key: str) -> Server:
+    prefill, plus, decode = url.partition("+")
+    if plus:
+        return VllmPair(Address(prefill, api_key), Address(decode, api_key))
+    return Client(Address(url, api_key))
+
+
+def _shape(options: argparse.Namespace) -> Shape:
+    is_open = options.rate is not None or options.trace is not None
+    limits_ms = (options.slo_ttft_ms, options.slo_tpot_ms, options.slo_e2el_ms)
+    return Shape(
+        stream=options.stream,
+        as_text=options.text,
+        concurrency=None if is_open else options.concurrency or options.requests,
+        slo=Slo(*(None if limit_ms is None else limit_ms / 1e3 for limit_ms in limits_ms)),
+    )
+
+
+def _jobs(options: argparse.Namespace, seed: int) -> list[Job]:
+    if options.trace is not None:
+        requests = read_trace(options.trace, scale=options.scale, limit=options.requests)
+        return trace_jobs(requests, vocab_size=options.vocab_size, speed=options.speed)
+    lengths = {"num_input": options.input, "num_output": options.output_tokens}
+    jobs = random_jobs(options.requests, seed, vocab_size=options.vocab_size, **lengths)
+    return jobs if options.rate is None else poisson(jobs, options.rate, seed)
+
+
+def _describe(options: argparse.Namespace) -> str:
+    kind = "SSE" if options.stream else "unary"
+    if options.trace is not None:
+        return f"{kind}, open loop, {options.trace.name}"
+    if options.rate is not None:
+        return f"{kind}, open loop, {options.requests} requests, {options.rate:g} a second"
+    return (
+        f"{kind}, closed loop, {options.requests} requests, {options.concurrency or options.requests} at once"
+    )
+
+
+# The control plane alone.
+def run_overhead(options: argparse.Namespace) -> None:
+    plane = Plane(
+        model="tiny",
+        num_gateways=options.gateways,
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        step_s=options.step_ms / 1e3,
+        policy=options.policy,
+    )
+    results, names, num_prefilled = asyncio.run(_overhead(plane, _rivals(options.rival), options))
+    rows = overhead_rows(results, names) + cpu_rows(results)
+    if plane.num_prefill:
+        rows.append(path_row(plane, results, num_prefilled))
+    title = (
+        f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
+        f"{plane.num_decode} decode workers of no model, and the client"
+    )
+    print_table(title, rows)
+    name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
+    extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
+    _keep(options, name, title, rows, extra)
+
+
+async def _overhead(
+    plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
+) -> tuple[Results, Sequence[str], int]:
+    """The third: prompts that prefill workers have computed."""
+    results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
+    num_prefilled = 0
+    for number in range(options.rounds):
+        async with contextlib.AsyncExitStack() as stack:
+            ours = await stack.enter_async_context(hosted(plane))
+            servers = {BATON: ours} | {name: Target(url) for name, url in rivals.items()}
+            for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
+                servers[name] = Target(await stack.enter_async_context(limit(kind)))
+            if options.before is not None:
+                servers[BEFORE] = await stack.enter_async_context(hosted(plane, options.before))
+            in_turn = dict(list(servers.items())[:: 1 if number % 2 == 0 else -1])
+            tell = partial(_progress, f"round {number + 1} of {options.rounds}: ")
+            load = measure(in_turn, POINTS, options.seconds, tell)
+            # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
+            for at, hammered in (await asyncio.to_thread(uvloop.run, load)).items():
+                results[at].append(hammered)
+            num_prefilled += await prefilled(ours.url) if plane.num_prefill else 0
+    _progress("")
+    return results, list(servers), num_prefilled
+
+
+def _rivals(given: Sequence[str]) -> dict[str, str]:
+    rivals = dict(each.partition("=")[::2] for each in given)
+    for name, url in rivals.items():
+        if not name or not url:
+            raise ConfigError(f"--rival: expected NAME=URL, got {name}={url}")
+    return rivals
+
+
+def _options_json(options: argparse.Namespace) -> dict[str, object]:
+    kept = {name: value for name, value in vars(options).items() if name != "api_key"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
+
+
+def _keep(
+    options: argparse.Namespace, name: str, title: str, rows: list[Row], extra: Mapping[str, object]
+) -> None:
+    path = options.output / f"{name}.json"
+    write_json(path, title, rows, extra)
+    print(f"kept in {path}", flush=True)
+
+
+def _progress(*texts: str) -> None:
+    """What is being measured, on one line of a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K" + "".join(texts))
+        sys.stderr.flush()

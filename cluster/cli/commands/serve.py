@@ -1,0 +1,167 @@
+"""Start a cluster and serve a model through it, until interrupted.
+
+Settings come from options, then BATON_* variables, then --config FILE, then defaults; `baton config show
+--origin` says which. The API is OpenAI's. What is said goes to stderr, the banner to stdout.
+"""
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from baton.bench.tiny.tasks import recall_cases
+from baton.clock import SystemClock
+from baton.cluster.cli.serve_options import add_options, key_file, settings
+from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
+from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.cluster.logs import say
+from baton.cluster.model_directory import TINY, resolve_model
+from baton.cluster.runtimes.base import Runtime
+from baton.cluster.runtimes.local import LocalRuntime
+from baton.cluster.runtimes.ray import RayRuntime
+from baton.cluster.serve import Serving, serve
+from baton.cluster.serve_plan import check_model, check_tenants, speech_of
+from baton.config.cluster import ServeConfig
+from baton.config.environment import cluster_key_file
+from baton.config.gateway import OPERATOR_HOST
+from baton.errors import ConfigError
+
+RECALL_TOKENS: Final = 250
+RECALL_SEED: Final = 11
+
+
+def banner(config: ServeConfig, serving: Serving) -> str:
+    """What `baton serve` prints when it serves: where, and a request to paste."""
+    plural = "s" * (config.decode.num_workers != 1)
+    workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
+    where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
+    port = config.gateway.operator_port
+    operators = serving.url if port is None else f"http://{OPERATOR_HOST}:{port}"
+    if port is None and config.tenants is not None:
+        operators = f"(an admin's key) {operators}"
+    lines = [
+        "",
+        f"  Baton serves {config.model_name}: {workers}, {where}",
+        f"  API       {serving.url}/v1",
+        f"  metrics   {operators}/metrics",
+        f"  workers   baton status, {operators}/ui",
+        "",
+        *_example(config, serving),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _example(config: ServeConfig, serving: Serving) -> list[str]:
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.tenants else ""
+    if config.model != TINY:
+        return ["  Try it:", "", _curl(config, serving, *_question(config), key)]
+    (case,) = recall_cases(1, RECALL_TOKENS, seed=RECALL_SEED)
+    question = case.prompt.rpartition("\n")[2]
+    body: dict[str, object] = {"prompt": case.prompt, "max_tokens": 4, "temperature": 0}
+    return [
+        f"  Try it. The answer to {question} is{case.answer}, as the prompt says:",
+        "",
+        _curl(config, serving, "completions", body, key),
+    ]
+
+
+def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
+    """A route, and a body that the model can answer there."""
+    match speech_of(resolve_model(config.model), config.gateway.chat_template):
+        case "chat":
+            return "chat/completions", {"messages": [{"role": "user", "content": "What is a baton?"}]}
+        case "text":
+            return "completions", {"prompt": "A baton is", "max_tokens": 32}
+        case "token ids":
+            return "completions", {"prompt": [1, 2, 3], "max_tokens": 8, "return_token_ids": True}
+
+
+def _curl(config: ServeConfig, serving: Serving, route: str, body: dict[str, object], key: str) -> str:
+    text = msgspec.json.encode({"model": config.model_name, **body}).decode().replace("'", r"'\''")
+    return f"curl -s {serving.url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"
+
+
+__all__ = ["add_options", "run"]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError, ModelError or WorkerLost; KeyboardInterrupt unless it served and has drained."""
+    given = settings(arguments)
+    if "model" not in given.given:
+        raise ConfigError('MODEL: expected a directory, or "tiny", got none')
+    config = given.build()
+    try:
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(given.in_words_of_origin(str(error))) from None
+    try:
+        has_served = asyncio.run(_serve(config, _keys(config)))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    if not has_served:
+        raise KeyboardInterrupt
+
+
+def _check(config: ServeConfig) -> None:
+    """Before anything is started. Of a Ray cluster this machine may be one that has no model."""
+    check_tenants(config)
+    if config.ray_address is None or Path(config.model).is_dir():
+        directory = check_model(config)
+        if speech_of(directory, config.gateway.chat_template) == "token ids":
+            say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
+
+
+def _keys(config: ServeConfig) -> KeyWatch:
+    """Watch the key file, or keep a new key where none is named."""
+    if config.cluster_key_file is None and cluster_key_file() is None:
+        keys = (new_key(),)
+        return KeyWatch(lambda: keys, SystemClock())
+    path = key_file(config.cluster_key_file)
+    return KeyWatch(lambda: read_keys(path), SystemClock())
+
+
+async def _serve(config: ServeConfig, keys: KeyWatch) -> bool:
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    with recorded() as record:
+
+        def leave_record(serving: Serving) -> None:
+            record(
+                ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, keys=keys.keys)
+            )
+
+        def on_ready(serving: Serving) -> None:
+            leave_record(serving)
+            print(banner(config, serving), flush=True)
+
+        runtime = make_runtime(config, keys.keys)
+        say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
+        return await serve(config, runtime, keys, stop=stop, say=say, on_ready=on_ready, on_keys=leave_record)
+
+
+def make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
+    if config.runtime == "local":
+        return LocalRuntime(keys)
+    pools = (config.prefill, config.decode)
+    num_ranks = sum(pool.num_workers * pool.engine(config.engine).tensor_parallel_size for pool in pools)
+    return RayRuntime(
+        keys, address=config.ray_address, num_cpus=num_ranks, place_timeout_s=config.start_timeout_s
+    )
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    """The first lets the cluster drain; another ends it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)

@@ -1,0 +1,313 @@
+"""The offline API: text in, text out, one model replica in this process.
+
+    with LLM("tiny") as llm:
+        print(llm.generate("sort(3 1 2)=")[0].outputs[0].text)
+
+1. Every prompt of a call is encoded and checked; one that cannot run fails the call before any is added.
+2. The engine steps; each token becomes a TextDelta of the call that its request belongs to.
+3. A call that ends early, however, leaves nothing of its requests in the engine.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias, TypeVar
+
+from baton.cluster.cli.client import Completion, TextDelta
+from baton.cluster.model_directory import resolve_model
+from baton.cluster.offline.generation import Generation, watch
+from baton.cluster.offline.prompts import (
+    GivenPrompt,
+    Prompts,
+    Sampling,
+    Stop,
+    items_of,
+    list_prompts,
+    list_sampling,
+    list_stops,
+    naming,
+    read_prompt,
+)
+from baton.config.engine import engine_config
+from baton.engine.loading import load_engine
+from baton.engine.models.registry import read_model_config
+from baton.engine.models.weights import Progress
+from baton.engine.scheduler.validation import check_request
+from baton.errors import ConfigError, InvalidRequest
+from baton.gateway.api.prompt_reader import read_messages
+from baton.gateway.text.chat_template import ChatTemplate, Message
+from baton.gateway.text.model_files import read_sampling_defaults
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.request import Request, SamplingParams, StepOutput
+from baton.rpc import process
+
+# Who uses an LLM: one thread at a time, held by a lock that is tried and never waited for.
+
+ItemT = TypeVar("ItemT")
+
+
+class OneThread:
+    """`with` it around a use. The thread that is inside may enter again; another is refused at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidRequest(
+                "this LLM is in use by another thread: give the prompts to one call, or hold a lock around it"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def try_to(self, act: Callable[[], None]) -> None:
+        """Act now, or not at all while another thread is inside."""
+        if self._lock.acquire(blocking=False):
+            try:
+                act()
+            finally:
+                self._lock.release()
+
+
+class OneThreadStream(Generator[ItemT, None, None]):
+    """The same items; a thread that is refused changes nothing, and may read on later."""
+
+    def __init__(self, items: Generator[ItemT, None, None], one_thread: OneThread) -> None:
+        self._items = items
+        self._one_thread = one_thread
+
+    def send(self, value: None) -> ItemT:
+        with self._one_thread:
+            return self._items.send(value)
+
+    def throw(  # type: ignore[override]  # as `close` calls it; the other forms are deprecated
+        self, error: BaseException | type[BaseException]
+    ) -> ItemT:
+        with self._one_thread:
+            return self._items.throw(error)
+
+
+Conversation: TypeAlias = Sequence[Message]
+
+
+class LLM:
+    """For one thread at a time: a second one is refused. Streams may be read in turns: whoever reads, all
+    advance.
+
+    `stop`, wherever it is an argument: one or several strings that end the text, of which nothing is shown.
+    An interrupt (Ctrl-C) loses the requests that run; with `tensor_parallel_size` over 1 it may leave the
+    ranks apart, and what is asked then raises WorkerLost: close this LLM and load another.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        load_progress: Progress | None = None,
+        generation_config: str = "auto",
+        **settings: object,
+    ) -> None:
+        """Load `model`: a directory, or "tiny" for the model that comes with Baton.
+
+        `settings` are the fields of EngineConfig; a part is a mapping, as `cache={"page_size": 64}`, or its
+        struct. With `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and
+        texts "".
+        generation_config: as in vLLM, "auto" takes the sampling of calls that give none from the model's
+        `generation_config.json`, "vllm" takes SamplingParams().
+        Raises ModelError and ConfigError, which say what to change.
+        """
+        directory = resolve_model(model)
+        config = engine_config({"model": str(directory), **settings})
+        read_model_config(directory)  # whatever is wrong with it is said before minutes of loading, and first
+        if generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")
+        self._default_sampling = read_sampling_defaults(directory, generation_config).sampling()
+        may_lack_text = config.load_format == "dummy"
+        self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
+        self._chat_template = ChatTemplate.from_directory(directory)
+        self.engine = load_engine(config, progress=load_progress)
+        self._calm = ExitStack()
+        self._calm.enter_context(process.freeze_gc())
+        self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
+        self._unwanted: deque[str] = deque()  # request_ids of calls that ended early
+        self._one_thread = OneThread()
+        self._is_closed = False
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequest when the model has none: whoever needs it came with text."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "the model has no tokenizer.json: its prompts are token ids, text and chat need it"
+            )
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        stop: Stop = None,
+        use_tqdm: bool = False,
+    ) -> list[Completion]:
+        """Complete each prompt, in the forms of vLLM (`cluster/offline/prompts.py`); answers come in their
+        order.
+
+        `sampling_params`: one for all, or one a prompt. Raises InvalidRequest naming the prompt that cannot
+        run.
+        """
+        with self._one_thread:
+            generations = self._prepare(prompts, sampling_params, stop)
+            with closing(self._run(generations)) as deltas:
+                num_choices = sum(generation.request.sampling.n for generation in generations)
+                for _ in watch(deltas, num_choices) if use_tqdm else deltas:
+                    pass
+        return [generation.completion() for generation in generations]
+
+    def stream(
+        self, prompts: Prompts, sampling_params: Sampling = None, *, stop: Stop = None
+    ) -> Generator[TextDelta, None, None]:
+        """What `generate` would return, token by token. Closing the iterator ends what still runs."""
+        return OneThreadStream(self._run(self._prepare(prompts, sampling_params, stop)), self._one_thread)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Sampling = None,
+        *,
+        stop: Stop = None,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> list[Completion]:
+        """The next turn of one conversation or of several, such as `[{"role": "user", "content": "Hi"}]`."""
+        listed = items_of(messages)
+        nested = [items_of(item) for item in listed or ()]
+        one = listed is None or None in nested
+        conversations: Sequence[object] = [listed or messages] if one else nested
+        prompts = []
+        for index, conversation in enumerate(conversations):
+            with naming(index, len(conversations)):
+                prompts.append(self._chat_prompt(conversation, add_generation_prompt))
+        return self.generate(prompts, sampling_params, stop=stop, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
+        """The conversation as the model's chat template writes it, ready for the assistant's answer."""
+        return self._chat_prompt(messages, add_generation_prompt)
+
+    def close(self) -> None:
+        """End what still runs and let the other ranks go; nothing can be generated afterwards."""
+        with self._one_thread:
+            for request_id in list(self._calls):
+                self._end(request_id)
+            self._is_closed = True
+            self.engine.close()
+            self._calm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _chat_prompt(self, messages: object, add_generation_prompt: bool) -> list[int]:
+        read, tokenizer = read_messages(messages), self.tokenizer
+        if self._chat_template is None:
+            raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
+        text = self._chat_template.render(read, add_generation_prompt=add_generation_prompt)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _prepare(self, prompts: object, sampling_params: object, stop: object) -> list[Generation]:
+        listed, stops = list_prompts(prompts), list_stops(stop)
+        generations = []
+        given = self._default_sampling if sampling_params is None else sampling_params
+        sampling = list_sampling(given, len(listed))
+        for index, (prompt, one_sampling) in enumerate(zip(listed, sampling, strict=True)):
+            with naming(index, len(listed)):
+                given_prompt = read_prompt(prompt)
+                request = self._request(given_prompt, one_sampling)
+                generations.append(
+                    Generation(request, given_prompt.text, index, tokenizer=self._tokenizer, stops=stops)
+                )
+        return generations
+
+    def _request(self, prompt: GivenPrompt, sampling: SamplingParams) -> Request:
+        token_ids = prompt.token_ids
+        if token_ids is None:
+            token_ids = tuple(self.tokenizer.encode(prompt.text or ""))
+        request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
+        runner = self.engine.runner
+        check_request(request, vocab_size=runner.model.vocab_size, max_model_len=runner.max_model_len)
+        return request
+
+    def _run(self, generations: Sequence[Generation]) -> Generator[TextDelta, None, None]:
+        if self._is_closed:
+            raise ValueError("this LLM is closed")
+        call = _Call(generations)
+        try:
+            for request_id, generation in call.running.items():
+                self.engine.add(generation.request)
+                self._calls[request_id] = call
+            while call.running or call.unread:
+                while call.unread:
+                    yield call.unread.popleft()
+                if call.running:
+                    self._step()
+        finally:
+            self._unwanted.extend(call.running)
+            self._one_thread.try_to(self._end_unwanted)  # else the thread that steps does it
+
+    def _step(self) -> None:
+        """One step for every call; a request that has ended is let go of."""
+        self._end_unwanted()
+        outputs = self.engine.step()
+        if self.engine.wait_s is not None:  # prompts wait for company (max_queue_delay_ms)
+            time.sleep(self.engine.wait_s)
+        for output in outputs:
+            call = self._calls[output.request_id]
+            generation = call.running[output.request_id]
+            delta = call.read(generation, output)
+            if delta is not None and delta.finish_reason is not None and output.finish_reason is None:
+                self.engine.abort(output.request_id, output.choice)  # cut at a stop string
+            if generation.is_finished:
+                self._end(output.request_id)
+
+    def _end_unwanted(self) -> None:
+        while self._unwanted:
+            self._end(self._unwanted.popleft())
+
+    def _end(self, request_id: str) -> None:
+        """Let go of a request, wherever it is; choices that were still wanted end as aborted."""
+        call = self._calls.pop(request_id, None)
+        if call is None:
+            return
+        generation = call.running.pop(request_id)
+        for output in self.engine.abort(request_id):
+            call.read(generation, output)
+
+
+class _Call:
+    """One `generate` or `stream`: the requests that still run, and deltas that its caller has not read."""
+
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self.running = {generation.request.request_id: generation for generation in generations}
+        self.unread: deque[TextDelta] = deque()
+
+    def read(self, generation: Generation, output: StepOutput) -> TextDelta | None:
+        delta = generation.accept(output)
+        if delta is not None:
+            self.unread.append(delta)
+        return delta

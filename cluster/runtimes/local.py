@@ -1,0 +1,189 @@
+"""Processes of this machine: plain subprocesses, which end when this one does."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from baton.cluster.cluster_key import Keys
+from baton.cluster.process_spec import (
+    DRAINED,
+    Loading,
+    LoopAlive,
+    ProcessFailed,
+    ProcessSpec,
+    ProcessStarted,
+    Report,
+    assignment,
+    generations_of,
+    share_out_threads,
+)
+from baton.cluster.runtimes.base import kill_tree
+from baton.config.environment import environment_of_child, visible_gpus
+from baton.errors import ConfigError, WorkerLost
+from baton.messages.workers import Address
+from baton.rpc.auth import ClusterKeys
+
+logger = logging.getLogger(__name__)
+
+COMMAND: Final = (sys.executable, "-m", "baton.cluster.process")
+LOOPBACK: Final = "127.0.0.1"
+MAX_REPORT_BYTES: Final = 1 << 16
+_LINES: Final[msgspec.json.Decoder[Report | Loading | LoopAlive]] = msgspec.json.Decoder(
+    Report | Loading | LoopAlive
+)
+
+
+class LocalProcess:
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
+        self.name = spec.name
+        self._kind = spec.kind
+        self._process = process
+        self._loading: Loading | None = None
+        self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
+        self._alive_s: float | None = None  # when the latest LoopAlive came, by the loop's clock
+        self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> Address:
+        match await asyncio.shield(self._report):
+            case ProcessStarted(address):
+                return address
+            case ProcessFailed(reason, is_users_error):
+                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def loading(self) -> Loading | None:
+        return self._loading
+
+    async def watch(self) -> str:
+        status = await self._process.wait()
+        if status < 0:
+            return f"ended by {signal.Signals(-status).name}"
+        if status == DRAINED or (status == 0 and self._is_asked):
+            return ""
+        return f"ended with status {status}"
+
+    def stop(self) -> None:
+        self._is_asked = True
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    def use_keys(self, keys: Keys) -> None:
+        """Have it replace its keys by those of its kind, derived from these."""
+        assert self._process.stdin is not None
+        if self._process.returncode is None:
+            self._process.stdin.write(msgspec.json.encode(generations_of(self._kind, keys)) + b"\n")
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            kill_tree(self._process.pid)
+
+    def give_up(self) -> None:
+        self.kill()
+
+    async def silent_s(self) -> float:
+        return 0.0 if self._alive_s is None else asyncio.get_running_loop().time() - self._alive_s
+
+    async def _read(self) -> None:
+        """Take what the process says, until it has ended."""
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+                if not line:
+                    break
+                self._take(_LINES.decode(line))
+            except ValueError as error:  # too long, or printed by a library before the reports began
+                logger.warning("%s said what is no report: %s", self.name, error)
+        why = f"it {await self.watch() or 'ended'} before it served"
+        if not self._report.done():
+            self._report.set_result(ProcessFailed(why, is_users_error=False))
+
+    def _take(self, said: Report | Loading | LoopAlive) -> None:
+        match said:
+            case Loading():
+                self._loading = said
+            case LoopAlive():
+                self._alive_s = asyncio.get_running_loop().time()
+            case _ if not self._report.done():
+                self._report.set_result(said)
+
+
+class LocalRuntime:
+    def __init__(self, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
+        """command: what runs a process that reads an assignment, as cluster/process.py does."""
+        self.host = self.worker_host = LOOPBACK
+        self.num_gpus = 0
+        self.head_away_s = 0.0
+        self._gpus: Sequence[str] = ()
+        self._keys = keys
+        self._command = command
+        self._alive: set[LocalProcess] = set()
+        self._watches: set[asyncio.Task[None]] = set()
+        self._num_threads: dict[str, int] = {}  # by the name of a process that computes
+        self._gpus_of: dict[str, Sequence[str]] = {}  # by the name of a process
+
+    async def open(self) -> None:
+        self._gpus = visible_gpus()
+        self.num_gpus = len(self._gpus)
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        """The ranks of a role share the cores out, and all ranks the GPUs in turn."""
+        self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
+        first = 0
+        for spec in specs:
+            if spec.gpus_per_rank and spec.num_ranks > self.num_gpus:
+                raise ConfigError(
+                    f"{spec.name}: {spec.num_ranks} ranks need a GPU each, this machine has {self.num_gpus}: "
+                    "lower tensor_parallel_size, or serve on a Ray cluster"
+                )
+            if spec.gpus_per_rank:
+                turn = [self._gpus[(first + rank) % self.num_gpus] for rank in range(spec.num_ranks)]
+                self._gpus_of[spec.name] = turn
+                first += spec.num_ranks
+
+    async def spawn(self, spec: ProcessSpec) -> LocalProcess:
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MAX_REPORT_BYTES,
+            process_group=0,  # Ctrl-C in the terminal is for this process, which then lets them drain
+            env=environment_of_child(
+                num_threads=self._num_threads.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
+            ),
+        )
+        assert process.stdin is not None
+        process.stdin.write(assignment(spec, self._keys) + b"\n")  # and never closed: see cluster/process.py
+        local = LocalProcess(spec, process)
+        self._alive.add(local)
+        watch = asyncio.create_task(self._forget_ended(local))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+        return local
+
+    def use_keys(self, keys: Keys) -> None:
+        self._keys = keys
+        for process in self._alive:
+            process.use_keys(keys)
+
+    async def close(self) -> None:
+        alive = list(self._alive)
+        for process in alive:
+            process.kill()
+        await asyncio.gather(*(process.watch() for process in alive))
+        await asyncio.gather(*self._watches)
+
+    async def _forget_ended(self, process: LocalProcess) -> None:
+        await process.watch()
+        self._alive.discard(process)

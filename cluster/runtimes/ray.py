@@ -1,0 +1,548 @@
+"""Processes as Ray actors: on this machine, where Ray is started for them, or on a cluster that is joined.
+
+1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only who
+   has its token.
+2. `place` takes room for each worker in a placement group of its own, and spreads each role over the nodes.
+   A worker's ranks are in one bundle, so they share a node.
+3. `spawn` puts a worker into its room; a router or a gateway runs on this node, where clients expect it.
+   Ray restarts nothing: what ends is started again by its supervisor, in the same room. A worker that was
+   given up, or whose node does not answer, moves to another node where one has room: a node that stands
+   still is dead to Ray only after a minute.
+4. While Ray's head is away nothing can be started, and calls that ask it hang. What runs goes on: `spawn`
+   waits for the head, and no call that asks it runs on the event loop.
+5. `close` ends the actors, gives the room back, and leaves Ray, which ends if it was started here.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from baton.cluster.cluster_key import Keys
+from baton.cluster.installing import install
+from baton.cluster.process_spec import (
+    Loading,
+    ProcessFailed,
+    ProcessSpec,
+    ProcessStarted,
+    Report,
+    assignment,
+    generations_of,
+    share_out,
+)
+from baton.cluster.runtimes.base import kill_tree, started_at
+from baton.config.environment import prepare_ray
+from baton.errors import ConfigError, WorkerLost
+from baton.messages.workers import Address
+from baton.rpc.auth import ClusterKeys
+
+LOOPBACK: Final = "127.0.0.1"
+OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
+# Of a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
+SYSTEM_CONFIG: Final = {"worker_niceness": 0}
+CONNECT_TIMEOUT_S: Final = 5.0
+TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
+MOVE_S: Final = 5.0  # for Ray to find room on any node but those that are suspected
+PROBE_TIMEOUT_S: Final = 1.0
+SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided; Ray's own verdict comes before that
+HEAD_LOOK_S: Final = 1.0
+HEAD_AWAY_S: Final = 3.0  # without an answer of the head
+CLOSE_TIMEOUT_S: Final = 15.0  # while Ray's head is away it cannot be told anything
+NODE_ID_LABEL: Final = "ray.io/node-id"
+AUTO: Final = "auto"
+_REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
+MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
+
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
+
+class RayNode(NamedTuple):
+    """A living machine of the Ray cluster."""
+
+    id: str
+    address: str
+    port: int  # of its raylet
+    resources: Mapping[str, float]  # in all
+
+
+class RayCapacity(NamedTuple):
+    """A placement group of one bundle, and the node that it is on."""
+
+    group: Any
+    node_id: str
+
+
+class RayRuntime:
+    def __init__(
+        self,
+        keys: ClusterKeys,
+        *,
+        address: str | None = None,
+        num_cpus: int = 0,
+        place_timeout_s: float = 60.0,
+    ) -> None:
+        """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least.
+
+        place_timeout_s: how long a cluster may take to have room, as one that grows does.
+        """
+        self._keys = keys
+        self._address = address
+        self._num_cpus = num_cpus
+        self._place_timeout_s = place_timeout_s
+        self._ray: Any = None  # imported when it is needed: half a second
+        self._actor_class: Any = None
+        self._rooms: dict[str, RayCapacity] = {}  # by the name of a worker
+        self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
+        self._roles: dict[str, str] = {}  # by the name of a worker
+        self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up
+        self._given_up: set[str] = set()  # names of workers whose successors move
+        self._node_id = ""  # of this machine
+        self._head_s = 0.0  # when Ray's head last answered
+        self._is_closed = False
+        self._alive: set[RayActor] = set()
+        self.num_gpus = 0
+        self.host = LOOPBACK
+
+    @property
+    def worker_host(self) -> str:
+        return LOOPBACK if self._is_alone else ""
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._address is None
+
+    @property
+    def head_away_s(self) -> float:
+        silent_s = time.monotonic() - self._head_s
+        return silent_s if self._head_s and silent_s > HEAD_AWAY_S else 0.0
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._open)  # on a thread that stays: Ray ends with it
+        _take_signals_back()
+        self._head_s = time.monotonic()
+        threading.Thread(target=self._watch_head, name="ray-head", daemon=True).start()
+
+    async def place(self, specs: list[ProcessSpec]) -> None:
+        workers = [spec for spec in specs if spec.num_ranks]
+        nodes = await _in_thread(self._nodes)
+        num_cores = cores_for(
+            sum(spec.num_ranks for spec in workers), [int(node.resources.get("CPU", 0)) for node in nodes]
+        )
+        for (name, cores), spec in zip(share_out(workers, num_cores).items(), workers, strict=True):
+            self._needs[name] = _needs(spec, cores)
+            self._roles[name] = spec.role
+        try:
+            async with asyncio.timeout(self._place_timeout_s):
+                for spec in workers:
+                    await self._take_room(spec.name, self._preferred(spec.name, nodes), TRY_S)
+                # Where there is no room yet all is asked for at once: a cluster may grow.
+                late = [spec.name for spec in workers if spec.name not in self._rooms]
+                await asyncio.gather(*(self._take_room(name, None, self._place_timeout_s) for name in late))
+        except TimeoutError:
+            bundles = [self._needs[spec.name] for spec in workers]
+            raise ConfigError(
+                f"Ray has no room for the workers: they need {await _in_thread(self._shortage, bundles)}: "
+                "set cores_per_rank of prefill and decode lower, start fewer workers, or add nodes"
+            ) from None
+
+    async def spawn(self, spec: ProcessSpec) -> "RayActor":
+        if self.head_away_s:
+            logger.warning("%s is started when Ray's head answers again", spec.name)
+        while self.head_away_s:
+            await asyncio.sleep(HEAD_LOOK_S)
+        if spec.num_ranks:
+            await self._move_if_needed(spec.name)
+        given = self._keys
+        actor = await _in_thread(self._start_actor, spec)
+        process = RayActor(spec, actor, self)
+        self._alive.add(process)
+        if self._keys is not given:  # they have changed meanwhile
+            process.use_keys(self._keys)
+        return process
+
+    def use_keys(self, keys: Keys) -> None:
+        self._keys = keys
+        for process in self._alive:
+            process.use_keys(keys)
+
+    @property
+    def errors(self) -> Any:
+        """The module of Ray's exceptions."""
+        return self._ray.exceptions
+
+    async def close(self) -> None:
+        """Head or no head: what of Ray does not answer in time is left to its own end."""
+        self._is_closed = True
+        if self._ray is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await _in_thread(self._close)
+
+    # What a RayActor calls.
+
+    def ended(self, process: "RayActor") -> None:
+        """Its life is over."""
+        self._alive.discard(process)
+
+    def kill(self, actor: Any) -> None:
+        """Have Ray end an actor; returns at once, also while the head is away."""
+        if self._ray.is_initialized():
+            _in_background(self._ray.kill, actor)
+
+    def give_up(self, name: str, actor: Any, pid: int, node_id: str) -> None:
+        """Have an actor ended that may not answer, by Ray and by a signal to its process and its ranks."""
+        self._given_up.add(name)
+        if node_id:
+            self._suspects[node_id] = time.monotonic()
+        self.kill(actor)
+        if pid and node_id == self._node_id:
+            kill_tree(pid)
+        elif pid:
+            _in_background(self._kill_there, node_id, pid)
+
+    # Room for workers.
+
+    async def _move_if_needed(self, name: str) -> None:
+        """Take room on another node if the worker's own does not answer, or may stand still."""
+        room = self._rooms[name]
+        nodes = await _in_thread(self._nodes)
+        here = next((node for node in nodes if node.id == room.node_id), None)
+        if name not in self._given_up and here is not None and await _listens(here):
+            return
+        now_s = time.monotonic()
+        avoided = {node_id for node_id, since_s in self._suspects.items() if now_s - since_s < SUSPECT_S}
+        others = [node for node in nodes if node.id not in avoided | {room.node_id}]
+        for node_ids in (self._preferred(name, others), [node.id for node in others]):
+            if await self._take_room(name, node_ids, MOVE_S):
+                self._given_up.discard(name)
+                logger.warning("%s moves to another node of Ray", name)
+                _in_background(self._ray.util.remove_placement_group, room.group)
+                return
+        self._given_up.discard(name)  # no other node has room: Ray starts it where it was, as soon as it can
+
+    def _preferred(self, name: str, nodes: Sequence[RayNode]) -> list[str]:
+        role = self._roles[name]
+        used = Counter(
+            room.node_id
+            for other, room in self._rooms.items()
+            if other != name and self._roles[other] == role
+        )
+        return least_used(self._needs[name], nodes, used)
+
+    async def _take_room(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
+        """Whether there is room now on one of these nodes, None: on any; nothing is kept of it otherwise."""
+        if node_ids is not None and not node_ids:
+            return False
+        labels = None if node_ids is None else [{NODE_ID_LABEL: f"in({','.join(node_ids)})"}]
+        room = await _in_thread(self._room, self._needs[name], labels, timeout_s)
+        if room is not None:
+            self._rooms[name] = room
+        return room is not None
+
+    def _room(
+        self, needs: dict[str, float], labels: list[dict[str, str]] | None, timeout_s: float
+    ) -> RayCapacity | None:
+        group = self._ray.util.placement_group([needs], bundle_label_selector=labels)
+        if not group.wait(timeout_s):
+            self._ray.util.remove_placement_group(group)
+            return None
+        return RayCapacity(group, self._ray.util.placement_group_table(group)["bundles_to_node_id"][0])
+
+    # On threads: Ray's own calls, which may wait for its head.
+
+    def _watch_head(self) -> None:
+        """Ask the head for its nodes again and again; a call that is not answered hangs until it is back."""
+        while not self._is_closed and self._ray.is_initialized():
+            with suppress(Exception):  # Ray gives up after a minute, and says so in many ways
+                self._ray.nodes()
+                self._head_s = time.monotonic()
+            time.sleep(HEAD_LOOK_S)
+
+    def _nodes(self) -> list[RayNode]:
+        return [
+            RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerPort"], node["Resources"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _start_actor(self, spec: ProcessSpec) -> Any:
+        return (
+            self._actor_class(spec.name)
+            .options(name=None, **self._where(spec))
+            .remote(
+                assignment(spec, self._keys),
+                is_alone=self._is_alone,
+                parent=None if spec.num_ranks else (os.getpid(), started_at(os.getpid())),
+            )
+        )
+
+    def _kill_there(self, node_id: str, pid: int) -> None:
+        """Run `kill_tree` on another node; it never ends where that node stands still."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        killer = self._ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(kill_tree)
+        killer.remote(pid)
+
+    def _open(self) -> None:
+        self._ray = ray = _import_ray()
+        logging.getLogger("ray").setLevel(logging.ERROR)  # errors come back as exceptions, the rest is chat
+        try:
+            if self._address is None:
+                ray.init(
+                    num_cpus=max(self._num_cpus, len(os.sched_getaffinity(0))),
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    configure_logging=False,
+                    _node_ip_address=LOOPBACK,
+                    _system_config=SYSTEM_CONFIG,
+                )
+            else:
+                _check_reachable(self._address)
+                ray.init(address=self._address, configure_logging=False)
+                self.host = ray.util.get_node_ip_address()
+            self._node_id = ray.get_runtime_context().get_node_id()
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"Ray at {self._address} cannot be joined" if self._address else "Ray cannot be started"
+            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+        from baton.cluster.runtimes.ray_process import NUM_THREADS, RayProcess
+
+        remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)
+        # Ray shows the class in ps and top, and writes over any other title.
+        self._actor_class = lambda name: remote(
+            type(f"baton-{name}", (RayProcess,), {"__module__": RayProcess.__module__})
+        )
+        self.num_gpus = int(ray.cluster_resources().get("GPU", 0))
+
+    def _shortage(self, bundles: list[dict[str, float]]) -> str:
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        return ", ".join(
+            f"{needed:g} {name} (of {total.get(name, 0):g} there are {free.get(name, 0):g} free)"
+            for name, needed in _sum(bundles).items()
+        )
+
+    def _close(self) -> None:
+        if self._ray.is_initialized():
+            for process in self._alive:
+                self._ray.kill(process.actor, no_restart=True)
+            for room in self._rooms.values():
+                self._ray.util.remove_placement_group(room.group)
+            self._ray.shutdown()
+
+    def _where(self, spec: ProcessSpec) -> dict[str, Any]:
+        from ray.util import scheduling_strategies
+
+        if spec.num_ranks:
+            needs = dict(self._needs[spec.name])
+            return {
+                "num_cpus": needs.pop("CPU", 0),
+                "num_gpus": needs.pop("GPU", 0),
+                "resources": needs,
+                "scheduling_strategy": scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    self._rooms[spec.name].group, placement_group_bundle_index=0
+                ),
+            }
+        strategy = scheduling_strategies.NodeAffinitySchedulingStrategy(self._node_id, soft=False)
+        return {"num_cpus": 0, "scheduling_strategy": strategy}
+
+
+class RayActor:
+    """A Process whose calls go to an actor, over connections of their own: no call waits for Ray's head."""
+
+    def __init__(self, spec: ProcessSpec, actor: Any, runtime: RayRuntime) -> None:
+        self.name = spec.name
+        self.actor = actor
+        self._runtime = runtime
+        self._kind = spec.kind
+        self._errors = runtime.errors
+        self._has_loop = not spec.num_ranks  # which says that it runs: of a router, or a gateway
+        self._pid, self._node_id = 0, ""
+        self._end = actor.serve.remote()
+        self._asked: asyncio.Future[float] | None = None  # for its silence
+        self._asked_s = 0.0
+
+    async def ready(self) -> Address:
+        try:
+            self._pid, self._node_id = await self.actor.place.remote()
+            report = _REPORTS.decode(await self.actor.report.remote())
+        except self._errors.RayActorError as error:
+            raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
+        match report:
+            case ProcessStarted(address):
+                return address
+            case ProcessFailed(reason, is_users_error):
+                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+
+    async def loading(self) -> Loading | None:
+        try:
+            return msgspec.json.decode(await self.actor.loading.remote(), type=Loading | None)
+        except self._errors.RayError:
+            return None
+
+    async def watch(self) -> str:
+        try:
+            await self._end
+            return ""
+        except self._errors.RayError as error:
+            return f"ended: {first_line(error)}"
+        finally:
+            self.kill()  # an actor stays when its method has returned
+
+    def stop(self) -> None:
+        self.actor.stop.remote()
+
+    def use_keys(self, keys: ClusterKeys) -> None:
+        """Have it replace its keys by those of its kind, derived from these."""
+        self.actor.use_keys.remote(msgspec.json.encode(generations_of(self._kind, keys)))
+
+    def kill(self) -> None:
+        self._runtime.ended(self)
+        self._runtime.kill(self.actor)
+
+    def give_up(self) -> None:
+        self._runtime.ended(self)
+        self._runtime.give_up(self.name, self.actor, self._pid, self._node_id)
+
+    async def silent_s(self) -> float:
+        if not self._has_loop:
+            return 0.0
+        now_s = time.monotonic()
+        if self._asked is None:
+            self._asked, self._asked_s = asyncio.ensure_future(self.actor.silent_s.remote()), now_s
+        await asyncio.wait((self._asked,), timeout=PROBE_TIMEOUT_S)
+        if not self._asked.done():
+            return now_s - self._asked_s
+        answered, self._asked = self._asked, None
+        return 0.0 if answered.exception() else answered.result()  # `watch` tells of its end
+
+
+async def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    """The result of a call of Ray that may hang, on a thread that keeps nobody from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def tell(result: ResultT | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # nobody waits for it any more
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = call(*arguments)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=work, name="ray-call", daemon=True).start()
+    return await future
+
+
+def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
+    """Make a call of Ray that may hang and whose result nobody needs."""
+
+    def work() -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            logger.info("a call of Ray failed: %s", first_line(error))
+
+    threading.Thread(target=work, name="ray-call", daemon=True).start()
+
+
+async def _listens(node: RayNode) -> bool:
+    """Whether the machine's raylet takes connections; one that stands still does so, too."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(node.address, node.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _check_reachable(address: str) -> None:
+    """OSError where nobody listens: Ray itself would try for minutes. ValueError for what is no address."""
+    if address == AUTO:
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        raise ValueError("expected HOST:PORT of a cluster that this machine belongs to, or auto")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+
+
+def _take_signals_back() -> None:
+    """Ray has put a handler of its own before ours, which dumps its stack when the cluster is to drain."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
+
+
+def _import_ray() -> Any:
+    prepare_ray()
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError(f"ray is not installed: {install('ray')}; or serve with --runtime local") from None
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if version < MIN_RAY:
+        raise ConfigError(f"ray {ray.__version__} is too old: {'.'.join(map(str, MIN_RAY))} or newer is safe")
+    return ray
+
+
+def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
+    """Cores that so many ranks may take together when they are spread evenly over the nodes.
+
+    Ray lets a process have as many threads as it takes cores.
+    """
+    usable = [cores for cores in cores_of_nodes if cores]
+    if not usable or not num_ranks:
+        return num_ranks
+    ranks_per_node = math.ceil(num_ranks / len(usable))
+    return num_ranks * max(1, min(usable) // ranks_per_node)
+
+
+def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mapping[str, int]) -> list[str]:
+    """Ids of the nodes that are large enough and have the fewest workers of the role; `used`: how many."""
+    fitting = [
+        node.id
+        for node in nodes
+        if all(node.resources.get(name, 0.0) >= most for name, most in needs.items())
+    ]
+    fewest = min((used.get(node_id, 0) for node_id in fitting), default=0)
+    return [node_id for node_id in fitting if used.get(node_id, 0) == fewest]
+
+
+def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:
+    """What Ray must have for a worker, on one node: its ranks share that."""
+    if spec.gpus_per_rank:
+        return {"GPU": spec.num_ranks * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
+    return {"CPU": float(num_cores), **spec.resources}
+
+
+def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for bundle in bundles for name in bundle})
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def first_line(error: BaseException) -> str:
+    """What of an error of Ray is news: of an exception in an actor that one, without the way it took."""
+    cause = getattr(error, "cause", None)
+    said = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
+    return next(iter(said.strip().splitlines()), type(error).__name__).rstrip(".")[:400]

@@ -1,0 +1,64 @@
+"""What KubeRay's RayService is told of a cluster: an application of Ray Serve that serves nothing itself.
+
+`baton serve` runs in the head's pod, and its gateways answer clients. Ray Serve starts this one actor beside
+it, which is there once Baton has answered a request through a prefill and a decode worker, and is unhealthy
+when its gateways do not live. So KubeRay sends clients to a new cluster when that serves, not before, and the
+old one drains then.
+
+    import_path: baton.cluster.runtimes.ray_service:application
+"""
+
+import http.client
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+LOOPBACK: Final = "127.0.0.1"
+LOOK_EVERY_S: Final = 1.0
+TIMEOUT_S: Final = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Of the gateways at `port` of the machine that it runs on, which is the head: see `application`."""
+
+    def __init__(self, port: int) -> None:
+        """Returns once they answer; Ray Serve waits for that."""
+        self._port = port
+        while (reason := self._why_not("/health")) is not None:
+            logger.info("Baton does not answer yet: %s", reason)
+            time.sleep(LOOK_EVERY_S)
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, every few seconds. Raises RuntimeError where nobody answers."""
+        reason = self._why_not("/ping")
+        if reason is not None:
+            raise RuntimeError(f"no gateway of Baton lives at port {self._port}: {reason}")
+
+    def __call__(self, request: object) -> str:
+        return f"Baton itself answers, at port {self._port}\n"
+
+    def _why_not(self, path: str) -> str | None:
+        connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return str(error) or type(error).__name__
+        finally:
+            connection.close()
+        return None if status == 200 else f"{path} has status {status}"
+
+
+def application(arguments: Mapping[str, str]) -> Any:
+    """arguments: of the Serve application, `port` of the gateways. Needs Ray with its Serve: ray[serve]."""
+    from ray import serve
+
+    # The head has no cores to give, and this node's own resource keeps the actor on it.
+    options = {"num_cpus": 0, "resources": {"baton_head": 0.001}}
+    deployment: Any = serve.deployment(
+        Watch, name="baton", num_replicas=1, ray_actor_options=options, health_check_period_s=5
+    )
+    return deployment.bind(int(arguments["port"]))

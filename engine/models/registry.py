@@ -1,0 +1,262 @@
+"""What a model is, read from `config.json` of a Hugging Face directory.
+
+Both spellings are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
+transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
+refused, never ignored.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from baton.config.engine import EngineSettings
+from baton.engine.models.json_file import JsonObject, read_json
+from baton.engine.models.llama import llama
+from baton.engine.models.mistral import mistral
+from baton.engine.models.qwen2 import qwen2
+from baton.engine.models.qwen3 import qwen3
+from baton.engine.models.traits import Traits
+from baton.errors import ConfigError, ModelError
+from baton.kernels.rope import ROPE_TYPES, RopeScaling
+from baton.pages import DTYPE_BYTES
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rotary position embedding a model uses, as its `config.json` says."""
+
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling()
+
+
+def read_rope_config(keys: JsonObject) -> RopeConfig:
+    """The embedding that `config.json` asks for, in its older or its newer spelling."""
+    name = "rope_parameters" if "rope_parameters" in keys else "rope_scaling"
+    rope = keys.section(name)
+    kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{rope.source}: type {kind!r} is not known; known are {', '.join(ROPE_TYPES)}")
+    if any(layer_type in rope for layer_type in ("full_attention", "sliding_attention")):
+        raise ModelError(f"{rope.source}: a different rotary embedding for each layer type is not supported")
+    if rope.positive("partial_rotary_factor", keys.positive("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"{rope.source}: 'partial_rotary_factor' other than 1 is not supported")
+    theta = rope.positive("rope_theta", keys.positive("rope_theta", 10000.0))
+    try:
+        return RopeConfig(theta=theta, scaling=_scaling(kind, rope, keys))
+    except ValueError as error:
+        raise ModelError(f"{rope.source}: {error}") from None
+
+
+def _scaling(kind: str, rope: JsonObject, keys: JsonObject) -> RopeScaling:
+    match kind:
+        case "linear":
+            return RopeScaling(rope_type="linear", factor=rope.positive("factor"))
+        case "llama3":
+            return _llama3(rope, keys)
+        case "yarn":
+            return _yarn(rope, keys)
+        case _:
+            return RopeScaling()
+
+
+def _original_context(rope: JsonObject, keys: JsonObject) -> int:
+    name = "original_max_position_embeddings"  # at the top level it wins over the one inside
+    return keys.count(name, rope.count(name, keys.count("max_position_embeddings")))
+
+
+def _llama3(rope: JsonObject, keys: JsonObject) -> RopeScaling:
+    low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+    if high <= low:
+        raise ModelError(f"{rope.source}: 'high_freq_factor' {high} should exceed 'low_freq_factor' {low}")
+    return RopeScaling(
+        rope_type="llama3",
+        factor=rope.positive("factor"),
+        original_max_positions=_original_context(rope, keys),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: JsonObject, keys: JsonObject) -> RopeScaling:
+    original = _original_context(rope, keys)
+    factor = rope.positive("factor", keys.count("max_position_embeddings") / original)
+    beta_fast, beta_slow = rope.positive("beta_fast", 32.0), rope.positive("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise ModelError(f"{rope.source}: 'beta_fast' {beta_fast} should be at least 'beta_slow' {beta_slow}")
+    given = rope.get("attention_factor", float)
+    return RopeScaling(
+        rope_type="yarn",
+        factor=factor,
+        original_max_positions=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=None if given is None else rope.positive("attention_factor"),
+        mscale=rope.get("mscale", float),
+        mscale_all_dim=rope.get("mscale_all_dim", float),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only transformer with RMS norm, SwiGLU and rotary attention."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...]  # one a layer; w: position p sees (p - w, p]; None: everything
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"  # of the weights as saved
+    initializer_range: float = 0.02  # standard deviation of dummy weights
+
+
+_TRAITS: Final[dict[str, Callable[[JsonObject, int], Traits]]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+# A config.json saved without a model has a model_type and no architectures.
+_MODEL_TYPES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ARCHITECTURES: Final = tuple(_TRAITS)
+MAX_LAYERS: Final = 4096  # bounds what a damaged file can make us allocate
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The model that `config.json` describes; the end tokens of `generation_config.json` win over its own.
+
+    Raises ModelError, naming the key and the file, on what is missing, nonsense or not supported.
+    """
+    keys = read_json(directory / "config.json")
+    architecture = _architecture(keys)
+    _refuse_unsupported(keys)
+    num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
+    vocab_size = keys.count("vocab_size")
+    num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
+    traits = _TRAITS[architecture](keys, num_layers)
+    tokens = _generation_config(directory).merged(keys)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=keys.count("hidden_size"),
+        intermediate_size=keys.count("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=keys.count("max_position_embeddings"),
+        rms_norm_eps=keys.positive("rms_norm_eps"),
+        rope=read_rope_config(keys),
+        tie_word_embeddings=keys.flag("tie_word_embeddings"),
+        eos_token_ids=_eos_token_ids(tokens, vocab_size),
+        dtype=_dtype(keys),
+        initializer_range=keys.positive("initializer_range", 0.02),
+        **msgspec.structs.asdict(traits),
+    )
+
+
+def _architecture(keys: JsonObject) -> str:
+    named = keys.get("architectures", list[str])
+    model_type = keys.get("model_type", str)
+    if named is None and model_type is None:
+        raise ModelError(f"{keys.source}: key 'architectures' is missing")
+    architecture = named[0] if named else _MODEL_TYPES.get(model_type or "", str(model_type))
+    if architecture not in _TRAITS:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{keys.source}: architecture {architecture!r} is not known; known are {known}")
+    return architecture
+
+
+def _refuse_unsupported(keys: JsonObject) -> None:
+    activation = keys.get("hidden_act", str) or "silu"
+    if activation != "silu":
+        raise ModelError(f"{keys.source}: 'hidden_act' should be 'silu', got {activation!r}")
+    if "quantization_config" in keys:
+        raise ModelError(f"{keys.source}: quantised weights ('quantization_config') are not supported")
+
+
+def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:
+    hidden_size = keys.count("hidden_size")
+    num_heads = keys.count("num_attention_heads")
+    num_kv_heads = keys.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"{keys.source}: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
+        )
+    if "head_dim" in keys:
+        head_dim = keys.count("head_dim")
+    elif architecture == "Qwen3ForCausalLM":
+        head_dim = 128  # its default, whatever the hidden size
+    else:
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"{keys.source}: 'hidden_size' {hidden_size} is not a multiple of {num_heads} attention heads"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ModelError(f"{keys.source}: rotary embedding needs an even head dimension, got {head_dim}")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _dtype(keys: JsonObject) -> str:
+    dtype = keys.get("dtype", str) or keys.get("torch_dtype", str) or "float32"
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{keys.source}: 'dtype' should be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return dtype
+
+
+def _generation_config(directory: Path) -> JsonObject:
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else JsonObject({}, str(path))
+
+
+def _eos_token_ids(tokens: JsonObject, vocab_size: int) -> tuple[int, ...]:
+    ids = tokens.integers("eos_token_id")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise ModelError(
+                f"{tokens.source}: 'eos_token_id' should be in [0, {vocab_size}), got {token_id}"
+            )
+    return ids
+
+
+# What a model's shape allows, asked before anything is loaded; no torch here.
+
+
+def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: the model has positions for {model.max_position_embeddings} tokens, got {asked}"
+        )
+    return asked or model.max_position_embeddings
+
+
+def check_split(model: ModelConfig, num_ranks: int) -> None:
+    """ConfigError unless every tensor-parallel rank can have an equal part."""
+    sizes = {
+        "KV heads": model.num_kv_heads,
+        "attention heads": model.num_heads,
+        "intermediate_size": model.intermediate_size,
+    }
+    for what, size in sizes.items():
+        if size % num_ranks:
+            raise ConfigError(f"{what}: {size} cannot be split over {num_ranks} tensor-parallel ranks")

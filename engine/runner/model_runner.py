@@ -1,0 +1,215 @@
+"""One rank of a model replica: its weights, its KV pool, and the forward pass over them.
+
+1. `load` maps the checkpoint and places this rank's part of the weights.
+2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest.
+3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` says how far it has
+   come on the device, to whoever shares the pages.
+"""
+
+import logging
+import threading
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.config.engine import EngineConfig
+from baton.engine.cache.kv_pool import KvPool, ZerosOnCpu, check_fits, count_pages
+from baton.engine.cache.step_marks import NOTHING, mark_of
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.layers import Parameters
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parameters import (
+    DummyCheckpoint,
+    check_parameters,
+    parameter_bytes,
+    parameter_shapes,
+)
+from baton.engine.models.registry import ModelConfig, choose_max_model_len
+from baton.engine.models.weights import (
+    TORCH_DTYPES,
+    Checkpoint,
+    Progress,
+    ReportingCheckpoint,
+    open_checkpoint,
+)
+from baton.engine.runner.cuda_graphs import DecodeGraphs
+from baton.engine.runner.model_input import ModelInput
+from baton.engine.runner.step_inputs import StepArrays, padding_step
+from baton.errors import ConfigError, ModelError
+from baton.kernels.decoder_stack import LayerGroups, OnLayers
+from baton.kernels.huge_pages import huge_zeros
+from baton.pages import PageLayout
+
+# The marks of one rank's steps, as its device passes them; see engine/cache/step_marks.py.
+
+
+class DeviceSteps:
+    """Of one rank. `make` is called by the thread that runs the steps, with growing marks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.launched = NOTHING
+        self._passed = NOTHING
+        self._is_cuda = device.type == "cuda"
+        self._events: deque[tuple[int, torch.cuda.Event]] = deque()  # oldest first
+        self._lock = threading.Lock()
+
+    def make(self, mark: int) -> None:
+        """So much is launched; on a GPU, on the current stream."""
+        if not self._is_cuda:
+            self.launched = self._passed = mark
+            return
+        event = torch.cuda.current_stream().record_event()
+        with self._lock:
+            self._events.append((mark, event))
+            self.launched = mark
+            self._look()  # or they would pile up where nobody asks
+
+    def has_passed(self, mark: int) -> bool:
+        if mark > self._passed and self._is_cuda:
+            with self._lock:
+                self._look()
+        return mark <= self._passed
+
+    def _look(self) -> None:
+        while self._events and self._events[0][1].query():
+            self._passed, _ = self._events.popleft()
+
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
+        self.config = config
+        self.model = model
+        self.tp = tp
+        self.device = choose_device(config.device, tp.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
+        self.dtype = choose_dtype(config.dtype, model, self.device)
+        self.max_model_len = choose_max_model_len(config, model)
+        self.layout = PageLayout(
+            tp_size=tp.size,
+            page_size=config.cache.page_size,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=self.dtype,
+        )
+        self.decoder: Decoder
+        self.pool: KvPool
+        self.steps = DeviceSteps(self.device)
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def load(self, progress: Progress | None = None) -> None:
+        """Read the weights, reporting bytes to `progress`. ModelError when they do not fit the model."""
+        checkpoint = self._open_checkpoint()
+        check_parameters(checkpoint, self.model)
+        if progress is not None:
+            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(self.model), progress)
+        parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
+        try:
+            self.decoder = Decoder(self.model, parameters, self.max_model_len)
+        except (OSError, OverflowError, RuntimeError) as error:  # words for memory that cannot be had
+            num_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
+            raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
+
+    @torch.inference_mode()
+    def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros) -> None:
+        """Make the pool, on a CPU from the memory given; ConfigError when it cannot hold one sequence of
+        the longest length.
+        """
+        cache, scheduler = self.config.cache, self.config.scheduler
+        if self.device.type == "cuda":
+            self.run_largest_step()
+        num_pages = self.tp.smallest(count_pages(cache, self.layout, self.device))
+        check_fits(cache, num_pages, self.layout, self.max_model_len)
+        num_host_pages = cache.host_cache_memory_bytes // self.layout.page_bytes
+        try:
+            self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)
+        except (OSError, OverflowError, RuntimeError) as error:
+            num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
+            raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be had: {error}") from error
+        if self.device.type == "cuda":
+            max_pages = self.layout.num_pages(self.max_model_len)
+            self._graphs = DecodeGraphs(self.decoder, self.pool.device, scheduler.max_num_seqs, max_pages)
+        logger.info("%s", self.describe_pool())
+
+    @torch.inference_mode()
+    def run_largest_step(self) -> None:
+        """Compute as many tokens, and logits of as many rows, as any step may: padding, stored nowhere."""
+        scheduler = self.config.scheduler
+        step = ModelInput.from_arrays(
+            padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs), self.device
+        )
+        pool = KvPool(self.layout, 1, 0, self.device)
+        self.decoder.logits(self.decoder.forward(step, pool.device))
+
+    def describe_pool(self) -> str:
+        num_pages, page_size = len(self.pool.device), self.layout.page_size
+        text = (
+            f"KV cache: {num_pages * page_size:,} tokens in {num_pages:,} pages of {page_size} "
+            f"({num_pages * self.layout.page_bytes / 2**30:.2f} GiB a rank)"
+        )
+        return f"{text}, {len(self.pool.host):,} host pages" if len(self.pool.host) else text
+
+    @torch.inference_mode()
+    def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
+        """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
+
+        on_layers: told of layers as this rank has written them, where the step has them told of. Other ranks
+        may not have come as far: their marks say so.
+        """
+        groups = None
+        if arrays.num_layer_groups:
+            groups = LayerGroups(arrays.num_layer_groups, partial(self._wrote_layers, arrays.step, on_layers))
+        try:
+            return self._execute(arrays, groups)
+        finally:  # whatever a step that failed has launched ends, too
+            self.steps.make(mark_of(arrays.step))
+
+    def _execute(self, arrays: StepArrays, groups: LayerGroups | None) -> Tensor:
+        self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
+        if not len(arrays.token_ids):
+            empty_RV = torch.empty((0, self.model.vocab_size), device=self.device)
+            return self.tp.all_reduce(empty_RV)  # and so the pages have been copied on every rank
+        if self._graphs is not None and self._graphs.can_replay(arrays):
+            logits_RV = self._graphs.replay(arrays)
+            if groups is not None:
+                groups.on_layers(0, self.layout.num_layers)
+            return logits_RV
+        step = ModelInput.from_arrays(arrays, self.device)
+        return self.decoder.logits(self.decoder.forward(step, self.pool.device, groups))
+
+    def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
+        self.steps.make(mark_of(step, stop))
+        if on_layers is not None:
+            on_layers(first, stop)
+
+    def _open_checkpoint(self) -> Checkpoint:
+        if self.config.load_format == "dummy":
+            return DummyCheckpoint(self.model, self.config.seed, device=str(self.device))
+        return open_checkpoint(Path(self.config.model))
+
+
+def choose_device(name: str, rank: int) -> torch.device:
+    """`auto` takes a GPU when there is one; rank r of a group takes GPU r."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: expected a CUDA device, but torch finds none on this machine")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
+    """`auto` is the checkpoint's dtype, but on a CPU float32 for float16, which no CPU kernel takes."""
+    if name != "auto":
+        return name
+    if model.dtype == "float16" and device.type == "cpu":
+        logger.warning("float16 weights are computed in float32: the CPU kernels take no float16")
+        return "float32"
+    return model.dtype

@@ -1,0 +1,210 @@
+"""From logits to tokens: biases, bans and penalties first, then one draw a row, then log probabilities.
+
+A step whose rows are all greedy and plain touches the logits once. Rows are the sequences that sample.
+Shapes: R rows, V vocabulary.
+"""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.engine.runner.step_inputs import wants_prompt_logits
+from baton.engine.scheduler.plan import Batch, ScheduledChunk
+from baton.engine.scheduler.sequence import Sequence, SequenceKey
+from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
+from baton.request import TokenLogprobs
+
+# Log probabilities of tokens, from the logits as the model gives them (no temperature, no penalties).
+#
+# Shapes: R rows, V vocabulary, N alternatives.
+
+ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] that a long prompt would make
+
+
+def token_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> list[TokenLogprobs]:
+    """Of the chosen token of each row: its log probability, its rank, and the `num_top` likeliest tokens."""
+    results: list[TokenLogprobs] = []
+    for first in range(0, len(token_ids), ROWS_AT_ONCE):
+        last = first + ROWS_AT_ONCE
+        results += _rows_logprobs(logits_RV[first:last], token_ids[first:last], num_top)
+    return results
+
+
+def _rows_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> list[TokenLogprobs]:
+    logprobs_RV = logits_RV.log_softmax(-1)
+    chosen_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
+    chosen_logprob_R1 = logprobs_RV.gather(1, chosen_R1)
+    rank_R = (logprobs_RV > chosen_logprob_R1).sum(-1) + 1
+    top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
+    return [
+        TokenLogprobs(token_id=token_id, logprob=logprob, rank=rank, top=tuple(zip(ids, values, strict=True)))
+        for token_id, logprob, rank, ids, values in zip(
+            token_ids,
+            chosen_logprob_R1[:, 0].tolist(),
+            rank_R.tolist(),
+            top.indices.tolist(),
+            top.values.tolist(),
+            strict=True,
+        )
+    ]
+
+
+PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
+NEVER: Final = float("-inf")
+FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # nothing comes before it
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step yielded; the mappings hold only sequences that asked."""
+
+    token_ids: list[int | None]  # one a chunk of the batch, None where it does not sample or failed
+    failed: list[Sequence]  # a logit of theirs was not a number
+    logprobs: dict[SequenceKey, TokenLogprobs]
+    prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
+
+
+class Sampler:
+    """Keeps the parameters of the last batch as tensors: while nobody joins or leaves, positions move."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sequences: list[Sequence] = []  # by identity: a key may be used again
+        self._tensors: SamplingTensors | None = None
+        self._are_plain = False
+        self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
+
+    @torch.inference_mode()
+    def sample(self, batch: Batch, logits_RV: Tensor) -> Sampled:
+        """Draw a token for each chunk that samples; logits_RV has the rows that StepArrays asked for."""
+        chunks = batch.chunks
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
+        if len(logits_RV) != len(sequences):
+            logits_RV = self._take_prompt_rows(batch, logits_RV)
+        tensors = self._parameters(sequences)
+        asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
+        raw_RV = logits_RV[asking]  # a copy, from before the adjustments
+        if not self._are_plain:
+            for row, sequence in enumerate(sequences):
+                adjust(logits_RV[row], sequence)
+        drawn: list[int | None] = sample(logits_RV, tensors).tolist()
+        failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
+        for row in failed:
+            drawn[row] = None
+        each = iter(drawn)
+        return Sampled(
+            token_ids=[next(each) if chunk.samples else None for chunk in chunks],
+            failed=[sequences[row] for row in failed],
+            logprobs=_logprobs(raw_RV, [(sequences[row], drawn[row]) for row in asking]),
+            prompt_logprobs={
+                sequence.key: tuple(self._prompts.pop(sequence.key, FIRST_TOKEN))
+                for sequence in sequences
+                if sequence.needs_prompt_logprobs
+            },
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence ended before its first token."""
+        self._prompts.pop(sequence.key, None)
+
+    def _take_prompt_rows(self, batch: Batch, logits_RV: Tensor) -> Tensor:
+        """Record prompt log probabilities; return the rows that sample."""
+        first, sampling_rows = 0, []
+        for chunk in batch.chunks:
+            num_rows = chunk.num_tokens if wants_prompt_logits(chunk) else int(chunk.samples)
+            if wants_prompt_logits(chunk):
+                self._record_prompt(chunk, logits_RV[first : first + num_rows])
+            first += num_rows
+            if chunk.samples:
+                sampling_rows.append(first - 1)
+        return logits_RV[sampling_rows]
+
+    def _record_prompt(self, chunk: ScheduledChunk, logits_TV: Tensor) -> None:
+        # The row of position p speaks of token p + 1.
+        sequence, start = chunk.sequence, chunk.start
+        known = self._prompts.setdefault(sequence.key, [*FIRST_TOKEN])
+        del known[start + 1 :]  # computed again after a preemption
+        following = sequence.token_ids[start + 1 : start + chunk.num_tokens + 1]
+        num_top = sequence.sampling.prompt_logprobs or 0
+        known += token_logprobs(logits_TV[: len(following)], following, num_top)
+
+    def _parameters(self, sequences: list[Sequence]) -> SamplingTensors:
+        if self._tensors is None or sequences != self._sequences:
+            self._sequences = sequences
+            self._tensors = _tensors(sequences, self._device)
+            self._are_plain = all(is_plain(sequence) for sequence in sequences)
+        positions = [len(sequence.token_ids) for sequence in sequences]
+        self._tensors.position_B.copy_(torch.tensor(positions), non_blocking=True)
+        return self._tensors
+
+
+def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[SequenceKey, TokenLogprobs]:
+    """raw_RV: the rows of the sequences that ask, which differ in how many alternatives they want.
+
+    What failed has no token: its row is left out.
+    """
+    drawn = [(row, sequence, id_) for row, (sequence, id_) in enumerate(asked) if id_ is not None]
+    if not drawn:
+        return {}
+    if len(drawn) < len(asked):
+        raw_RV = raw_RV[[row for row, _, _ in drawn]]
+    num_top = max(sequence.sampling.logprobs or 0 for _, sequence, _ in drawn)
+    rows = token_logprobs(raw_RV, [token_id for _, _, token_id in drawn], num_top)
+    return {
+        sequence.key: msgspec.structs.replace(row, top=row.top[: sequence.sampling.logprobs])
+        for (_, sequence, _), row in zip(drawn, rows, strict=True)
+    }
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Whether the logits are taken as they are for the rest of the sequence's life."""
+    sampling = sequence.sampling
+    return not (sampling.has_penalties or sampling.logit_bias or sampling.min_tokens)
+
+
+def adjust(logits_V: Tensor, sequence: Sequence) -> None:
+    """Apply logit_bias and min_tokens, then repetition, frequency and presence penalties: vLLM's order.
+
+    Repetition looks at prompt and answer, frequency and presence at the answer alone.
+    """
+    sampling = sequence.sampling
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
+        logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits_V.device)
+    if len(sequence.token_ids) < sequence.min_num_tokens and sequence.stop_ids:
+        logits_V[torch.tensor(list(sequence.stop_ids), device=logits_V.device)] = NEVER
+    if sampling.has_penalties:
+        _penalise(logits_V, sequence)
+
+
+def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
+    sampling = sequence.sampling
+    token_ids = torch.tensor(sequence.token_ids, device=logits_V.device)
+    if sampling.repetition_penalty != 1.0:
+        seen = token_ids.unique()
+        logits = logits_V[seen]
+        penalty = sampling.repetition_penalty
+        logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
+    generated, counts = token_ids[sequence.num_prompt_tokens :].unique(return_counts=True)
+    logits_V[generated] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+
+
+def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTensors:
+    params = [sequence.sampling for sequence in sequences]
+
+    def tensor(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return SamplingTensors(
+        temperature_B=tensor([p.temperature for p in params], torch.float32),
+        top_k_B=tensor([max(0, p.top_k) for p in params], torch.int32),
+        top_p_B=tensor([p.top_p for p in params], torch.float32),
+        min_p_B=tensor([p.min_p for p in params], torch.float32),
+        seed_B=tensor([p.seed or 0 for p in params], torch.int64),
+        choice_B=tensor([sequence.choice for sequence in sequences], torch.int32),
+        position_B=torch.zeros(len(params), dtype=torch.int64, device=device),
+    )

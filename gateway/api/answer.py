@@ -1,0 +1,325 @@
+"""One call being answered: its choices are requests of the cluster, their tokens become text here.
+
+1. `start` opens choice 0 of every prompt. Its first token opens the other choices, beside it: the worker that
+   computed the prompt has its pages. A call with many choices opens a few at a time, and leaves half of the
+   event loop's time to others.
+2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
+3. A choice ends by its last event, or at a stop string, which no worker knows: it is cancelled there.
+4. The call ends once: when all choices have, by the first failure of one, or by `cancel`. Nothing of it runs
+   on afterwards.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from baton.errors import BatonError, IntegrityError
+from baton.gateway.api.call import Call, Prompt
+from baton.gateway.streams.request_stream import Service
+from baton.gateway.streams.resume import NAME_BYTES
+from baton.gateway.text.detokenizer import ChoiceText, Incremental
+from baton.gateway.text.tokenizer import Tokenizer, detokenizer_of
+from baton.gateway.text.tools import ToolCall, reader_of
+from baton.pages import with_public
+from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
+
+OPENING_S: Final = 0.002  # so long choices are opened before others have the loop for as long
+
+logger = logging.getLogger(__name__)
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one batch of tokens adds to a choice; those that follow each other may be `joined`."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: Sequence[TokenLogprobs] = []
+    tool_calls: list[ToolCall] = []
+
+    @classmethod
+    def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
+        """As one batch would have brought them."""
+        if len(deltas) == 1:
+            return deltas[0]
+        return cls(
+            "".join([delta.text for delta in deltas]),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+            [tool_call for delta in deltas for tool_call in delta.tool_calls],
+        )
+
+
+class Usage(NamedTuple):
+    """Tokens of an answer."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+
+class AnswerListener(Protocol):
+    def advanced(self, choice: "AnswerChoice", delta: Delta) -> None:
+        """With `choice.finish_reason` set, the last of the choice; with `is_over`, `finished` follows."""
+
+    def finished(self) -> None:
+        """Every choice has ended."""
+
+    def failed(self, error: BatonError) -> None:
+        """The end of all of them."""
+
+
+class Answer:
+    def __init__(
+        self,
+        call: Call,
+        service: Service,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        """Raises InvalidRequest on stop strings that cannot be found."""
+        self.call = call
+        self.listener: AnswerListener | None = None
+        self.error: BatonError | None = None  # that has ended it
+        self._service = service
+        self._tokenizer = tokenizer
+        resumed = call.resumed
+        self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
+        self.choices = [
+            AnswerChoice(self, prompt, number, index * call.num_choices + number)
+            for index, prompt in enumerate(call.prompts)
+            for number in range(call.num_choices)
+        ]
+        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in call.prompts)
+        self._unopened: deque[tuple[AnswerChoice, str]] = deque()  # with the worker that has the prompt
+        self._num_running = len(self.choices)
+        self.is_over = False
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
+
+    @property
+    def usage(self) -> Usage:
+        """As one undisturbed answer to the call has used it, also where it is resumed."""
+        resumed = self.call.resumed
+        if resumed is None:
+            return Usage(self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens)
+        num_completion = num_cached = 0
+        for choice, shown in zip(self.choices, resumed.choices, strict=True):
+            num_completion += max(choice.num_tokens, shown.num_tokens)
+            if choice.number == 0:
+                num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
+        return Usage(self.num_prompt_tokens, num_completion, num_cached)
+
+    @property
+    def is_whole(self) -> bool:
+        """Every choice of it has ended well."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def is_placed(self) -> bool:
+        """A worker has a part of it."""
+        return any(self._service.decode_worker(choice.request_id) for choice in self.choices)
+
+    def start(self, listener: AnswerListener) -> None:
+        """Open the choices, a few in each turn of the loop; the listener is told of a failure in a later one.
+
+        Raises what `Service.open` raises; nothing runs then.
+        """
+        self.listener = listener
+        self._unopened.extend((choice, "") for choice in self.choices[:: self.call.num_choices])
+        try:
+            self._open_few()
+        except BatonError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Let go of whatever still runs; the listener hears nothing more."""
+        self.is_over = True
+        self.listener = None
+        self._unopened.clear()
+        for choice in self.choices:
+            if choice.is_running:
+                choice.is_running = False
+                self._service.cancel(choice.request_id)
+
+    def fail(self, error: BatonError) -> None:
+        """End it, and let the listener know why."""
+        listener, self.error = self.listener, error
+        self.cancel()
+        if listener is not None:
+            listener.failed(error)
+
+    def detokenizer(self, prompt: Prompt) -> Incremental:
+        return detokenizer_of(
+            self._tokenizer, prompt.token_ids, skip_special_tokens=self.call.skips_special_tokens
+        )
+
+    # What choices call.
+
+    def advanced(self, choice: "AnswerChoice", delta: Delta, *, by_worker: bool) -> None:
+        """`by_worker`: the choice's end, if this is it, came from its worker, so it is known there."""
+        is_first = choice.num_tokens == len(delta.token_ids)
+        if is_first and choice.number == 0 and self.call.num_choices > 1:
+            self._open_others(choice)
+        if choice.finish_reason is not None:
+            choice.is_running = False
+            self._num_running -= 1
+            if not by_worker:
+                self._service.cancel(choice.request_id)
+        self.is_over = self.is_over or not self._num_running
+        if self.listener is not None:
+            self.listener.advanced(choice, delta)
+        if not self._num_running and self.listener is not None:
+            self.listener.finished()
+
+    def failed(self, choice: "AnswerChoice", error: BatonError) -> None:
+        choice.is_running = False
+        self.fail(error)
+
+    def _open_others(self, first: "AnswerChoice") -> None:
+        sticky_worker = self._service.decode_worker(first.request_id)
+        others = self.choices[first.index + 1 : first.index + self.call.num_choices]
+        is_opening = bool(self._unopened)  # which goes on in later turns
+        self._unopened.extend((choice, sticky_worker) for choice in others)
+        if not is_opening:
+            self._open_next()
+
+    def _open_next(self) -> None:
+        try:
+            self._open_few()
+        except BatonError as error:
+            self.fail(error)
+
+    def _open_few(self) -> None:
+        since_s = time.thread_time() if len(self._unopened) > 1 else 0.0
+        while self._unopened:
+            self._open(*self._unopened.popleft())
+            if self._unopened and (taken_s := time.thread_time() - since_s) > OPENING_S:
+                asyncio.get_running_loop().call_later(taken_s, self._open_next)
+                return
+
+    def _open(self, choice: "AnswerChoice", sticky_worker: str = "") -> None:
+        call, sampling = self.call, self.call.sampling
+        if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        request = Request(
+            request_id=choice.request_id,
+            token_ids=choice.prompt.token_ids,
+            sampling=sampling,
+            choice=choice.number,
+            tenant=call.tenant.name,
+            cache_salt=with_public(call.tenant.cache_salt, choice.prompt.num_public_tokens),
+            priority=call.priority,
+            sla=call.sla,
+            scheduling_key=call.scheduling_key,
+            arrival_s=call.arrival_s,
+        )
+        choice.is_running = True
+        try:
+            self._service.open(request, choice, sticky_worker=sticky_worker)
+        except BatonError:
+            choice.is_running = False
+            raise
+
+
+class AnswerChoice:
+    """The sink of one request. `index` counts over all prompts of the call, `number` within its prompt."""
+
+    def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
+        # The first attempt at an answer may still run somewhere when another gateway resumes it.
+        is_named = index == 0 and answer.call.resumed is None
+        self.request_id = answer.name.hex() if is_named else secrets.token_hex(16)
+        self.prompt = prompt
+        self.number = number
+        self.index = index
+        self.is_running = False  # the service knows of it
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._answer = answer
+        self.num_tool_calls = 0
+        self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
+        form, is_parallel = answer.call.tool_form, answer.call.has_parallel_calls
+        self._tools = (
+            reader_of(form, is_parallel=is_parallel, new_id=_tool_call_ids(answer.name, index).__next__)
+            if form is not None
+            else None
+        )
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._text.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self._text.stop_reason
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """See Sink. Whatever goes wrong is this request's own end: who calls has others' tokens as well."""
+        if not self.is_running:
+            return
+        try:
+            self._accept(events)
+        except Exception as error:
+            logger.exception("the tokens of request %s could not be shown", self.request_id)
+            self._answer.fail(IntegrityError(f"request {self.request_id}: {error}"))
+
+    def failed(self, error: BatonError) -> None:
+        """See Sink."""
+        if self.is_running:
+            self._answer.failed(self, error)
+
+    def _accept(self, events: Sequence[TokenEvent]) -> None:
+        texts, token_ids, logprobs = [], [], []
+        by_worker = False
+        for event in events:
+            if event.finish_reason not in _GOOD_ENDS:
+                raise IntegrityError(f"it was ended as {event.finish_reason}")
+            if event.token_id is not None:
+                token_ids.append(event.token_id)
+            if event.logprobs is not None:
+                logprobs.append(event.logprobs)
+            if event.index == 0:
+                self.num_cached_tokens = event.num_cached_tokens
+                self.prompt_logprobs = event.prompt_logprobs
+            texts.append(self._text.accept(event.token_id, event.finish_reason))
+            if self._text.finish_reason is not None:
+                by_worker = event.finish_reason is not None
+                break
+        self.num_tokens += len(token_ids)
+        delta = self._without_calls(Delta("".join(texts), token_ids, logprobs))
+        self._answer.advanced(self, delta, by_worker=by_worker)
+
+    def _without_calls(self, delta: Delta) -> Delta:
+        """Its text apart from calls of tools, and these."""
+        if self._tools is None:
+            return delta
+        text = self._tools.push(delta.text)
+        if self._text.finish_reason is not None:
+            text += self._tools.finish()
+        calls = self._tools.found[self.num_tool_calls :]
+        self.num_tool_calls += len(calls)
+        return Delta(text, delta.token_ids, delta.logprobs, calls)
+
+
+def _tool_call_ids(answer: bytes, choice: int) -> Iterator[str]:
+    """The same ones each time that the answer is generated."""
+    for number in itertools.count():
+        content = b"%s tool call %d of choice %d" % (answer, number, choice)
+        yield f"call_{hashlib.blake2b(content, digest_size=12).hexdigest()}"
+
+
+_GOOD_ENDS: Final = frozenset({None, FinishReason.STOP, FinishReason.LENGTH})

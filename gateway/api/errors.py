@@ -1,0 +1,128 @@
+"""What a client is told when its request fails: OpenAI's shape, a status of the contract, and when to retry.
+
+    400 the request   401 no key   403 not your model   404 no such model or path   405 method
+    408, 413, 431 what the server refuses while it receives   429 a quota, or an objective that can't be kept
+    503 no room, retry   504 its deadline has passed   500 a bug of ours
+
+Texts are fixed or made from the client's own input; what went wrong inside is in the log, under the id that
+every response carries.
+"""
+
+import math
+from typing import Final
+
+import orjson
+
+from baton.errors import BatonError, InvalidRequest, Overloaded, Refused, WorkerLost
+from baton.tenants import Refusal
+
+MAX_RETRY_AFTER_S: Final = 120  # clients wait no longer by themselves
+MAX_TOLD_S: Final = 86_400
+INVALID: Final = "invalid_request_error"
+OVERLOADED: Final = "overloaded"
+KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+Headers = list[tuple[bytes, bytes]]
+
+
+class ApiError(BatonError):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        should_retry: bool = True,
+    ) -> None:
+        """should_retry: by itself, after `retry_after_s`."""
+        super().__init__(message)
+        self.should_retry = should_retry
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        if self.status >= 500:
+            return "overloaded_error" if self.status == 503 else "server_error"
+        return KINDS.get(self.status, INVALID)
+
+    def body(self) -> bytes:
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def headers(self) -> Headers:
+        if self.retry_after_s is not None:
+            wait_s = min(max(self.retry_after_s, 0.0), MAX_TOLD_S)
+            is_retried = self.should_retry and wait_s <= MAX_RETRY_AFTER_S
+            headers = [
+                (b"retry-after", str(math.ceil(wait_s)).encode()),
+                (b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()),
+                (b"x-should-retry", b"true" if is_retried else b"false"),
+            ]
+            # Of those that find no room, the connections are wanted by others.
+            return [*headers, (b"connection", b"close")] if self.code == OVERLOADED else headers
+        # What failed in a worker twice would fail a third time, however politely it is asked.
+        return [(b"x-should-retry", b"false")] if self.status >= 400 else []
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered; not an error of anybody's."""
+
+
+def unsupported(what: str, *, param: str) -> ApiError:
+    return ApiError(400, f"{what} is not supported by this server", code="unsupported", param=param)
+
+
+def invalid(message: str, *, param: str | None = None) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to an error, whatever it is; a bug's own words are for the log, not for the client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, _encodable(str(error)), code="invalid_value")
+    if isinstance(error, Refused):
+        return _refused(error)
+    if isinstance(error, Overloaded):
+        return ApiError(
+            503,
+            "the service has no room for this request now",
+            code=OVERLOADED,
+            retry_after_s=error.retry_after_s,
+        )
+    if isinstance(error, WorkerLost):
+        return ApiError(500, "the workers that held this request failed", code="worker_crash")
+    return ApiError(500, "an internal error ended this request", code="internal_error")
+
+
+def _refused(error: Refused) -> ApiError:
+    refusal, retry_after_s = error.refusal, error.retry_after_s or None  # 0: it would never be taken
+    if refusal.is_quota:
+        message = f"the key's tenant is at its quota {refusal}: {error}"
+        return ApiError(
+            429, message, code="rate_limit_exceeded", param=refusal.value, retry_after_s=retry_after_s
+        )
+    if refusal is Refusal.SLO:
+        message = "the request would miss its latency objective now"
+        return ApiError(
+            429, message, code="slo_infeasible", retry_after_s=retry_after_s, should_retry=error.may_return
+        )
+    if refusal is Refusal.DEADLINE:
+        return ApiError(504, "the request's deadline passed before its first token", code="deadline_passed")
+    message = "the service is overloaded, and the request's class gives way to others"
+    return ApiError(503, message, code="shed", retry_after_s=retry_after_s, should_retry=error.may_return)
+
+
+def _encodable(text: str) -> str:
+    """JSON is UTF-8, which has no half of a surrogate pair; a client may have sent one."""
+    return text.encode("utf-8", "backslashreplace").decode()

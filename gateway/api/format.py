@@ -1,0 +1,472 @@
+"""What an answer looks like on the wire: whole, or as the chunks of a stream, of a chat or of a completion.
+
+A stream of a chat, choice by choice: a chunk with the role, chunks with text, one with the finish reason and
+an empty delta. Then, only if asked, one with the usage and no choices: clients that did not ask would read
+choices[0] of it. A completion's stream has no chunk for a role; the text of its first one may be empty.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final, Protocol, overload
+
+import orjson
+
+from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.text.tokenizer import Tokenizer
+from baton.gateway.text.tools import ToolCall
+from baton.request import FinishReason, TokenLogprobs
+
+# Logprobs as the two ways to ask show them. Long ones are written in slices of about a millisecond.
+
+SLICE_ENTRIES: Final = 1024  # alternatives count
+BLOCK_TOKENS: Final = 256
+COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+LEAST: Final = -9999.0  # what OpenAI writes for a token that cannot come: JSON has no infinity
+
+
+class Columns:
+    """The four lists of a completion's logprobs: slices, which are JSON without the brackets."""
+
+    def __init__(self, num_chars: int) -> None:
+        self.num_chars = num_chars  # of the text up to their end
+        self.slices: dict[str, list[bytes]] = {name: [] for name in COLUMNS}
+
+    def add(self, shown: Mapping[str, Sequence[Any]]) -> None:
+        for name, slices in self.slices.items():
+            slices.append(orjson.dumps(shown[name])[1:-1])
+        self.num_chars = shown["text_offset"][-1] + len(shown["tokens"][-1])
+
+    @classmethod
+    def written(cls, *parts: "Columns") -> Iterator[bytes]:
+        """One after the other, as one object; the slices themselves are given out, for who shares them."""
+        for index, name in enumerate(COLUMNS):
+            yield b'%s"%s":[' % (b"," if index else b"{", name.encode())
+            slices = [each for part in parts for each in part.slices[name]]
+            yield from joined(slices)
+            yield b"]"
+        yield b"}"
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log probabilities of an answer's tokens, in 12 bytes an alternative, where objects take 150.
+
+    They lie in blocks of BLOCK_TOKENS tokens, so that a long answer never moves as it grows: what many large
+    arrays leave behind when they move is lost to fragmentation.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._blocks: list[_LogprobsBlock] = []  # all but the last are full
+        self._num_tokens = 0
+
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        for entry in entries:
+            if self._num_tokens % BLOCK_TOKENS == 0:
+                self._blocks.append(_LogprobsBlock())
+            self.num_bytes += self._blocks[-1].append(entry)
+            self._num_tokens += 1
+
+    def __len__(self) -> int:
+        return self._num_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(index, slice):
+            return [self._entry(each) for each in range(self._num_tokens)[index]]
+        return self._entry(range(self._num_tokens)[index])
+
+    def _entry(self, index: int) -> TokenLogprobs:
+        return self._blocks[index // BLOCK_TOKENS].entry(index % BLOCK_TOKENS)
+
+
+class _LogprobsBlock:
+    def __init__(self) -> None:
+        self._token_ids = array("i")  # of each token: itself, then its alternatives
+        self._logprobs = array("d")  # beside them
+        self._ranks = array("i")  # of each token
+        self._ends = array("i", [0])  # token i has [ends[i], ends[i + 1]) of the first two
+
+    def append(self, entry: TokenLogprobs) -> int:
+        """Returns how many bytes that takes."""
+        self._token_ids.append(entry.token_id)
+        self._logprobs.append(entry.logprob)
+        self._ranks.append(entry.rank)
+        for token_id, logprob in entry.top:
+            self._token_ids.append(token_id)
+            self._logprobs.append(logprob)
+        self._ends.append(len(self._token_ids))
+        return 12 * (len(entry.top) + 1) + 8
+
+    def entry(self, index: int) -> TokenLogprobs:
+        first, end = self._ends[index], self._ends[index + 1]
+        return TokenLogprobs(
+            token_id=self._token_ids[first],
+            logprob=self._logprobs[first],
+            rank=self._ranks[index],
+            top=tuple(zip(self._token_ids[first + 1 : end], self._logprobs[first + 1 : end], strict=True)),
+        )
+
+
+def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:
+    """How many tokens make a slice."""
+    num_top = max((len(entry.top) for entry in logprobs[:2] if entry is not None), default=0)
+    return max(1, SLICE_ENTRIES // (num_top + 1))
+
+
+def joined(slices: Iterable[bytes]) -> Iterator[bytes]:
+    """The inside of a JSON list of the slices' elements."""
+    for index, each in enumerate(slices):
+        if index:
+            yield b","
+        yield each
+
+
+class LogprobsFormat:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Without a tokenizer tokens show as "token_id:7"."""
+        self._tokenizer = tokenizer
+
+    def chat(self, logprobs: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Entries of `choices[].logprobs.content`."""
+        return [
+            self._entry(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in entry.top]}
+            for entry in logprobs
+        ]
+
+    def chat_slices(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[bytes]:
+        """What `chat` returns, as slices of JSON without the brackets."""
+        num_tokens = slice_tokens(logprobs)
+        for first in range(0, len(logprobs), num_tokens):
+            yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
+
+    def completion(
+        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
+    ) -> dict[str, Any]:
+        """`choices[].logprobs`. One entry for each of `token_ids`; None for a prompt's first token, which
+        follows nothing. `offset`: characters of the text that stand before.
+        """
+        texts = [self._text(token_id) for token_id in token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
+            "tokens": texts,
+            "top_logprobs": [None if entry is None else self._alternatives(entry) for entry in logprobs],
+        }
+
+    def columns(
+        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
+    ) -> "Generator[bytes, None, Columns]":
+        """What `completion` returns, as slices of JSON; b"" comes after each, for others to have a turn."""
+        columns = Columns(offset)
+        num_tokens = slice_tokens(logprobs)
+        for first in range(0, len(token_ids), num_tokens):
+            now = slice(first, first + num_tokens)
+            columns.add(self.completion(logprobs[now], token_ids[now], columns.num_chars))
+            yield b""
+        return columns
+
+    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that came; of tokens with the same text the likelier is shown."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            found.setdefault(self._text(token_id), _finite(logprob))
+        return found
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _text(self, token_id: int) -> str:
+        return self._bytes(token_id).decode("utf-8", "replace")
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._tokenizer is None:
+            return b"token_id:%d" % token_id
+        return self._tokenizer.token_bytes(token_id)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST else LEAST
+
+
+Json = dict[str, Any]
+
+
+class AnswerFormat(Protocol):
+    def first(self, choice: AnswerChoice) -> bytes:
+        """The chunk before a choice's first text; b"" for none."""
+
+    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes: ...
+
+    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+        """One call, whole; only chats have any."""
+
+    def last(self, choice: AnswerChoice) -> bytes: ...
+
+    def usage(self) -> bytes: ...
+
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        """The answer in one piece, in parts that take a millisecond or so, so that others may have a turn
+        after each; some are empty. `deltas` by the index of their choice.
+        """
+
+
+def answer_format(answer: Answer, tokenizer: Tokenizer | None, created_s: int) -> AnswerFormat:
+    kind = ChatFormat if answer.call.is_chat else CompletionFormat
+    return kind(answer, LogprobsFormat(tokenizer), created_s)
+
+
+class _Format:
+    """What both share."""
+
+    ID_PREFIX = ""
+    CHUNK = ""
+    WHOLE = ""
+
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
+        self._answer = answer
+        self._call = answer.call
+        self._logprobs = logprobs
+        self._head: Json = {
+            "id": f"{self.ID_PREFIX}{answer.name.hex()}",
+            "object": self.CHUNK,
+            "created": created_s,
+            "model": self._call.model,
+        }
+        self._has_plain_deltas = (
+            self._call.sampling.logprobs is None
+            and not self._call.has_running_usage
+            and not self._call.returns_token_ids
+        )
+
+    @cached_property
+    def _starts(self) -> list[bytes]:
+        """Of a chunk with a plain delta, for each choice."""
+        start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        return [b"%s%d," % (start, choice.index) for choice in self._answer.choices]
+
+    def usage(self) -> bytes:
+        return orjson.dumps({**self._head, "choices": [], "usage": self._usage()})
+
+    def _chunk(self, choice: Json) -> bytes:
+        chunk = {**self._head, "choices": [choice]}
+        if self._call.has_running_usage:
+            chunk["usage"] = self._usage()
+        return orjson.dumps(chunk)
+
+    def _in_one(self, choices: Iterable[Iterator[bytes]], **particulars: object) -> Iterator[bytes]:
+        yield orjson.dumps({**self._head, "object": self.WHOLE})[:-1] + b',"choices":['
+        for index, parts in enumerate(choices):
+            if index:
+                yield b","
+            yield from parts
+        yield b"]," + orjson.dumps({"usage": self._usage(), **particulars})[1:]
+
+    def _usage(self) -> Json:
+        num_prompt, num_completion, num_cached = self._answer.usage
+        if self._call.hides_tokens:
+            num_completion = 0
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def _end(self, choice: AnswerChoice) -> Json:
+        if self._call.hides_tokens:
+            return {"finish_reason": "length", "stop_reason": None}
+        if choice.num_tool_calls and choice.finish_reason is FinishReason.STOP:
+            return {"finish_reason": "tool_calls", "stop_reason": choice.stop_reason}
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+class ChatFormat(_Format):
+    ID_PREFIX = "chatcmpl-"
+    CHUNK = "chat.completion.chunk"
+    WHOLE = "chat.completion"
+
+    def first(self, choice: AnswerChoice) -> bytes:
+        body: Json = {
+            "index": choice.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if not self._call.returns_token_ids:
+            return self._chunk(body)
+        chunk = orjson.loads(self._chunk(body))
+        return orjson.dumps({**chunk, "prompt_token_ids": choice.prompt.token_ids})
+
+    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
+        if self._has_plain_deltas:
+            return b'%s"delta":{"content":%s},"logprobs":null,"finish_reason":null}]}' % (
+                self._starts[choice.index],
+                orjson.dumps(delta.text),
+            )
+        body: Json = {
+            "index": choice.index,
+            "delta": {"content": delta.text},
+            "logprobs": self._logprobs_of(delta),
+            "finish_reason": None,
+        }
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+        return self._chunk(body)
+
+    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+        delta = {"tool_calls": [{"index": tool_call.index, **_called(tool_call)}]}
+        return self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def last(self, choice: AnswerChoice) -> bytes:
+        return self._chunk({"index": choice.index, "delta": {}, "logprobs": None, **self._end(choice)})
+
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        choices = map(self._whole_choice, self._answer.choices, deltas)
+        if not self._call.returns_token_ids:
+            return self._in_one(choices)
+        return self._in_one(choices, prompt_token_ids=self._call.prompts[0].token_ids)
+
+    def _whole_choice(self, choice: AnswerChoice, delta: Delta) -> Iterator[bytes]:
+        body: Json = {
+            "index": choice.index,
+            "message": _message(delta),
+            **self._end(choice),
+        }
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+        if self._call.sampling.logprobs is None:
+            yield orjson.dumps({**body, "logprobs": None})
+            return
+        yield orjson.dumps(body)[:-1] + b',"logprobs":{"content":['
+        yield from joined(self._logprobs.chat_slices(delta.logprobs))
+        yield b'],"refusal":null}}'
+
+    def _logprobs_of(self, delta: Delta) -> Json | None:
+        if self._call.sampling.logprobs is None:
+            return None
+        return {"content": self._logprobs.chat(delta.logprobs), "refusal": None}
+
+
+class CompletionFormat(_Format):
+    ID_PREFIX = "cmpl-"
+    CHUNK = "text_completion"
+    WHOLE = "text_completion"
+
+    def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
+        super().__init__(answer, logprobs, created_s)
+        self._num_chars = [0] * len(answer.choices)  # shown of each choice, by its tokens' own texts
+        self._echoes: dict[int, Columns] = {}  # by the first choice of their prompt, for its other choices
+        self._num_echoed: Counter[int] = Counter()  # by the same
+
+    def first(self, choice: AnswerChoice) -> bytes:
+        """With `echo`, the prompt."""
+        if not self._call.has_echo:
+            return b""
+        body = self._body(choice, Delta(), is_first=True)
+        if self._call.sampling.logprobs is not None:
+            echo = _result(self._echo(choice))
+            self._num_chars[choice.index] = echo.num_chars
+            body["logprobs"] = orjson.Fragment(b"".join(Columns.written(echo)))
+        return self._chunk(body | {"finish_reason": None})
+
+    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes:
+        if self._call.hides_tokens:
+            return b""
+        if self._has_plain_deltas:
+            return b'%s"text":%s,"logprobs":null,"finish_reason":null}]}' % (
+                self._starts[choice.index],
+                orjson.dumps(delta.text),
+            )
+        body = self._body(choice, delta, is_first=False)
+        if self._call.sampling.logprobs is not None:
+            body["logprobs"] = self._logprobs_of(choice, delta)
+        return self._chunk(body | {"finish_reason": None})
+
+    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
+        raise AssertionError("a completion calls no tools")
+
+    def last(self, choice: AnswerChoice) -> bytes:
+        return self._chunk({"index": choice.index, "text": "", "logprobs": None, **self._end(choice)})
+
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        return self._in_one(map(self._whole_choice, self._answer.choices, deltas))
+
+    def _whole_choice(self, choice: AnswerChoice, delta: Delta) -> Iterator[bytes]:
+        if self._call.hides_tokens:
+            delta = Delta()
+        body = self._body(choice, delta, is_first=True) | self._end(choice)
+        if self._call.sampling.logprobs is None:
+            yield orjson.dumps(body)
+            return
+        echo = yield from self._echo(choice)
+        own = yield from self._logprobs.columns(delta.logprobs, delta.token_ids, echo.num_chars)
+        del body["logprobs"]
+        yield orjson.dumps(body)[:-1] + b',"logprobs":'
+        yield from Columns.written(echo, own)
+        yield b"}"
+
+    def _body(self, choice: AnswerChoice, delta: Delta, *, is_first: bool) -> Json:
+        """Without logprobs."""
+        shows_prompt = is_first and self._call.has_echo
+        text = (choice.prompt.text or "") + delta.text if shows_prompt else delta.text
+        body: Json = {"index": choice.index, "text": text, "logprobs": None}
+        if self._call.returns_token_ids:
+            body["token_ids"] = delta.token_ids
+            if is_first:
+                body["prompt_token_ids"] = choice.prompt.token_ids
+        return body
+
+    def _echo(self, choice: AnswerChoice) -> Generator[bytes, None, Columns]:
+        """Of its prompt; made once for all choices of the prompt, and let go after the last of them."""
+        if not self._call.has_echo:
+            return Columns(0)
+        first = self._answer.choices[choice.index - choice.number]  # it alone was asked for them
+        columns = self._echoes.pop(first.index, None)
+        if columns is None:
+            token_ids = choice.prompt.token_ids
+            entries = first.prompt_logprobs or [None] * len(token_ids)
+            columns = yield from self._logprobs.columns(entries, token_ids, 0)
+        self._num_echoed[first.index] += 1
+        if self._num_echoed[first.index] < self._call.num_choices:
+            self._echoes[first.index] = columns
+        return columns
+
+    def _logprobs_of(self, choice: AnswerChoice, delta: Delta) -> Json:
+        offset = self._num_chars[choice.index]
+        shown = self._logprobs.completion(delta.logprobs, delta.token_ids, offset)
+        if delta.token_ids:
+            self._num_chars[choice.index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
+        return shown
+
+
+def _message(delta: Delta) -> Json:
+    if not delta.tool_calls:
+        return {"role": "assistant", "content": delta.text}
+    called = [_called(tool_call) for tool_call in delta.tool_calls]
+    return {"role": "assistant", "content": delta.text or None, "tool_calls": called}
+
+
+def _called(tool_call: ToolCall) -> Json:
+    function = {"name": tool_call.name, "arguments": tool_call.arguments}
+    return {"id": tool_call.id, "type": "function", "function": function}
+
+
+def _result(work: Generator[bytes, None, Columns]) -> Columns:
+    """What it returns, at once."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            assert isinstance(end.value, Columns)
+            return end.value

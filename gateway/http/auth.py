@@ -1,0 +1,187 @@
+"""Auth middleware: gives every request an id, checks its key, and answers errors.
+
+| path | port for clients, with tenants | port for operators |
+|---|---|---|
+| `/health`, `/ping` | no key | no key |
+| `/metrics`, `/load`, `/ui`, `/admin/...` | the key of a tenant with `admin: true` | no key |
+| all others | the key of a tenant | as on the port for clients |
+
+The caller's address and headers decide nothing: a proxy on this machine connects from 127.0.0.1 for callers
+of anywhere, and adds or drops headers as it likes. Without tenants both ports are open, and on loopback. The
+path is the one that the server parsed from the request line, never one that a Host header makes of it.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.config.gateway import OPERATOR_HOST, is_loopback
+from baton.gateway.api.errors import ApiError, ClientGone, as_api_error
+from baton.gateway.http.asgi import header, respond_error
+from baton.gateway.tenants.tenants import Tenant, Tenants
+
+# Refuses pages of other sites where no key protects a listener.
+#
+# A page that a browser of this machine shows can send requests to every port of 127.0.0.1. The browser names
+# the page's site in Origin, though not with every GET, and the requested name in Host. A name that its owner
+# has made to mean 127.0.0.1 is not a name of this machine.
+
+
+def check_site(scope: Scope) -> None:
+    """Check a request to a loopback listener that needs no key. Raises ApiError 403."""
+    host, origin = header(scope, b"host"), header(scope, b"origin")
+    if host is not None and not is_loopback(_hostname(host)):
+        raise ApiError(
+            403,
+            "without keys only this machine's own names are served, such as localhost and 127.0.0.1: "
+            "send one of them as Host, or start the server with --tenants",
+            code="host",
+        )
+    if origin is not None and origin.partition("://")[2] != (host or ""):
+        raise ApiError(403, "pages of other sites may not use this server", code="origin")
+
+
+def _hostname(host: str) -> str:
+    """Of a Host header: without the port, and the brackets of IPv6."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
+
+
+PUBLIC_PATHS: Final = frozenset({"/health", "/ping"})
+OPERATORS_PATHS: Final = frozenset({"/metrics", "/load", "/ui"})  # they tell of everybody's requests,
+OPERATORS_FOLDER: Final = "/admin/"  # and so does what is in here
+LABEL: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # a client's own id: shown, and nothing is read from it
+BEARER: Final = "bearer "
+POLICY_VIOLATION: Final = 1008
+NO_BUGS: Final = frozenset({503, 504})  # of the statuses of 500 and more
+SWITCHED: Final = 101  # the status of a request that became a WebSocket
+logger = logging.getLogger(__name__)
+
+
+class AuthMiddleware:
+    def __init__(
+        self,
+        app: ASGIApp,
+        tenants: Tenants,
+        *,
+        posts: Mapping[str, ASGIApp],
+        answered: Callable[[str, int], None],
+        operator_port: int | None = None,
+    ) -> None:
+        """posts: by path, what a POST is sent to at once, where `app` would go through all of its layers.
+        `answered(path, status)` is called once for each request. operator_port: see GatewaySettings.
+        """
+        self._operator_port = operator_port
+        self._app = app
+        self._posts = posts
+        self._tenants = tenants
+        self._answered = answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._serve_websocket(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        label = _label(scope)
+        scope["state"]["request_id"] = label
+        status = 499  # nobody has heard an answer
+
+        async def send_labelled(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", label.encode())]
+            await send(message)
+
+        try:
+            scope["state"]["tenant"] = self._tenant(scope)
+            app = self._posts.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
+            await app(scope, receive, send_labelled)
+        except ClientGone:
+            pass  # there is no one to tell; the status above is in the metrics
+        except Exception as error:
+            answer = as_api_error(error)
+            if answer.status >= 500:
+                log_failure(error, label)
+            if status == 499:
+                await respond_error(send_labelled, answer)
+        finally:
+            self._answered(scope["path"], status)
+
+    async def _serve_websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["request_id"] = _label(scope)
+        try:
+            scope["state"]["tenant"] = self._tenant(scope)
+        except ApiError as error:
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
+            self._answered(scope["path"], error.status)
+            return
+        await self._app(scope, self._checking(scope, receive, send), send)
+        self._answered(scope["path"], SWITCHED)
+
+    def _checking(self, scope: Scope, receive: Receive, send: Send) -> Receive:
+        """Each message anew: since the connection was made its key may have been revoked."""
+
+        async def receive_checked() -> Message:
+            message = await receive()
+            if message["type"] == "websocket.receive":
+                try:
+                    scope["state"]["tenant"] = self._tenant(scope)
+                except ApiError as error:
+                    await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(error)})
+                    return {"type": "websocket.disconnect", "code": POLICY_VIOLATION}
+            return message
+
+        return receive_checked
+
+    def _tenant(self, scope: Scope) -> Tenant | None:
+        """None where no key is needed, whatever key comes along. Raises ApiError 401, 403, and 404."""
+        path, need_keys = scope["path"], self._tenants.need_keys
+        if not path.isprintable():  # Starlette takes "/metrics\n" for "/metrics"
+            raise ApiError(404, "there is no such path", code="not_found")
+        is_operators = path in OPERATORS_PATHS or path.startswith(OPERATORS_FOLDER)
+        on_operator_port = scope["server"] == (OPERATOR_HOST, self._operator_port)
+        if not need_keys or on_operator_port:
+            check_site(scope)
+        if path in PUBLIC_PATHS or (is_operators and on_operator_port):
+            return None
+        given = header(scope, b"authorization")
+        key = given[len(BEARER) :] if given and given.lower().startswith(BEARER) else None
+        if key is None and need_keys:
+            raise ApiError(
+                401,
+                "an API key is needed: send the header 'Authorization: Bearer KEY'",
+                code="missing_api_key",
+            )
+        tenant = self._tenants.find(key or "")
+        if tenant is None:
+            raise ApiError(401, "the API key is not known", code="invalid_api_key")
+        if is_operators and need_keys and not tenant.is_admin:
+            raise ApiError(
+                403,
+                f"{path} needs the key of a tenant with 'admin: true', or the port of gateway.operator_port",
+                code="admin_only",
+            )
+        return tenant
+
+
+def log_failure(error: Exception, request_id: str) -> None:
+    """Of a status of 500 and more. What is no bug of ours takes no more than a line."""
+    if as_api_error(error).status in NO_BUGS:
+        logger.info("request %s found no room: %s", request_id, error)
+    else:
+        logger.error("request %s failed: %s", request_id, error, exc_info=error)
+
+
+def _label(scope: Scope) -> str:
+    given = header(scope, b"x-request-id")
+    return given if given is not None and LABEL.fullmatch(given) else f"req-{secrets.token_hex(16)}"

@@ -1,0 +1,145 @@
+"""Ids of a stream's events, with which any gateway of the cluster continues the stream (docs/resume.md).
+
+An event of a resumable stream carries `id: ...`. A client that lost its gateway sends the same POST with
+the last id in the header `Last-Event-ID`. The id says how the answer was begun (its seed, its name) and how
+much of each choice the client has; the tokens themselves are generated again, from the same seed.
+
+An id is opaque: encrypted and authenticated with keys that are derived from the cluster key, as in SIV mode.
+
+    payload   msgpack of a ResumePoint
+    tag       BLAKE2b-128 keyed, of the tenant's name and the payload
+    id        base64url of: tag, payload XOR SHAKE-256(key, tag)
+
+The tenant's name is under the tag alone: an id of another tenant is as unknown as one that was made up.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from typing import Final
+
+import msgspec
+
+from baton.gateway.api.errors import ApiError
+from baton.messages.bounds import Kind
+from baton.request import MAX_CHOICES
+from baton.rpc.auth import EVENT_IDS, ClusterKeys, KeyRing
+
+TAG_BYTES: Final = 16
+NAME_BYTES: Final = 16  # of an answer
+DIGEST_BYTES: Final = 16
+MAX_ID_CHARS: Final = 1024
+MAX_RESUMABLE_CHOICES: Final = MAX_CHOICES  # over all prompts of a call; an id grows with each
+HEADER: Final = b"last-event-id"
+PARAM: Final = "Last-Event-ID"
+
+_CONTEXT: Final = b"baton event id 1"
+
+
+class Shown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The part of one choice that its client has."""
+
+    is_begun: bool = False  # the chunk before its first text was sent
+    has_ended: bool = False
+    num_chars: int = 0
+    num_tokens: int = 0  # whose text, ids or logprobs were sent
+    token_checksum: int = 0  # CRC-32 of their ids
+    num_tool_calls: int = 0
+    num_cached_tokens: int = 0  # of the prompt, as the usage says
+
+
+class ResumePoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stream after one of its events."""
+
+    answer: bytes  # its random name: clients see it in each chunk's id
+    digest: bytes  # of the call; see call.digest_of
+    seed: int
+    created_s: int  # as each chunk says, by the calendar
+    expires_s: int  # the same
+    has_shown_usage: bool
+    choices: tuple[Shown, ...]
+
+    def is_whole(self, *, has_usage: bool) -> bool:
+        """Whether its client has everything but the end of the stream. has_usage: it asked for the usage."""
+        return all(choice.has_ended for choice in self.choices) and (self.has_shown_usage or not has_usage)
+
+
+class EventIds:
+    """Seals resume points into ids, and opens ids. Keeps nothing of any stream."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        """keys: a gateway's. The current one seals; ids that any of them has sealed can be opened."""
+        self._ring = KeyRing.of(keys, Kind.GATEWAY)
+        self._ring.follow(self._use_keys)
+        self._use_keys()
+        self._decoder = msgspec.msgpack.Decoder(ResumePoint)
+
+    def seal(self, point: ResumePoint, tenant: str) -> bytes:
+        """An id, of ASCII letters, digits, '-' and '_'."""
+        tag_key, stream_key = self._keys[0]
+        payload = msgspec.msgpack.encode(point)
+        tag = _tag(tag_key, tenant, payload)
+        sealed = tag + _xor(payload, stream_key, tag)
+        return base64.urlsafe_b64encode(sealed).rstrip(b"=")
+
+    def open(self, text: str, tenant: str, now_s: float) -> ResumePoint:
+        """The point that was sealed for this tenant. now_s: by the calendar.
+
+        Raises ApiError 400. It does not tell an id of another tenant from one that no gateway has made.
+        """
+        point = self._point(text, tenant)
+        if point is None:
+            message = f"{PARAM}: the id is not one of this service; send no id to begin anew"
+            raise ApiError(400, message, code="unknown_event_id", param=PARAM)
+        if now_s >= point.expires_s:
+            raise ApiError(
+                400,
+                f"{PARAM}: the id has expired; send the request without it to begin anew",
+                code="expired_event_id",
+                param=PARAM,
+            )
+        return point
+
+    def _use_keys(self) -> None:
+        self._keys = [
+            (_derived(key, b"tag"), _derived(key, b"stream")) for key in self._ring.all_derived(EVENT_IDS)
+        ]
+
+    def _point(self, text: str, tenant: str) -> ResumePoint | None:
+        if len(text) > MAX_ID_CHARS:
+            return None
+        try:
+            data = text.encode("ascii")
+            sealed = base64.b64decode(data + b"=" * (-len(data) % 4), altchars=b"-_", validate=True)
+        except (UnicodeEncodeError, binascii.Error):
+            return None
+        tag, hidden = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
+        for tag_key, stream_key in self._keys:
+            payload = _xor(hidden, stream_key, tag)
+            if hmac.compare_digest(tag, _tag(tag_key, tenant, payload)):
+                return self._decoded(payload)
+        return None
+
+    def _decoded(self, payload: bytes) -> ResumePoint | None:
+        """None for one that a gateway of another version has sealed."""
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.MsgspecError:
+            return None
+
+
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(key, _CONTEXT + b" " + purpose, "sha256")
+
+
+def _tag(key: bytes, tenant: str, payload: bytes) -> bytes:
+    name = tenant.encode()
+    message = len(name).to_bytes(4, "big") + name + payload
+    return hashlib.blake2b(message, key=key, digest_size=TAG_BYTES).digest()
+
+
+def _xor(data: bytes, key: bytes, tag: bytes) -> bytes:
+    """Encrypt or decrypt. The tag is as good as a nonce: equal ones only come of equal payloads."""
+    stream = hashlib.shake_256(key + tag).digest(len(data))
+    return (int.from_bytes(data, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(data), "big")

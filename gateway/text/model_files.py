@@ -1,0 +1,81 @@
+"""What a gateway reads of a model's directory beside its text: vocabulary size and sampling defaults.
+
+`generation_config.json` is applied as in vLLM (`--generation-config`):
+
+    auto    temperature, top_p, top_k, min_p and repetition_penalty are the defaults of requests that give
+            none; max_new_tokens caps every answer
+    vllm    nothing of it: defaults are vLLM's own
+
+End tokens are read by the engine, with either setting, as in vLLM.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from baton.errors import InvalidRequest, ModelError
+from baton.gateway.text.tokenizer import read_text
+from baton.request import SamplingParams
+
+GENERATION_FILE: Final = "generation_config.json"
+CONFIG_FILE: Final = "config.json"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's own defaults, of those it names. None: vLLM's default holds."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None  # a cap of every answer, whatever a request asks for
+
+    def given(self) -> dict[str, Any]:
+        """Fields of SamplingParams for a request that gives none of them, without the cap."""
+        fields = msgspec.structs.asdict(self)
+        del fields["max_new_tokens"]
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def capped(self, max_tokens: int | None) -> int | None:
+        """max_tokens: what was asked for; None for the model's limit."""
+        if self.max_new_tokens is None:
+            return max_tokens
+        return self.max_new_tokens if max_tokens is None else min(max_tokens, self.max_new_tokens)
+
+    def sampling(self) -> SamplingParams:
+        """For whoever gives no sampling at all, as `LLM.generate(prompt)` in vLLM."""
+        fields = self.given()
+        if self.max_new_tokens is not None:
+            fields["max_tokens"] = self.max_new_tokens
+        return SamplingParams(**fields)
+
+
+def read_sampling_defaults(directory: Path, generation_config: str = "auto") -> SamplingDefaults:
+    """generation_config: "auto" or "vllm". Raises ModelError, which names the file and the key."""
+    path = directory / GENERATION_FILE
+    text = None if generation_config == "vllm" else read_text(path)
+    if text is None:
+        return SamplingDefaults()
+    try:
+        defaults = msgspec.json.decode(text, type=SamplingDefaults)
+        defaults.sampling()
+    except (msgspec.DecodeError, InvalidRequest, RecursionError) as error:
+        raise ModelError(f"{path}: {error}; start with generation_config=vllm to serve without it") from None
+    return defaults
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+
+
+def read_vocab_size(directory: Path) -> int | None:
+    """Of the model, as `config.json` says; None when it does not."""
+    text = read_text(directory / CONFIG_FILE)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=_Vocabulary).vocab_size
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelError(f"{directory / CONFIG_FILE}: {error}") from None

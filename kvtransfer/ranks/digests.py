@@ -1,0 +1,141 @@
+"""One digest a unit, by which the destination knows that it holds what was sent.
+
+XXH3-64 over the unit's bytes in plan order, so both ends get the same however their pools are cut. With 64
+bits the digests of the longest prompt fit one frame; a damaged unit is missed once in 2^64.
+
+Page bytes come over sockets where a stranger may put other bytes in their place: gloo and NCCL do not know
+what connects, and anything on the way can change what TCP carries. So the digests are keyed (PartDigests).
+Each part of a transfer has a secret that its two ends derive from the session of their link. From the secret
+come the seed of the hash, and a mask as long as all digests that is XORed onto them before they are sent over
+the link, which is sealed. A forger knows neither the seed nor, because of the mask, any hash under it, so he
+cannot tell which other bytes have the same: he is left with a guess of 64 bits a unit, and the second wrong
+guess ends the transfer. This is the construction of Wegman and Carter with XXH3 in the place of a universal
+hash, which nobody has proved XXH3 to be. Keyed BLAKE2b would be proof and takes thirty times as long: more
+than a link of 1 GB/s. Bytes of a peer that holds the cluster key are that peer's word, whatever they are.
+
+A GPU's pages are hashed by the CPU too, from host memory to which they are copied piece by piece, so a GPU
+and a CPU agree by construction. It costs a pass over the bus, 20 ms a GiB at 50 GB/s, and the hash, as long
+again and more on one core; pages that stream have it hidden but for their last piece.
+"""
+
+import threading
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Final, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from baton.kvtransfer.protocol.messages import DIGEST_BYTES
+from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.ranks.pages import PageMemory, PagePacking, StagedParts
+
+PIECE_BYTES: Final = 16 * 2**20  # hashed in a millisecond: whoever waits for the staging memory waits so long
+
+_PART: Final = b"baton kv part 1"
+_SEED: Final = b"baton kv seed 1"
+_MASK: Final = b"baton kv mask 1"
+_UNITS_PER_BLOCK: Final = 64 // DIGEST_BYTES  # a block is a whole BLAKE2b
+
+
+class UnitDigests(Protocol):
+    """Of one rank's pool, from any thread."""
+
+    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
+        """As `digest_units`; nobody writes these units meanwhile."""
+
+
+class PartDigests:
+    """Of one part of a transfer, under the part's own key; the same at both ends. From any thread."""
+
+    def __init__(self, units: UnitDigests, key: bytes, part: int) -> None:
+        """key: of the transfer, which only its two ends know."""
+        self._units = units
+        self._key = blake2b(part.to_bytes(8, "big"), key=key, digest_size=32, person=_PART).digest()
+        self._seed = int.from_bytes(blake2b(key=self._key, digest_size=8, person=_SEED).digest(), "big")
+
+    def take(self, plan: TransferPlan, offset_N: Offsets, first: int, stop: int) -> bytes:
+        """Of units [first, stop), whose runs begin at offset_N."""
+        digests = self._units.take(plan, offset_N, stop - first, self._seed)
+        return (_words(digests) ^ _words(self._mask(first, stop))).tobytes()
+
+    def _mask(self, first: int, stop: int) -> bytes:
+        first_block, stop_block = first // _UNITS_PER_BLOCK, -(-stop // _UNITS_PER_BLOCK)
+        blocks = (
+            blake2b(block.to_bytes(8, "big"), key=self._key, person=_MASK).digest()
+            for block in range(first_block, stop_block)
+        )
+        start = (first - first_block * _UNITS_PER_BLOCK) * DIGEST_BYTES
+        return b"".join(blocks)[start : start + (stop - first) * DIGEST_BYTES]
+
+
+class HostDigests:
+    def __init__(self, memory: PageMemory) -> None:
+        self._memory = memory
+
+    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
+        return digest_units(self._memory.view(), offset_N, plan.run_bytes, num_units, seed)
+
+
+class StagedDigests:
+    def __init__(self, packing: PagePacking) -> None:
+        self._lock = threading.Lock()
+        self._parts = StagedParts(packing)
+        self._parts.room(PIECE_BYTES)  # now: later there may be no memory left beside the pool
+
+    def take(self, plan: TransferPlan, offset_N: Offsets, num_units: int, seed: int = 0) -> bytes:
+        if not len(offset_N):
+            return digest_units(memoryview(b""), offset_N, 0, num_units, seed)
+        offset_UR = offset_N.reshape(num_units, -1)
+        units_per_piece = max(1, PIECE_BYTES // plan.unit_bytes)
+        pieces = range(0, num_units, units_per_piece)
+        return b"".join(
+            self._take_piece(plan, offset_UR[first : first + units_per_piece], seed) for first in pieces
+        )
+
+    def _take_piece(self, plan: TransferPlan, offset_UR: Offsets, seed: int) -> bytes:
+        unit_offset_U = np.arange(len(offset_UR), dtype=np.int64) * plan.unit_bytes
+        with self._lock:
+            content = self._parts.fetch(plan, offset_UR.reshape(-1)).numpy().data
+            return digest_units(content, unit_offset_U, plan.unit_bytes, len(offset_UR), seed)
+
+
+def digest_units(pool: memoryview, offset_N: Offsets, run_bytes: int, num_units: int, seed: int = 0) -> bytes:
+    """`num_units` digests of DIGEST_BYTES each, read in place.
+
+    pool: all of a rank's pages as bytes. offset_N: where this side's runs begin, unit by unit, every unit of
+    as many runs. ValueError when the runs do not divide into the units or leave the pool.
+    """
+    if num_units < 0 or (len(offset_N) % num_units if num_units else len(offset_N)):
+        raise ValueError(f"{len(offset_N)} runs do not divide into {num_units} units")
+    if len(offset_N) and not 0 <= int(offset_N.min()) <= int(offset_N.max()) <= pool.nbytes - run_bytes:
+        raise ValueError(f"runs of {run_bytes} bytes leave a pool of {pool.nbytes}")
+    if not len(offset_N):
+        return xxhash.xxh3_64_digest(b"", seed) * num_units  # ranks that share no head have nothing to move
+    offset_UR = offset_N.reshape(num_units, -1)
+    num_runs = offset_UR.shape[1]
+    if num_runs > 1 and bool((np.diff(offset_UR) == run_bytes).all()):  # a unit is one stretch of bytes
+        offset_UR, run_bytes = offset_UR[:, :1], num_runs * run_bytes
+    return b"".join(_digests(pool, offset_UR, run_bytes, seed))
+
+
+def differing_units(expected: bytes, found: bytes) -> tuple[int, ...]:
+    """Which units have another digest. ValueError when the two are not of as many units."""
+    if len(expected) != len(found) or len(expected) % DIGEST_BYTES:
+        raise ValueError(f"digests of {len(expected)} and {len(found)} bytes")
+    differs_U = _words(expected) != _words(found)
+    return tuple(int(unit) for unit in np.flatnonzero(differs_U))
+
+
+def _digests(pool: memoryview, offset_UR: Offsets, run_bytes: int, seed: int) -> Iterator[bytes]:
+    """Suffixes: U units, R runs of a unit."""
+    for offset_R in offset_UR.tolist():
+        digest = xxhash.xxh3_64(seed=seed)
+        for offset in offset_R:
+            digest.update(pool[offset : offset + run_bytes])
+        yield digest.digest()
+
+
+def _words(digests: bytes) -> NDArray[np.uint64]:
+    return np.frombuffer(digests, dtype=np.uint64)

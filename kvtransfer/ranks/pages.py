@@ -1,0 +1,369 @@
+"""Where the pages of a rank lie, and pools that other processes on the host can map.
+
+A shared pool is a file that has a descriptor but never a name: it goes when the last process that holds it is
+gone, however that one died. Beside the pages it has a table of generations, one word a page, which only the
+owner can write: a writer in another process looks a page up there before it writes it (see
+kvtransfer/transports/shm.py).
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import math
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.errors import ConfigError, TransferFailed
+from baton.kernels.copy_runs import copy_runs
+from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.pages import gather_pages, scatter_pages
+from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+
+REVOKED: Final = 0  # no page that was ever handed out has generation 0
+_WORD_BYTES: Final = 4
+_SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+class PageMemory:
+    """Page p is the bytes [address + p * page_bytes, address + (p + 1) * page_bytes) of this process."""
+
+    def __init__(self, address: int, num_pages: int, page_bytes: int, owner: object) -> None:
+        """owner: what keeps the memory mapped; it lives as long as this."""
+        self.address = address
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self._owner = owner
+
+    @classmethod
+    def of(cls, pool: Tensor) -> "PageMemory":
+        """The pages of a contiguous CPU tensor [num_pages, ...]."""
+        if pool.device.type != "cpu" or not pool.is_contiguous() or pool.dim() < 2:
+            raise ValueError(f"pages must be contiguous on the CPU, got {pool.device} {tuple(pool.shape)}")
+        return cls(pool.data_ptr(), len(pool), pool[0].numel() * pool.itemsize, pool)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def view(self) -> memoryview:
+        """All pages as bytes, good for as long as this lives."""
+        return memoryview((ctypes.c_char * self.num_bytes).from_address(self.address)).cast("B")
+
+    def has(self, pages: Sequence[int]) -> bool:
+        """Whether all these pages are within the pool; empty lists are."""
+        return not pages or (min(pages) >= 0 and max(pages) < self.num_pages)
+
+
+class SharedFile:
+    """Anonymous shared memory of a fixed size, zeros at first; untouched parts take no memory."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, num_bytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a peer cannot cut it under our feet
+        except OSError:
+            self.close()
+            raise
+
+    def read_only(self) -> int:
+        """Another descriptor of the same memory, through which nobody can write. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give up the descriptor; what is mapped stays mapped."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class SharedPool:
+    """A pool of pages that other processes can be given; `zeros` makes it, once.
+
+    Everything is freed by `close` and the end of the tensor, or by the end of the processes.
+    """
+
+    def __init__(self) -> None:
+        self.file: SharedFile
+        self.memory: PageMemory
+        self.generations: PageGenerations
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The pool's tensor [num_pages, ...]; it fits where an engine takes memory for its KV pool."""
+        page_bytes = math.prod(shape[1:]) * dtype.itemsize
+        num_bytes = shape[0] * page_bytes
+        if num_bytes == 0:
+            raise ConfigError(f"a shared pool needs at least one page, got the shape {tuple(shape)}")
+        self.file = SharedFile("baton-kv", num_bytes)
+        mapped = map_shared(self.file.descriptor, num_bytes)
+        tensor = torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
+        self.memory = PageMemory(tensor.data_ptr(), shape[0], page_bytes, tensor)
+        self.generations = PageGenerations(shape[0])
+        return tensor
+
+    def close(self) -> None:
+        """Hand the pool to nobody any more; the tensor and other processes keep what they have mapped."""
+        if hasattr(self, "file"):
+            self.file.close()
+            self.generations.file.close()
+
+
+class PageGenerations:
+    """A shared table: page -> the generation whose writers may write it, REVOKED when nobody may.
+
+    The owner of the pool writes it; words are written whole, so readers see old or new, nothing between.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.file = SharedFile("baton-kv-generations", num_pages * _WORD_BYTES)
+        self._words: NDArray[np.uint32] = np.frombuffer(
+            map_shared(self.file.descriptor, self.file.num_bytes), dtype=np.uint32
+        )
+
+    def grant(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        self._words[list(pages)] = as_words(generations)
+
+    def revoke(self, pages: Sequence[int]) -> None:
+        """From now on writers stop at their next look. One that looked before may still be writing."""
+        self._words[list(pages)] = REVOKED
+
+
+class PeerGenerations:
+    """Another process's table, mapped for reading."""
+
+    def __init__(self, descriptor: int, num_pages: int) -> None:
+        mapped = map_shared(descriptor, num_pages * _WORD_BYTES, prot=mmap.PROT_READ)
+        self._words: NDArray[np.uint32] = np.frombuffer(mapped, dtype=np.uint32)
+
+    def match(self, pages: NDArray[np.int64], words: NDArray[np.uint32]) -> bool:
+        return bool((self._words[pages] == words).all())
+
+
+class PeerPages:
+    """Another process's pool, mapped for writing; `close` unmaps it."""
+
+    def __init__(self, descriptor: int, num_pages: int, page_bytes: int) -> None:
+        self._mapped: mmap.mmap | None = map_shared(descriptor, num_pages * page_bytes)
+        self._mapped.madvise(mmap.MADV_DONTFORK)  # when this process is dead nobody writes on its behalf
+        self.memory = PageMemory(_address(self._mapped), num_pages, page_bytes, self._mapped)
+
+    def close(self) -> None:
+        """Unmap. Nobody may be writing; `memory` means nothing afterwards."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+
+
+def as_words(generations: Sequence[int]) -> NDArray[np.uint32]:
+    """Generations as the table has them: 32 bits, never REVOKED."""
+    wrapped = np.asarray(generations, dtype=np.int64) % (2**32 - 1) + 1
+    return wrapped.astype(np.uint32)
+
+
+def map_shared(descriptor: int, num_bytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Map a file for all to see, in huge pages where the system grants them to shared memory."""
+    mapped = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED, prot=prot)
+    with contextlib.suppress(OSError):  # a kernel without them: small pages serve as well
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _address(mapped: mmap.mmap) -> int:
+    return int(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)  # the view ends here, so close() can
+
+
+# Runs of a pool packed into staging memory, and unpacked from it, where the pool lies.
+#
+# On a GPU it happens on a stream of our own, beside the model's: what a pusher has enqueued on its stream is
+# waited for there, and nothing waits for us on the model's stream. Suffix N: runs.
+
+NO_SLEEP_S: Final = 2e-4  # a wait for the GPU looks all the time at first: a sleep takes 70 us at least
+SHORTEST_SLEEP_S: Final = 2e-5  # then it sleeps, each time twice as long, up to
+LONGEST_SLEEP_S: Final = 1e-3
+
+
+class PagePacking(Protocol):
+    """The pool of one rank. Staging is contiguous uint8 on the same device."""
+
+    num_pages: int
+
+    def staging(self, num_bytes: int) -> Tensor: ...
+
+    def host_staging(self, num_bytes: int) -> Tensor:
+        """uint8 on the CPU, of the kind that a GPU copies from and to by itself."""
+
+    def note_written(self) -> None:
+        """The caller's thread has written pages, or has told its current stream to: what is packed has it."""
+
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+        """The pool's runs, one after the other; on a GPU they are there after `finish`."""
+
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None: ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """From staging to host staging or back, in the order of the calls; done after `finish`."""
+
+    def finish(self, timeout_s: float = math.inf) -> None:
+        """Wait for all that is on its way on our stream. TransferFailed when it takes too long.
+
+        What touches pages is waited for without a limit: it ends by itself, and must have before others may.
+        """
+
+
+def packing_of(pool: Tensor | PageMemory) -> PagePacking:
+    """pool: contiguous [num_pages, ...]."""
+    if isinstance(pool, PageMemory):
+        return HostPages(pool)
+    if not pool.is_contiguous() or pool.dim() < 2:
+        raise ValueError(f"a pool is contiguous [num_pages, ...], got {tuple(pool.shape)}")
+    return DevicePages(pool) if pool.is_cuda else HostPages(PageMemory.of(pool))
+
+
+class HostPages:
+    def __init__(self, memory: PageMemory) -> None:
+        self._memory = memory
+        self.num_pages = memory.num_pages
+
+    def staging(self, num_bytes: int) -> Tensor:
+        return huge_zeros((num_bytes,), torch.uint8)
+
+    def host_staging(self, num_bytes: int) -> Tensor:
+        return huge_zeros((num_bytes,), torch.uint8)
+
+    def note_written(self) -> None:
+        """A CPU has written when it says so."""
+
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+        packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
+        # It is sent at once: in the cache it need not come from memory again.
+        copy_runs(self._memory, staging, offset_N, packed_N, plan.run_bytes, keep_in_cache=True)
+
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+        packed_N = np.arange(len(offset_N), dtype=np.int64) * plan.run_bytes
+        copy_runs(staging, self._memory, packed_N, offset_N, plan.run_bytes)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def finish(self, timeout_s: float = math.inf) -> None:
+        """Nothing is left to do."""
+
+
+class DevicePages:
+    """A pool on a GPU, taken for a table of rows that all runs consist of."""
+
+    def __init__(self, pool: Tensor) -> None:
+        self.pool = pool
+        self.num_pages = len(pool)
+        self.stream = torch.cuda.Stream(pool.device)
+        self.content = pool.view(-1).view(torch.uint8)
+        self._written: deque[torch.cuda.Event] = deque()
+        self._ordering = threading.Lock()
+
+    def staging(self, num_bytes: int) -> Tensor:
+        with torch.cuda.stream(self.stream):  # memory of another one may still be in use by its work
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.pool.device)
+
+    def host_staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def note_written(self) -> None:
+        self._written.append(torch.cuda.current_stream(self.pool.device).record_event())
+
+    def pack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+        row_bytes = plan.row_bytes
+        with torch.cuda.stream(self.stream):
+            self.wait_for_writers()
+            rows = self.rows(plan, offset_N)
+            gather_pages(self.content.view(-1, row_bytes), rows, staging.view(-1, row_bytes))
+
+    def unpack(self, plan: TransferPlan, offset_N: Offsets, staging: Tensor) -> None:
+        row_bytes = plan.row_bytes
+        with torch.cuda.stream(self.stream):
+            rows = self.rows(plan, offset_N)
+            scatter_pages(staging.view(-1, row_bytes), rows, self.content.view(-1, row_bytes))
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def finish(self, timeout_s: float = math.inf) -> None:
+        with torch.cuda.stream(self.stream):
+            done = self.stream.record_event()
+        begun_s, sleep_s = time.monotonic(), SHORTEST_SLEEP_S
+        while not done.query():
+            waited_s = time.monotonic() - begun_s
+            if waited_s > timeout_s:
+                raise TransferFailed(f"the GPU did not finish within {timeout_s:g} s")
+            if waited_s < NO_SLEEP_S:
+                time.sleep(0)  # lets other threads run
+                continue
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, LONGEST_SLEEP_S)
+
+    def wait_for_writers(self) -> None:
+        """Have our stream wait for all that `note_written` was told of.
+
+        Of two threads that pack, neither goes on before the other has told the stream what it took up.
+        """
+        with self._ordering:
+            while self._written:
+                self.stream.wait_event(self._written.popleft())
+
+    def rows(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
+        """int64 on the device: the rows of `plan.row_bytes` bytes that the runs consist of, in order."""
+        first = offset_N // plan.row_bytes
+        rows_of_run = np.arange(plan.run_bytes // plan.row_bytes, dtype=np.int64)
+        rows = torch.from_numpy(np.add.outer(first, rows_of_run).reshape(-1))
+        # Pinned, or the copy would wait for the stream; the allocator keeps it until the stream has read it.
+        return rows.pin_memory().to(self.pool.device, non_blocking=True)
+
+
+# The pages of a GPU by way of host memory: for sockets and digests, which only a CPU can serve.
+#
+# A part is gathered into staging memory on the GPU and copied to pinned memory in one piece, or the other way
+# round. Each way costs a pass over the GPU's memory, and one over the bus at some 50 GB/s (PCIe 5, 16 lanes).
+
+
+class StagedParts:
+    """Room for one part at a time, which grows to the largest one. One thread uses it."""
+
+    def __init__(self, packing: PagePacking) -> None:
+        self._packing = packing
+        self._staging = packing.staging(0)
+        self._host = packing.host_staging(0)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """Host memory uint8 [num_bytes] for what `store` is to put into pages; good until the next call."""
+        if num_bytes > len(self._host):
+            self._staging = self._packing.staging(num_bytes)
+            self._host = self._packing.host_staging(num_bytes)
+        return self._host[:num_bytes]
+
+    def fetch(self, plan: TransferPlan, offset_N: Offsets) -> Tensor:
+        """The runs' bytes, one run after the other, in host memory that is good until the next call."""
+        host = self.room(len(offset_N) * plan.run_bytes)
+        staging = self._staging[: len(host)]
+        self._packing.pack(plan, offset_N, staging)
+        self._packing.copy(staging, host)
+        self._packing.finish()
+        return host
+
+    def store(self, plan: TransferPlan, offset_N: Offsets) -> None:
+        """What was written into `room` is in the pages on return."""
+        host = self.room(len(offset_N) * plan.run_bytes)
+        staging = self._staging[: len(host)]
+        self._packing.copy(host, staging)
+        self._packing.unpack(plan, offset_N, staging)
+        self._packing.finish()

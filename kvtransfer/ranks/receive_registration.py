@@ -1,0 +1,255 @@
+"""What the destination knows of the transfers that may write into its pages.
+
+The life of a landing:
+
+1. `add`: the transfer was granted, with its epoch. Whoever grants holds its pages for it in the ledger.
+2. `begin` lets a writer of this process (a receiver's thread) in, for one piece; `end` says that it left.
+   Writers of other processes (shm) come and go unseen: from the moment that a landing's source has mapped
+   the pool it counts as inside, until `release` (it has confirmed that it writes no more) or `writer_died`.
+   Never until some time.
+3. `close`, for whatever reason: nobody is let in any more, those inside leave at their next look.
+4. When the last writer has left, every callback given to `close` is called, once, in the thread that saw
+   it. Only then may the pages be read for good, or reused. What comes later for this transfer is stale.
+
+A piece that is let in nowhere never touches a page: its bytes are drained and counted.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from baton.errors import TransferFailed, WireError
+from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
+from baton.kvtransfer.transports.base import offsets_of
+
+NUM_REMEMBERED: Final = 4096  # ended transfers whose late pieces are told from those of unknown ones
+
+OnSafe = Callable[[], None]
+
+
+class ReceiveRegistration(msgspec.Struct, frozen=True, kw_only=True):
+    """A transfer as its destination granted it. `writer` is the source process's incarnation."""
+
+    id: bytes
+    epoch: int
+    plan: TransferPlan
+    num_units: int
+    pages: tuple[int, ...]  # of the destination, in the order of the units
+    writer: bytes
+    may_write_directly: bool = False  # from its own process, past `begin` and `end`, if it maps the pool
+
+
+class ReceiveCounters:
+    """What was let in, and what was not, since the start."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+        self.num_bytes = 0
+        self.num_stale = 0  # a transfer that has ended, or another epoch
+        self.num_unknown = 0  # a transfer that this process never granted, or forgot long ago
+        self.num_malformed = 0  # units or bytes that the plan does not have: the peer is dropped
+        self.num_broken = 0  # begun, and not all of it came
+
+    def by_name(self) -> dict[str, int]:
+        """Those that are not zero, as "landed_pieces"."""
+        counts = {
+            "landed_pieces": self.num_pieces,
+            "landed_bytes": self.num_bytes,
+            "stale_pieces": self.num_stale,
+            "unknown_pieces": self.num_unknown,
+            "malformed_pieces": self.num_malformed,
+            "broken_pieces": self.num_broken,
+        }
+        return {name: number for name, number in counts.items() if number}
+
+
+class _State:
+    def __init__(self, registration: ReceiveRegistration, *, is_writer_present: bool) -> None:
+        self.registration = registration
+        self.num_inside = 0
+        self.has_outside_writer = registration.may_write_directly and is_writer_present
+        self.is_closed = False
+        self.on_safe: list[OnSafe] = []
+
+    @property
+    def is_safe(self) -> bool:
+        return self.is_closed and not self.num_inside and not self.has_outside_writer
+
+
+class Writing:
+    """Leave to write units [first, stop) of a landing, until `end`."""
+
+    def __init__(self, state: _State, first: int, stop: int) -> None:
+        self._state = state
+        self.registration = state.registration
+        self.first = first
+        self.stop = stop
+
+    @property
+    def must_stop(self) -> bool:
+        """The landing was closed: leave the pages alone. Look at least every second."""
+        return self._state.is_closed
+
+    def offsets(self) -> Offsets:
+        """Where the piece's runs begin in the pool, in plan order."""
+        registration = self.registration
+        return offsets_of(registration.plan.destination, self.first, self.stop, registration.pages)
+
+
+class ReceiveRegistrations:
+    """Every landing of one rank, by transfer id. Safe from any thread."""
+
+    def __init__(self, num_pages: int) -> None:
+        """num_pages: of the pool, which no landing may exceed."""
+        self.counters = ReceiveCounters()
+        self._num_pages = num_pages
+        self._lock = threading.Lock()
+        self._states: dict[bytes, _State] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._present_writers: set[bytes] = set()
+
+    # Grants.
+
+    def add(self, registration: ReceiveRegistration) -> None:
+        """TransferFailed when a landing of this id was there before.
+
+        ValueError when its pages do not hold its units: that is the caller's mistake.
+        """
+        num_pages = registration.plan.destination.num_pages(registration.num_units)
+        if len(registration.pages) != num_pages or not all(
+            0 <= page < self._num_pages for page in registration.pages
+        ):
+            raise ValueError(
+                f"{registration.num_units} units need {num_pages} pages, got {registration.pages}"
+            )
+        with self._lock:
+            if registration.id in self._states or registration.id in self._ended:
+                raise TransferFailed(f"transfer {registration.id.hex()} exists already")
+            is_present = registration.writer in self._present_writers
+            self._states[registration.id] = _State(registration, is_writer_present=is_present)
+
+    def reopen(self, registration: ReceiveRegistration) -> None:
+        """Let the same transfer in once more, after its end here: some of its units came damaged."""
+        with self._lock:
+            self._ended.pop(registration.id, None)
+        self.add(registration)
+
+    def close(self, transfer: bytes, on_safe: OnSafe) -> None:
+        """Let nobody in any more; `on_safe` is called when nobody writes, at once if that is so already."""
+        with self._lock:
+            state = self._states.get(transfer)
+            if state is not None:
+                state.is_closed = True
+                state.on_safe.append(on_safe)
+                callbacks = self._settle(state)
+            else:
+                callbacks = [on_safe]
+        _call(callbacks)
+
+    # Writers of this process.
+
+    def begin(self, transfer: bytes, epoch: int, first: int, stop: int, num_bytes: int) -> Writing | None:
+        """Leave to write a piece, or None when its bytes must be drained. WireError: drop the peer."""
+        counters = self.counters
+        with self._lock:
+            state = self._states.get(transfer)
+            if state is None:
+                counters.num_stale += transfer in self._ended
+                counters.num_unknown += transfer not in self._ended
+                return None
+            registration = state.registration
+            if state.is_closed or registration.epoch != epoch:
+                counters.num_stale += 1
+                return None
+            is_within = 0 <= first < stop <= registration.num_units
+            if not is_within or num_bytes != (stop - first) * registration.plan.unit_bytes:
+                counters.num_malformed += 1
+                raise WireError(
+                    f"units [{first}, {stop}) of {registration.num_units} in {num_bytes} bytes, "
+                    f"a unit has {registration.plan.unit_bytes}",
+                    reason="piece",
+                )
+            state.num_inside += 1
+        return Writing(state, first, stop)
+
+    def end(self, writing: Writing, *, is_whole: bool) -> None:
+        """The writer has left the pages. is_whole: every byte of the piece was written."""
+        with self._lock:
+            state = writing._state
+            state.num_inside -= 1
+            if is_whole:
+                self.counters.num_pieces += 1
+                self.counters.num_bytes += (
+                    writing.stop - writing.first
+                ) * writing.registration.plan.unit_bytes
+            else:
+                self.counters.num_broken += 1
+            callbacks = self._settle(state)
+        _call(callbacks)
+
+    # Writers of other processes.
+
+    def writer_came(self, writer: bytes) -> None:
+        """A process is about to be given the pool; its death will be told by `writer_died`."""
+        with self._lock:
+            self._present_writers.add(writer)
+            for state in self._states.values():
+                registration = state.registration
+                if registration.writer == writer and registration.may_write_directly and not state.is_closed:
+                    state.has_outside_writer = True
+
+    def release(self, transfer: bytes) -> None:
+        """The source has said that it will not write directly any more."""
+        with self._lock:
+            state = self._states.get(transfer)
+            if state is None:
+                return
+            state.has_outside_writer = False
+            callbacks = self._settle(state)
+        _call(callbacks)
+
+    def writer_died(self, writer: bytes) -> list[bytes]:
+        """The process is gone for certain. Returns its transfers that the caller has yet to close."""
+        callbacks: list[OnSafe] = []
+        with self._lock:
+            self._present_writers.discard(writer)
+            theirs = [state for state in self._states.values() if state.registration.writer == writer]
+            for state in theirs:
+                state.has_outside_writer = False
+                callbacks += self._settle(state)
+        _call(callbacks)
+        return [state.registration.id for state in theirs if not state.is_closed]
+
+    # The books.
+
+    def num_open(self) -> int:
+        """Landings that have not come to their end."""
+        with self._lock:
+            return len(self._states)
+
+    def __contains__(self, transfer: bytes) -> bool:
+        """Whether there is a landing of this id, or was one not long ago."""
+        with self._lock:
+            return transfer in self._states or transfer in self._ended
+
+    def is_written(self, transfer: bytes) -> bool:
+        """Whether somebody may still write for this transfer."""
+        with self._lock:
+            return transfer in self._states
+
+    def _settle(self, state: _State) -> list[OnSafe]:
+        """Under the lock: the callbacks to make outside it."""
+        if not state.is_safe or self._states.pop(state.registration.id, None) is None:
+            return []
+        self._ended[state.registration.id] = None
+        if len(self._ended) > NUM_REMEMBERED:
+            self._ended.popitem(last=False)
+        return state.on_safe
+
+
+def _call(callbacks: list[OnSafe]) -> None:
+    for callback in callbacks:
+        callback()

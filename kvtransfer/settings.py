@@ -1,0 +1,82 @@
+"""What an endpoint is told about itself and its cluster."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from baton.clock import Clock
+from baton.kvtransfer.protocol.handoff import HandoffTimeouts, Owner, PageLedger, Timing
+from baton.kvtransfer.protocol.messages import PROTOCOL, EndpointHello, Reserve
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.messages import PartRanks, RankSettings, parts_of
+from baton.kvtransfer.transports.registry import AUTO
+from baton.pages import PageLayout
+from baton.rpc.auth import PAGES, KeyRing, LinkSecret, PurposeKeys
+from baton.rpc.liveness import LINK_TIMEOUT_S
+
+
+class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    key: bytes | KeyRing  # of page links: a worker's ring, or one key that never changes
+    fingerprint: str  # of the model
+    layout: PageLayout
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: one that is free
+    transport: str = AUTO
+    timing: Timing = Timing()
+    num_hashing_threads: int = 1
+    link_timeout_s: float = LINK_TIMEOUT_S  # after which a silent link to another replica is dropped
+
+    def hello(self, incarnation: bytes) -> EndpointHello:
+        return EndpointHello(
+            protocol=PROTOCOL,
+            incarnation=incarnation,
+            fingerprint=self.fingerprint,
+            layout=self.layout,
+        )
+
+    @property
+    def secret(self) -> LinkSecret:
+        """What links to other replicas are proved with."""
+        return self.key if isinstance(self.key, bytes) else PurposeKeys(self.key, PAGES)
+
+    def for_rank(self, rank: int) -> RankSettings:
+        return RankSettings(
+            key=self.key if isinstance(self.key, bytes) else self.key.generations,
+            layout=self.layout,
+            rank=rank,
+            host=self.host,
+            transport=self.transport,
+            num_hashing_threads=self.num_hashing_threads,
+        )
+
+    def parts(
+        self, peer: EndpointHello, num_layer_groups: int = 1, *, is_source: bool
+    ) -> tuple[PartRanks, ...]:
+        """Of a transfer between this replica and the peer's; is_source: from here to there. ValueError when
+        there are more groups than layers.
+        """
+        return parts_of(*self._ways(peer, is_source=is_source), num_layer_groups)
+
+    def timeouts(
+        self, peer: EndpointHello, ledger: PageLedger, clock: Clock, *, is_source: bool
+    ) -> HandoffTimeouts:
+        plan = plan_transfer(*self._ways(peer, is_source=is_source), 0, 0)  # all parts count the same units
+        return HandoffTimeouts(
+            ledger=ledger,
+            clock=clock,
+            timing=self.timing,
+            source_units_per_page=plan.source.units_per_page,
+            destination_units_per_page=plan.destination.units_per_page,
+        )
+
+    def _ways(self, peer: EndpointHello, *, is_source: bool) -> tuple[PageLayout, PageLayout]:
+        return (self.layout, peer.layout) if is_source else (peer.layout, self.layout)
+
+
+# Asked for each reservation with the pages that it needs: makes room for them and says who adopts them.
+Admit = Callable[[Reserve, int], Owner | None]
+
+
+def refuse_all(request: Reserve, num_pages: int) -> Owner | None:
+    """The `admit` of a rank that only sends."""
+    return None

@@ -1,0 +1,151 @@
+"""What this router learns from Redis: the workers of other routers, their pages, and what those routers do.
+
+1. `learn`: who is alive, and of each worker that this process does not know better, its snapshot.
+2. `follow`: the stream, from where the oldest of these snapshots was taken; what is in a snapshot already is
+   known by its number and passed over.
+3. Where a change is missing, the worker's snapshot is read again until one is new enough.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+
+from baton.errors import WireError
+from baton.router.index.prefix_index import PrefixIndex
+from baton.router.redis.client import RedisConnection
+from baton.router.redis.messages import AnyShared, Codec, SharedJoined, SharedLeft, Snapshot
+from baton.router.redis.outbox import RedisOutbox
+
+BLOCK_MS: Final = 200
+MAX_ENTRIES: Final = 64  # between two looks at anything else
+FROM_THE_START: Final = "0-0"
+
+_T = TypeVar("_T")
+Fields: TypeAlias = Mapping[bytes, bytes]
+
+
+class Feed:
+    def __init__(
+        self,
+        outbox: RedisOutbox,
+        codec: Codec,
+        router_id: str,
+        index: PrefixIndex,
+        counters: Counter[str],
+        on_shared: Callable[[AnyShared], None],
+    ) -> None:
+        self._outbox = outbox
+        self._codec = codec
+        self._router_id = router_id.encode()
+        self._index = index
+        self._counters = counters
+        self._on_shared = on_shared
+        self._foreign: set[str] = set()  # workers known from Redis alone
+        self._doubtful: set[str] = set()  # of these, those with a gap
+
+    async def learn(self, redis: RedisConnection, events: str, workers: str) -> str:
+        """The id of the stream's entry to follow from."""
+        follow_from = await last_stream_id(redis, events)
+        alive: dict[bytes, bytes] = await redis.call("HGETALL", workers)
+        self._forget_all_but({worker_id.decode(errors="replace") for worker_id in alive})
+        for body in alive.values():
+            worker = self._checked(self._codec.decode_worker, body)
+            if worker is None or worker.id in self._outbox.workers:
+                continue
+            self._index.join(worker)
+            self._foreign.add(worker.id)
+            seen = await self._restore(redis, worker.id)
+            follow_from = min(follow_from, seen, key=_order)
+        return follow_from
+
+    async def follow(self, redis: RedisConnection, events: str, after: str) -> str:
+        """The next few entries; the id of the last one, or `after` when none has come for a moment."""
+        limits = ("COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS)
+        reply = await redis.call("XREAD", *limits, "STREAMS", events, after)
+        for entry_id, fields in reply[0][1] if reply else ():
+            after = entry_id.decode()
+            self._read(fields)
+        return after
+
+    async def settle_doubts(self, redis: RedisConnection) -> None:
+        for worker_id in tuple(self._doubtful):
+            await self._restore(redis, worker_id)
+
+    def forget(self, worker_id: str) -> None:
+        """It is dead for all routers, unless it is connected to this one."""
+        if worker_id in self._outbox.workers:
+            return
+        self._foreign.discard(worker_id)
+        self._doubtful.discard(worker_id)
+        self._index.forget(worker_id)
+
+    def adopted(self, worker_id: str) -> None:
+        """It has joined this router, which hears of it first hand."""
+        self._foreign.discard(worker_id)
+        self._doubtful.discard(worker_id)
+
+    def _read(self, fields: Fields) -> None:
+        if fields.get(b"r") == self._router_id:
+            return
+        if b"m" in fields:
+            message = self._checked(self._codec.decode_shared, fields[b"m"])
+            if message is not None:
+                self._hear(message)
+            return
+        worker_id = fields.get(b"w", b"").decode(errors="replace")
+        if worker_id in self._outbox.workers:
+            return
+        events = self._checked(partial(self._codec.decode_pages, worker_id), fields.get(b"p", b""))
+        if events is not None and not self._index.apply(worker_id, events):
+            self._doubtful.add(worker_id)
+
+    def _hear(self, message: AnyShared) -> None:
+        if isinstance(message, SharedLeft):
+            self.forget(message.worker)
+        elif isinstance(message, SharedJoined):
+            if message.worker.id not in self._outbox.workers:
+                self._index.join(message.worker)
+                self._foreign.add(message.worker.id)
+        else:
+            self._on_shared(message)
+
+    async def _restore(self, redis: RedisConnection, worker_id: str) -> str:
+        """From which entry of the stream on its changes are still to be read."""
+        body = await redis.call("GET", self._outbox.snapshot_key(worker_id))
+        read = partial(self._codec.decode_snapshot, worker_id)
+        snapshot = None if body is None else self._checked(read, body)
+        if snapshot is None:
+            return FROM_THE_START
+        if worker_id in self._foreign and self._is_news(worker_id, snapshot):
+            keys = np.frombuffer(snapshot.keys, "<u8")
+            values = np.frombuffer(snapshot.values, "<u8")
+            self._index.restore(worker_id, snapshot.next_number, keys, values)
+            self._doubtful.discard(worker_id)
+        return snapshot.stream_id
+
+    def _is_news(self, worker_id: str, snapshot: Snapshot) -> bool:
+        known = self._index.next_number(worker_id)
+        return known is None or known < snapshot.next_number
+
+    def _forget_all_but(self, alive: set[str]) -> None:
+        for worker_id in self._foreign - alive:
+            self.forget(worker_id)
+
+    def _checked(self, decoder: Callable[[bytes], _T], body: bytes) -> _T | None:
+        try:
+            return decoder(body)
+        except WireError:
+            self._counters["redis_malformed"] += 1
+            return None
+
+
+async def last_stream_id(redis: RedisConnection, events: str) -> str:
+    newest: list[tuple[bytes, Fields]] = await redis.call("XREVRANGE", events, "+", "-", "COUNT", 1)
+    return newest[0][0].decode() if newest else FROM_THE_START
+
+
+def _order(stream_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in stream_id.split("-"))

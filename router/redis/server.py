@@ -1,0 +1,168 @@
+"""A redis-server of our own, on a socket file that only this user can reach; it keeps nothing on disk.
+
+It ends with whoever started it, also when that is killed. The folder that it leaves then, the next one
+removes.
+"""
+
+import asyncio
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL
+from pathlib import Path
+from typing import Final, Self
+
+from baton.errors import ConfigError
+
+START_DEADLINE_S: Final = 10.0
+STOP_DEADLINE_S: Final = 5.0
+PROGRAMS: Final = ("redis-server", "valkey-server")
+PREFIX: Final = "baton-redis-"
+NEW_PREFIX: Final = "baton-new-redis-"
+LOCK: Final = "lock"
+WRAPPER: Final = (
+    sys.executable,
+    "-I",
+    "-S",
+    str(Path(__file__).with_name("end_with_parent.py")),
+)
+
+
+def find_program() -> str | None:
+    """The server that PATH has, if any."""
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
+
+
+class PrivateRedis:
+    """`async with PrivateRedis() as redis: redis.url`. When it dies it is for its owner to start another."""
+
+    def __init__(self, max_memory_bytes: int = 2**30) -> None:
+        """ConfigError from `start` when there is no program. Past the limit Redis refuses what is written."""
+        self._max_memory_bytes = max_memory_bytes
+        self._folder: str | None = None
+        self._lock: int | None = None  # on a file in the folder, as long as it is in use
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def url(self) -> str:
+        assert self._folder is not None, "it has not been started"
+        return f"unix://{self._folder}/redis.sock"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it has not been started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Returns when it answers. May be called again once it has died; the url stays.
+
+        ConfigError: it does not start.
+        """
+        program = find_program()
+        if program is None:
+            raise ConfigError(f"none of {', '.join(PROGRAMS)} is on PATH: install one, or set redis to none")
+        if self._folder is None:
+            await asyncio.to_thread(_remove_what_others_left)
+            folder, self._lock = await asyncio.to_thread(_new_folder)
+            self._folder = folder
+        socket = Path(self._folder, "redis.sock")
+        socket.unlink(missing_ok=True)
+        # fmt: off
+        self._process = await asyncio.create_subprocess_exec(
+            *WRAPPER, str(os.getpid()), program, "--port", "0", "--unixsocket", str(socket),
+            "--unixsocketperm", "700", "--save", "", "--appendonly", "no", "--dir", self._folder,
+            "--maxmemory", str(self._max_memory_bytes), "--maxmemory-policy", "noeviction",
+            "--daemonize", "no", "--logfile", "redis.log",
+            stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL, process_group=0,
+        )
+        # fmt: on
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                while not await self._answers(socket):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            await self._end()
+            raise ConfigError(f"{program} did not answer in {START_DEADLINE_S:.0f} s") from None
+
+    async def ended(self) -> int:
+        """Waits for its end; its exit status, negative for a signal's."""
+        assert self._process is not None, "it has not been started"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Its end, and of all it kept."""
+        await self._end()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        self._folder = None
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    async def _end(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await asyncio.wait_for(self._process.wait(), STOP_DEADLINE_S)
+        self._process = None
+
+    async def _answers(self, socket: Path) -> bool:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            raise ConfigError(f"the redis-server of this cluster ended at once ({self._process.returncode})")
+        try:
+            reader, writer = await asyncio.open_unix_connection(str(socket))
+        except OSError:
+            return False
+        writer.write(b"PING\r\n")
+        answer = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        return answer == b"+PONG\r\n"
+
+
+def _new_folder() -> tuple[str, int]:
+    """With an open file that holds its lock. It has its name once it is locked."""
+    made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
+    lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = made.with_name(PREFIX + made.name.removeprefix(NEW_PREFIX))
+    made.rename(folder)
+    return str(folder), lock
+
+
+def _remove_what_others_left() -> None:
+    """Folders of this user that nobody holds the lock of any more.
+
+    Process ids would not tell: containers that share this place number theirs alike.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)

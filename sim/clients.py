@@ -1,0 +1,191 @@
+"""The clients of a simulation: what they ask for, when, and what each of them was given."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent
+from baton.sim.deployment import MAX_MODEL_LEN
+from baton.sim.engine import NUM_WORDS, POISON, UNSAMPLEABLE, golden
+from baton.sim.lives import GatewayLife
+from baton.sim.process import Events
+
+START_S: Final = 0.8  # by then a cluster stands; some come before
+LOADS_S: Final = (0.5, 1.5, 4.0)  # in one of which all requests come
+MAX_CHOICES: Final = 3
+ILL_CHANCE: Final = 0.006
+CANCEL_CHANCES: Final = (0.05, 0.05, 0.5)
+MOST_VISITS: Final = (4, 16, 16, 40)
+
+
+class SimClient:
+    """One choice of one request, as its sink. What should not be is noted, not raised: see `complaints`."""
+
+    def __init__(self, request: Request, events: Events) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: BatonError | None = None
+        self.has_cancelled = False
+        self.opened_s = self.ended_s = 0.0
+        self.gateway: GatewayLife | None = None
+        self.following: list[SimClient] = []  # further choices, asked for at this one's first token
+        self.cancel_after_tokens: int | None = None
+        self.complaints: list[str] = []
+        self._events = events
+
+    @property
+    def is_over(self) -> bool:
+        """It hears nothing more; also of its gateway's death, which ends its connection."""
+        has_ended = self.finish_reason is not None or self.error is not None or self.has_cancelled
+        return has_ended or (self.gateway is not None and self.gateway.process.is_dead)
+
+    def open(self, gateway: GatewayLife, sticky_worker: str = "") -> None:
+        self.gateway = gateway
+        self.opened_s = self._events.now_s
+        gateway.process.post(lambda: self._open(gateway, sticky_worker))
+
+    def cancel(self) -> None:
+        gateway = self.gateway
+        if gateway is not None and not self.is_over:
+            gateway.process.post(self._cancel)
+
+    # As a sink.
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        is_first = not self.token_ids
+        for event in events:
+            self._take(event)
+        self.ended_s = self._events.now_s
+        if is_first and self.gateway is not None:
+            sticky_worker = self.gateway.frontend.decode_worker(self.request.request_id)
+            for client in self.following:
+                client.open(self.gateway, sticky_worker)
+        if self.cancel_after_tokens is not None and len(self.token_ids) >= self.cancel_after_tokens:
+            self.cancel()
+
+    def failed(self, error: BatonError) -> None:
+        self._hear_end()
+        self.error = error
+        for client in self.following:
+            if client.gateway is None:
+                client.error = error  # it is never asked for
+
+    def _open(self, gateway: GatewayLife, sticky_worker: str) -> None:
+        try:
+            gateway.frontend.open(self.request, self, sticky_worker=sticky_worker)
+        except BatonError as error:
+            self.failed(error)
+
+    def _cancel(self) -> None:
+        if not self.is_over and self.gateway is not None:
+            self.has_cancelled = True
+            self.gateway.frontend.cancel(self.request.request_id)
+
+    def _take(self, event: TokenEvent) -> None:
+        self._hear_end()
+        if event.index != len(self.token_ids):
+            self.complaints.append(f"token {event.index} came after {len(self.token_ids)}")
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+        self.finish_reason = event.finish_reason
+
+    def _hear_end(self) -> None:
+        if self.is_over:
+            self.complaints.append("it hears something after its end")
+        self.ended_s = self._events.now_s
+
+    # What it should have been given.
+
+    def golden(self) -> tuple[list[int], FinishReason]:
+        return golden(self.request, self.request.sampling.seed, MAX_MODEL_LEN)
+
+    @property
+    def is_ill(self) -> bool:
+        """No worker can answer it."""
+        return bool({POISON, UNSAMPLEABLE} & set(self.request.token_ids)) or self.is_too_long
+
+    @property
+    def is_too_long(self) -> bool:
+        return len(self.request.token_ids) >= MAX_MODEL_LEN
+
+
+@dataclass
+class ClientVisit:
+    """A client comes, with all its choices."""
+
+    at_s: float
+    gateway: int  # its number
+    clients: list[SimClient]
+    cancel_s: float | None = None  # so long after it came
+
+
+class ClientLoad:
+    def __init__(self, events: Events, random: Random, ill_chance: float = ILL_CHANCE) -> None:
+        """ill_chance: of each kind of request that no worker can answer."""
+        self._events = events
+        self._ill_chance = ill_chance
+        self._cancel_chance = random.choice(CANCEL_CHANCES)
+        self._random = random
+        self.ends_s = START_S + random.choice(LOADS_S)
+        self._documents = [[random.randrange(NUM_WORDS) for _ in range(48)] for _ in range(2)]
+
+    def visits(self, num_gateways: int) -> list[ClientVisit]:
+        num_visits = self._random.randint(1, self._random.choice(MOST_VISITS))
+        return [self._visit(num_gateways) for _ in range(num_visits)]
+
+    def _visit(self, num_gateways: int) -> ClientVisit:
+        random = self._random
+        first = self._request()
+        num_choices = random.choice((1, 1, 1, 1, MAX_CHOICES))
+        requests = [
+            msgspec.structs.replace(first, choice=choice, request_id=random.randbytes(16).hex())
+            for choice in range(num_choices)
+        ]
+        clients = [SimClient(request, self._events) for request in requests]
+        clients[0].following = clients[1:]
+        for client in clients:
+            if random.random() < self._cancel_chance:
+                client.cancel_after_tokens = random.randint(1, 8)
+        cancel_s = random.uniform(0.0, 1.0) if random.random() < self._cancel_chance else None
+        return ClientVisit(
+            random.uniform(random.choice((0.0, START_S, START_S)), self.ends_s),
+            random.randrange(num_gateways),
+            clients,
+            cancel_s,
+        )
+
+    def _request(self) -> Request:
+        random = self._random
+        is_greedy = random.random() < 0.3
+        max_tokens = random.choice((1, 2, 5, 12, 24, 40, None))
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=random.randint(0, min(4, max_tokens or 4)),
+            temperature=0.0 if is_greedy else 1.0,
+            seed=None if is_greedy else random.getrandbits(62),
+            stop_token_ids=tuple(random.sample(range(NUM_WORDS), random.choice((0, 0, 2)))),
+        )
+        return Request(
+            request_id="0" * 32,
+            token_ids=tuple(self._prompt()),
+            sampling=sampling,
+            cache_salt=random.choice((b"", b"tenant")),
+            priority=random.choice((0, 0, 0, 1, -1)),
+        )
+
+    def _prompt(self) -> list[int]:
+        random = self._random
+        known = random.choice(self._documents)[: random.choice((0, 0, 16, 32, 48))]
+        own = [random.randrange(NUM_WORDS) for _ in range(random.randint(1, 24))]
+        prompt = known + own
+        for token_id in (POISON, UNSAMPLEABLE):
+            if random.random() < self._ill_chance:
+                prompt[random.randrange(len(prompt))] = token_id
+        if random.random() < self._ill_chance:
+            prompt = (prompt * MAX_MODEL_LEN)[:MAX_MODEL_LEN]
+        return prompt

@@ -1,0 +1,306 @@
+"""A replica of the simulation: the engine's own scheduler and ledgers, and a model of numbers (model.py)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+from baton.clock import Clock
+from baton.config.engine import SchedulerConfig
+from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.page_events import PageChanges
+from baton.engine.cache.page_pool import Owner, PagePool
+from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.replica import EngineStats, LayerWatch, StepFigures, take_stats
+from baton.engine.scheduler.plan import Advance, Batch, ScheduledChunk
+from baton.engine.scheduler.scheduler import Scheduler
+from baton.engine.scheduler.sequence import Sequence as EngineSequence
+from baton.engine.scheduler.sequence import SequenceProgress
+from baton.engine.scheduler.step_planner import PressureMode
+from baton.engine.scheduler.validation import check_request
+from baton.pages import PageKeys
+from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
+from baton.sim.process import Crash
+
+# A model whose next token depends on every KV entry that it reads, page by page.
+#
+# The entry of a token says what the token is, where, and what came before it; what came before is what the
+# model reads back through the page table. So one entry that is missing, late, of another request or damaged
+# changes all that follows, and the answer that an undisturbed run gives is known without running it.
+
+VOCAB_SIZE: Final = 61
+POISON: Final = VOCAB_SIZE - 1  # in a prompt: it makes the process that computes it die
+UNSAMPLEABLE: Final = VOCAB_SIZE - 2  # in a prompt: what comes out of it are no numbers
+NUM_WORDS: Final = VOCAB_SIZE - 2  # token ids below are harmless, and only they are ever sampled
+ENTRY_BYTES: Final = 8  # of one token's KV, as in a layout of one layer, one head, one fp32 number each
+_MASK: Final = 2**64 - 1
+
+
+class KvMemory:
+    """Contents of one replica's pages: `page_size` entries each."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.page_bytes = page_size * ENTRY_BYTES
+        self.bytes = bytearray(num_pages * self.page_bytes)
+
+    def read(self, pages: Sequence[int], num_tokens: int, context: int) -> int:
+        """Go on from `context` over the entries of the first `num_tokens` tokens."""
+        view, size = memoryview(self.bytes), self.page_bytes
+        num_left = num_tokens * ENTRY_BYTES
+        for page in pages:
+            if num_left <= 0:
+                break
+            first = page * size
+            context = crc32(view[first : first + min(size, num_left)], context)
+            num_left -= size
+        return context
+
+    def write(self, page: int, slot: int, entry: bytes) -> None:
+        first = page * self.page_bytes + slot * ENTRY_BYTES
+        self.bytes[first : first + ENTRY_BYTES] = entry
+
+    def unit(self, page: int, first_slot: int, num_tokens: int) -> slice:
+        first = page * self.page_bytes + first_slot * ENTRY_BYTES
+        return slice(first, first + num_tokens * ENTRY_BYTES)
+
+
+def run_chunk(memory: KvMemory, chunk: ScheduledChunk) -> int | None:
+    """Read what is computed, write what is new; the next token if it is due."""
+    sequence, page_size = chunk.sequence, memory.page_size
+    table = sequence.page_table
+    context = memory.read(table, chunk.start, context_of_salt(sequence.cache_salt))
+    for position in range(chunk.start, chunk.start + chunk.num_tokens):
+        entry = entry_of(context, sequence.token_ids[position], position)
+        memory.write(table[position // page_size], position % page_size, entry)
+        context = crc32(entry, context)
+    return _sample_next(context, sequence) if chunk.samples else None
+
+
+def context_of_salt(salt: bytes) -> int:
+    return crc32(salt)
+
+
+def entry_of(context: int, token_id: int, position: int) -> bytes:
+    value = (context * 6364136223846793005 + token_id * 2862933555777941757 + position + 1) & _MASK
+    return (value ^ value >> 29).to_bytes(ENTRY_BYTES, "little")
+
+
+def golden(request: Request, seed: int | None, max_model_len: int) -> tuple[list[int], FinishReason]:
+    """What an undisturbed run answers. seed: the request's, or the one that was minted for it."""
+    sampling, token_ids = request.sampling, list(request.token_ids)
+    context = context_of_salt(request.cache_salt)
+    for position, token_id in enumerate(token_ids):
+        context = crc32(entry_of(context, token_id, position), context)
+    num_prompt, answer = len(token_ids), list[int]()
+    limit = max_model_len - num_prompt
+    if sampling.max_tokens is not None:
+        limit = min(limit, sampling.max_tokens)
+    while True:
+        position = num_prompt + len(answer)
+        must_go_on = len(answer) < sampling.min_tokens
+        banned = sampling.stop_token_ids if must_go_on else ()
+        token_id = sample(context, _key(sampling, seed), request.choice, position, banned)
+        answer.append(token_id)
+        if token_id in sampling.stop_token_ids and len(answer) >= sampling.min_tokens:
+            return answer, FinishReason.STOP
+        if len(answer) >= limit:
+            return answer, FinishReason.LENGTH
+        context = crc32(entry_of(context, token_id, position), context)
+
+
+def sample(context: int, key: int, choice: int, position: int, banned: Iterable[int]) -> int:
+    """A harmless token; `banned` ones are not sampled."""
+    value = (context * 3202034522624059733 + key * 935386905 + choice * 7919 + position) & _MASK
+    token_id = (value ^ value >> 33) % NUM_WORDS
+    while token_id in banned:
+        token_id = (token_id + 1) % NUM_WORDS
+    return token_id
+
+
+def _sample_next(context: int, sequence: EngineSequence) -> int:
+    must_go_on = sequence.num_tokens < sequence.min_num_tokens
+    banned = sequence.stop_ids if must_go_on else ()
+    sampling = sequence.sampling
+    return sample(context, _key(sampling, sampling.seed), sequence.choice, sequence.num_tokens, banned)
+
+
+def _key(sampling: SamplingParams, seed: int | None) -> int:
+    """What chance is keyed by: nothing, where the likeliest token is taken."""
+    if sampling.temperature == 0:
+        return 0
+    assert seed is not None, "a gateway mints a seed for whoever has none"
+    return seed
+
+
+FINGERPRINT: Final = "numbers"
+IDLE_STEP_S: Final = 0.02  # one that finds no pages for anybody
+STEPS_PER_CHECK: Final = 16  # the books are derived anew so often
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMachine:
+    """What a replica runs on."""
+
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    step_s: float  # of an empty batch
+    token_s: float  # for each token in it more
+
+
+class SimEngine:
+    """See Replica. `spend` is told how long each step takes."""
+
+    def __init__(self, machine: TokenMachine, clock: Clock, spend: Callable[[float], None]) -> None:
+        self.machine = machine
+        self.memory = KvMemory(machine.num_pages, machine.page_size)
+        self.more_s = 0.0  # that each step takes beyond what it should: a fault
+        self._clock = clock
+        self._spend = spend
+        self._num_steps = 0
+        self._last_step: StepFigures | None = None
+        pool = PagePool(machine.num_pages, machine.page_size)
+        keys = PageKeys(model_fingerprint=FINGERPRINT, dtype="float32", page_size=machine.page_size)
+        config = SchedulerConfig(
+            max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
+        )
+        self.scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
+
+    @property
+    def pages(self) -> PagePool:
+        return self.scheduler.pool
+
+    @property
+    def max_model_len(self) -> int:
+        return self.machine.max_model_len
+
+    @property
+    def num_available_pages(self) -> int:
+        self._expire()
+        return self.scheduler.outside.num_reservable()
+
+    def check(self, request: Request) -> None:
+        check_request(request, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
+
+    def add(
+        self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
+    ) -> tuple[SequenceProgress, ...]:
+        self.check(request)
+        assert request.sampling.n == 1, "gateways ask for one choice at a time"
+        sequence = EngineSequence.from_request(request, request.choice, max_model_len=self.max_model_len)
+        sequence.keeps_pages = keeps_pages
+        self.scheduler.add(sequence, filled)
+        return (sequence,)
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
+        return [_last_output(sequence) for sequence in self.scheduler.abort(request_id, choice)]
+
+    def relieve(self, pressure_mode: PressureMode) -> None:
+        self.scheduler.pressure_mode = pressure_mode
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
+        assert watch is None, "the model has one layer: nothing leaves in groups"
+        self._expire()
+        batch = self.scheduler.apply(self.scheduler.plan())
+        duration_s = self._duration_s(batch)
+        self._spend(duration_s)
+        if batch.chunks:
+            self._last_step = StepFigures.of(batch, duration_s)
+        failed = [chunk.sequence for chunk in batch.chunks if chunk.samples and _fails(chunk.sequence)]
+        sampled = [self._run(chunk) for chunk in batch.chunks]
+        for sequence in failed:
+            self.scheduler.fail(sequence)
+        advances = self.scheduler.commit(batch, sampled, duration_s)
+        self._num_steps += 1
+        if not self._num_steps % STEPS_PER_CHECK:
+            self.scheduler.check_integrity()
+        return [_output(advance) for advance in advances] + [_last_output(sequence) for sequence in failed]
+
+    def claim_prefix(
+        self, token_ids: Sequence[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
+
+    def release(self, filled: FilledPages) -> None:
+        self.scheduler.outside.release(filled.pages, filled.owner)
+
+    def release_kept(self, request_id: str, choice: int = 0) -> None:
+        self.scheduler.outside.release_kept((request_id, choice))
+
+    def make_room(self, num_pages: int) -> bool:
+        if num_pages > self.num_available_pages:
+            return False
+        self.scheduler.cache.make_room(num_pages, keep=False)
+        return True
+
+    def page_keys(self, token_ids: Sequence[int], salt: bytes, page_size: int) -> list[bytes]:
+        return self.scheduler.cache.name(token_ids, salt, page_size)
+
+    def lend(self, keys: Sequence[bytes], borrower: Owner) -> list[int] | None:
+        self._expire()
+        loan = self.scheduler.outside.lend(keys, borrower)
+        return None if loan is None else loan.pages
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
+        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
+
+    def stats(self) -> EngineStats:
+        self._expire()
+        return take_stats(self.scheduler)
+
+    def last_step(self) -> StepFigures | None:
+        return self._last_step
+
+    def _expire(self) -> None:
+        self.pages.expire(self._clock.now_s())
+
+    def _duration_s(self, batch: Batch) -> float:
+        if not batch.chunks:
+            return IDLE_STEP_S
+        num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+        return self.machine.step_s + self.machine.token_s * num_tokens + self.more_s
+
+    def _run(self, chunk: ScheduledChunk) -> int | None:
+        sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size
+        if POISON in sequence.token_ids:
+            raise Crash(sequence.request_id)
+        last = chunk.start + chunk.num_tokens - 1
+        for index, page in enumerate(sequence.page_table[: last // size + 1]):
+            is_written = index >= chunk.start // size
+            owners = pool.owners(page)
+            assert sequence.key in owners, f"{sequence.key} reads page {page} of {owners}"
+            assert not is_written or len(owners) == 1, f"{sequence.key} writes page {page} of {owners}"
+        return run_chunk(self.memory, chunk)
+
+
+def _fails(sequence: EngineSequence) -> bool:
+    return UNSAMPLEABLE in sequence.token_ids
+
+
+def _output(advance: Advance) -> StepOutput:
+    sequence = advance.sequence
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=advance.index,
+        token_id=advance.token_id,
+        finish_reason=advance.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
+
+
+def _last_output(sequence: EngineSequence) -> StepOutput:
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=sequence.num_generated_tokens,
+        token_id=None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )

@@ -1,0 +1,99 @@
+"""What happened in a simulation, for whoever reads it: one line a message, a fault or a death."""
+
+from collections.abc import Callable
+from typing import Final
+
+from baton.errors import WireError
+from baton.messages.codec import AnyMessage
+from baton.messages.control import (
+    Alive,
+    AttemptFailed,
+    Cancel,
+    Dispatch,
+    Ended,
+    Heartbeat,
+    Members,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    Queued,
+    Reachable,
+    Rejected,
+    Routed,
+    Started,
+    Submit,
+    Tokens,
+)
+from baton.messages.operations import Status, StatusQuery
+from baton.request import TokenEvent
+from baton.sim.process import Events
+
+SHOWN: Final = 8  # of an id
+DULL: Final = (Alive, Heartbeat, Status, StatusQuery)
+
+
+class Recorder:
+    """See host.Trace. `write` takes the lines; without it only drops are kept."""
+
+    def __init__(self, events: Events, write: Callable[[str], None] | None = None) -> None:
+        self.names: dict[str, str] = {}  # id of a process -> its name
+        self.drops: list[tuple[str, WireError]] = []
+        self._events = events
+        self._write = write
+
+    def say(self, text: str) -> None:
+        if self._write is not None:
+            self._write(f"{self._events.now_s:8.4f}  {text}")
+
+    def message(self, sender: str, receiver: str, message: AnyMessage) -> None:
+        if self._write is not None and not isinstance(message, DULL):
+            kind = type(message).__name__
+            self.say(f"{self._name(sender):>10} -> {receiver:<10} {kind:<13} {self._text(message)}")
+
+    def died(self, name: str) -> None:
+        self.say(f"{name} has died")
+
+    def dropped(self, host: str, error: WireError) -> None:
+        self.drops.append((host, error))
+        self.say(f"{host} drops a peer, {error.reason}: {error}")
+
+    def _name(self, id_: str) -> str:
+        return self.names.get(id_, id_[:SHOWN])
+
+    def _text(self, message: AnyMessage) -> str:
+        match message:
+            case Members(workers=workers, is_complete=is_complete):
+                names = " ".join(worker.name for worker in workers)
+                return names if is_complete else f"{names} and perhaps others"
+            case Reachable(workers=workers):
+                return " ".join(map(self._name, workers))
+            case Submit(request=request, sticky_worker=sticky_worker, avoid=avoid):
+                wishes = [f"beside {self._name(sticky_worker)}"] * bool(sticky_worker)
+                wishes += [f"not {self._name(worker)}" for worker in avoid]
+                key = _key(request.request_id, request.attempt)
+                return f"{key} {len(request.token_ids)}+{len(request.generated_token_ids)} {' '.join(wishes)}"
+            case Routed(decode=decode, prefill=prefill, reason=reason):
+                where = f"{self._name(prefill) or '-'} {self._name(decode)}"
+                return f"{_key(message.request_id, message.attempt)} {where}: {reason}"
+            case Dispatch(request=request) | Prefill(request=request):
+                return _key(request.request_id, request.attempt)
+            case Tokens(events=events):
+                return ", ".join(map(_token, events))
+            case Prefilled(event=event):
+                return _token(event)
+            case Started(attempts=attempts) | Ended(attempts=attempts):
+                return " ".join(_key(*attempt) for attempt in attempts)
+            case Rejected() | PrefillFailed() | AttemptFailed():
+                return f"{_key(message.request_id, message.attempt)} {message.reason}"
+            case Queued() | Cancel():
+                return _key(message.request_id, message.attempt)
+        return ""
+
+
+def _key(request_id: str, attempt: int) -> str:
+    return f"{request_id[:SHOWN]}.{attempt}"
+
+
+def _token(event: TokenEvent) -> str:
+    end = f" {event.finish_reason}" if event.finish_reason else ""
+    return f"{_key(event.request_id, event.attempt)}[{event.index}]={event.token_id}{end}"

@@ -1,0 +1,214 @@
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config.engine import CacheConfig, EngineConfig, SchedulerConfig, engine_config
+from baton.config.environment import cache_directory, log_level, prepare_nccl, prepare_ray
+from baton.config.loader import BYTE_UNITS, parse_bytes
+from baton.errors import ConfigError
+
+
+def test_a_nested_mapping_becomes_structs() -> None:
+    settings = {
+        "model": "llama",
+        "dtype": "bfloat16",
+        "cache": {"page_size": 64, "kv_cache_memory_bytes": "1.5GiB"},
+        "scheduler": {"max_queue_delay_ms": 5, "preferred_batch_sizes": [8, 16]},
+    }
+    assert engine_config(settings) == EngineConfig(
+        model="llama",
+        dtype="bfloat16",
+        cache=CacheConfig(page_size=64, kv_cache_memory_bytes=3 * 2**29),
+        scheduler=SchedulerConfig(max_queue_delay_ms=5.0, preferred_batch_sizes=(8, 16)),
+    )
+
+
+def test_a_part_may_be_its_struct_and_is_checked_all_the_same() -> None:
+    parts = {"cache": CacheConfig(page_size=64), "scheduler": SchedulerConfig(max_num_seqs=8)}
+    assert engine_config({"model": "m", **parts}) == EngineConfig(model="m", **parts)  # type: ignore[arg-type]
+    untyped: Any = CacheConfig(enable_prefix_caching="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cache.enable_prefix_caching: expected bool, got 'no'"):
+        engine_config({"model": "m", "cache": untyped})
+    with pytest.raises(ConfigError, match="cache: expected a mapping, got SchedulerConfig"):
+        engine_config({"model": "m", "cache": SchedulerConfig()})
+
+
+def test_defaults_stand_where_nothing_is_said() -> None:
+    assert engine_config({"model": "llama"}) == EngineConfig(model="llama")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"modle": "x"}, "unknown configuration key 'modle'; did you mean 'model'?"),
+        (
+            {"cache": {"pagesize": 1}},
+            "unknown configuration key 'cache.pagesize'; did you mean 'cache.page_size'?",
+        ),
+        (
+            {"scheduler": {"zzz": 1}},
+            "unknown configuration key 'scheduler.zzz'; known keys are scheduler.max_num",
+        ),
+        ({"page_size": 1}, "unknown configuration key 'page_size'; did you mean 'cache.page_size'?"),
+        ({"cache.page_size": 1}, "unknown configuration key 'cache.page_size'"),
+        ({}, "model: expected a value, got none"),
+    ],
+)
+def test_unknown_and_absent_keys(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_config(settings)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": 3}, "model: expected str, got 3 (int)"),
+        (
+            {"dtype": "fp8"},
+            "dtype: expected one of 'auto', 'float32', 'bfloat16', 'float16', got 'fp8' (str)",
+        ),
+        ({"cache": 3}, "cache: expected a mapping, got 3 (int)"),
+        ({"cache": {"page_size": "16"}}, "cache.page_size: expected int, got '16' (str)"),
+        ({"cache": {"page_size": True}}, "cache.page_size: expected int, got True (bool)"),
+        ({"max_model_len": "8"}, "max_model_len: expected int | None, got '8' (str)"),
+    ],
+)
+def test_wrong_types_name_the_key(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_config({"model": "x"} | settings)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": ""}, "model: expected a directory, got an empty string"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len: expected at least 2, got 0"),
+        ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
+        ({"cache": {"page_size": 24}}, "cache.page_size: expected a power of two, got 24"),
+        ({"cache": {"page_size": 0}}, "cache.page_size: expected at least 1, got 0"),
+        ({"cache": {"kv_cache_memory_bytes": 0}}, "cache.kv_cache_memory_bytes: expected at least 1, got 0"),
+        (
+            {"cache": {"gpu_memory_utilization": 0}},
+            "cache.gpu_memory_utilization: expected more than 0, got 0",
+        ),
+        (
+            {"cache": {"gpu_memory_utilization": 1.1}},
+            "cache.gpu_memory_utilization: expected 0 to 1, got 1.1",
+        ),
+        (
+            {"cache": {"gpu_memory_utilization": float("nan")}},
+            "cache.gpu_memory_utilization: expected 0 to 1, got nan",
+        ),
+        (
+            {"cache": {"host_cache_memory_bytes": -1}},
+            "cache.host_cache_memory_bytes: expected at least 0, got -1",
+        ),
+        ({"max_model_len": 1}, "max_model_len: expected at least 2, got 1"),
+        ({"scheduler": {"max_num_seqs": 0}}, "scheduler.max_num_seqs: expected 1 to 65536, got 0"),
+        ({"scheduler": {"max_num_seqs": 65537}}, "scheduler.max_num_seqs: expected 1 to 65536, got 65537"),
+        (
+            {"scheduler": {"max_num_batched_tokens": 10**12}},
+            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 1000000000000",
+        ),
+        (
+            {"scheduler": {"max_num_batched_tokens": 0}},
+            "scheduler.max_num_batched_tokens: expected 1 to 1048576, got 0",
+        ),
+        (
+            {"scheduler": {"max_queue_delay_ms": 1e300}},
+            "scheduler.max_queue_delay_ms: expected 0 to 60000, got 1e+300",
+        ),
+        (
+            {"scheduler": {"max_queue_delay_ms": float("inf")}},
+            "scheduler.max_queue_delay_ms: expected 0 to 60000, got inf",
+        ),
+        (
+            {"scheduler": {"max_num_seqs": 8, "preferred_batch_sizes": [16]}},
+            "scheduler.preferred_batch_sizes: expected 1 to 8, got 16",
+        ),
+    ],
+)
+def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine_config({"model": "x"} | settings)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 2**32), ("512 MiB", 2**29), ("1.5GB", 1_500_000_000), ("4096", 4096), ("0B", 0)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 gib", "-1GiB", "1e3", "4GiB extra", "1..5GiB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected a size such as"):
+        parse_bytes(text)
+
+
+def test_a_bad_size_names_its_key() -> None:
+    with pytest.raises(ConfigError, match="^cache.host_cache_memory_bytes: expected a size"):
+        engine_config({"model": "x", "cache": {"host_cache_memory_bytes": "much"}})
+
+
+@given(count=st.integers(0, 2**60), unit=st.sampled_from(sorted(BYTE_UNITS)))
+def test_whole_sizes_are_exact(count: int, unit: str) -> None:
+    assert parse_bytes(f"{count}{unit}") == count * BYTE_UNITS[unit]
+
+
+def test_torch_leaves_a_process_whose_nccl_peer_is_gone_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    monkeypatch.setattr("os.environ", environment)
+    prepare_nccl()
+    assert environment == {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_directory() == Path("/x/baton")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "baton"
+    monkeypatch.setenv("BATON_CACHE_DIR", "/y")
+    assert cache_directory() == Path("/y")
+
+
+def test_ray_is_told_to_heed_its_token_and_to_keep_colours_out_of_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    own = {"RAY_AUTH_MODE": "disabled"}
+    for stream, colours in ((io.StringIO(), "0"), (None, "0"), (Terminal(), None)):
+        environment = dict(own)
+        monkeypatch.setattr("os.environ", environment)
+        monkeypatch.setattr("sys.stderr", stream)
+        prepare_ray()
+        monkeypatch.undo()
+        assert environment["RAY_AUTH_MODE"] == "disabled"  # the operator's own goes first
+        assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert environment.get("RAY_COLOR_PREFIX") == colours
+
+
+def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_LOG_LEVEL", raising=False)
+    assert log_level() == logging.WARNING
+    monkeypatch.setenv("BATON_LOG_LEVEL", "debug")
+    assert log_level() == logging.DEBUG
+    monkeypatch.setenv("BATON_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="BATON_LOG_LEVEL: expected one of .*DEBUG.*, got 'loud'"):
+        log_level()

@@ -1,0 +1,42 @@
+import pytest
+
+from baton.config.gateway import GatewayConfig, is_loopback
+from baton.errors import ConfigError
+from baton.messages.workers import Address
+
+ROUTER = Address("127.0.0.1", 1)
+
+
+def config(**settings: object) -> GatewayConfig:
+    return GatewayConfig(**{"model": "m", "routers": (ROUTER,), **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
+def test_a_public_bind_needs_keys(host: str) -> None:
+    with pytest.raises(ConfigError, match="needs keys"):
+        config(host=host)
+    assert config(host=host, tenants_file="t.yaml").host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_a_loopback_bind_does_not(host: str) -> None:
+    assert is_loopback(config(host=host).host)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": ""},
+        {"port": -1},
+        {"port": 65_536},
+        {"max_connections": 0},
+        {"max_body_bytes": 1},
+        {"max_open_requests": 0},
+        {"header_timeout_s": 0.0},
+        {"body_timeout_s": float("nan")},
+        {"ping_interval_s": float("inf")},
+    ],
+)
+def test_values_out_of_range_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"gateway.{next(iter(settings))}: expected"):
+        config(**settings)

@@ -1,0 +1,227 @@
+"""What a frame's body may say, and what of it is refused."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.errors import WireError
+from baton.messages import control as c
+from baton.messages.bounds import MAX_EVENTS, MAX_WORKERS, Kind
+from baton.messages.codec import AnyMessage, decode, encode
+from baton.messages.control import Decision, Weighed
+from baton.messages.operations import (
+    Decisions,
+    Drain,
+    Explain,
+    GatewayReport,
+    GatewayStatus,
+    HeadAway,
+    RestartWorker,
+    Status,
+    StatusQuery,
+    Undrain,
+    WatchWorkers,
+    WorkerRemoved,
+)
+from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.workers import (
+    Address,
+    Load,
+    PrefillTimes,
+    StepTimes,
+    Tier,
+    Worker,
+    WorkerRole,
+    WorkerStatus,
+)
+from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from baton.rpc.liveness import RunningStep
+from baton.tenants import Refusal
+
+ID, OTHER_ID = "a" * 32, "b" * 32
+
+
+def worker(**changes: Any) -> Worker:
+    address = Address("127.0.0.1", 4000)
+    settings: dict[str, Any] = {
+        "id": OTHER_ID,
+        "name": "decode-0",
+        "role": WorkerRole.DECODE,
+        "model": "tiny",
+        "fingerprint": "f",
+        "address": address,
+        "kv_address": address,
+        "page_size": 16,
+        "num_pages": 100,
+        "max_num_seqs": 8,
+        "max_model_len": 1024,
+    }
+    return Worker(**{**settings, **changes})
+
+
+def one_of_each(rng: random.Random) -> list[AnyMessage]:
+    request = Request(
+        request_id=ID,
+        token_ids=tuple(rng.randrange(2**17) for _ in range(rng.randrange(1, 50))),
+        sampling=SamplingParams(seed=rng.randrange(2**63), logit_bias={3: 1.5}, stop_token_ids=(1, 2)),
+        cache_salt=rng.randbytes(8),
+        generated_token_ids=tuple(range(rng.randrange(5))),
+    )
+    logprobs = TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=((5, -0.5), (6, -1.5)))
+    event = TokenEvent(ID, 1, rng.randrange(100), 7, FinishReason.STOP, 3, logprobs, (None, logprobs))
+    load = Load(num_running=3, pages={"free": 5}, counters={"dropped_key": 1})
+    attempts = ((ID, 0), (OTHER_ID, 2**16))
+    return [
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker()),
+        c.Members(workers=(worker(), worker(id=ID)), is_complete=False),
+        c.Reachable(workers=(ID, OTHER_ID)),
+        c.Submit(request=request, sticky_worker=OTHER_ID, avoid=(ID,)),
+        c.Queued(request_id=ID, attempt=1),
+        c.Routed(request_id=ID, attempt=1, decode=OTHER_ID, prefill=ID, reason="least loaded"),
+        c.Rejected(request_id=ID, attempt=1, reason="full", retry_after_s=1.5),
+        c.Started(attempts=attempts),
+        c.Ended(attempts=attempts, num_tokens=(17, 0)),
+        c.Dispatch(request=request, gateway=ID, prefill=OTHER_ID),
+        c.Prefill(request=request, gateway=ID, transfer=rng.randbytes(16), num_held_tokens=32),
+        c.Tokens(events=(event, event)),
+        c.Prefilled(event=event),
+        c.PrefillFailed(request_id=ID, attempt=0, failure=c.Failure.BUSY, reason="no room"),
+        c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone", worker=OTHER_ID),
+        c.Cancel(request_id=ID, attempt=0),
+        c.Alive(step=RunningStep(age_s=6.0, num_tokens=2048, bound_s=30.0)),
+        c.Heartbeat(load=load, is_draining=True, attempts=attempts),
+        c.KvEventBatch(
+            first=7, keys=bytes(32), pages=(3, -1), generations=(9, 0), tier=Tier.HOST, is_afresh=True
+        ),
+        c.KvEventsWanted(),
+        c.Measured(
+            prefills=(PrefillTimes(ID, 0, 0.1, 0.2, 100, 120, 10, 0.01, 1000, 0.001),),
+            steps=(StepTimes(3, 0, 500, 0.01),),
+        ),
+        Drain(worker="decode-0"),
+        c.Pressure(level=OverloadLevel.MAKE_ROOM),
+        StatusQuery(),
+        Status(
+            workers=(WorkerStatus(worker=worker(), load=load, num_attempts=1, beat_age_s=0.5),),
+            num_gateways=1,
+            routers=(RouterStatus(id=ID, redis="up", counters={"routed": 5}, queue=queue_status()),),
+            left_out={"counters": 3},
+        ),
+        Explain(request_id=ID),
+        Decisions(decisions=(decision(),)),
+        WatchWorkers(),
+        WorkerRemoved(worker=ID, name="decode-0", reason="it was silent for 3 s", is_hung=False),
+        Undrain(worker="decode-0"),
+        HeadAway(seconds=4.0),
+        GatewayReport(status=GatewayStatus(id=ID, node="host", pid=7, num_open=2, num_refused=1)),
+        RestartWorker(worker="decode-0"),
+    ]
+
+
+def queue_status() -> QueueStatus:
+    tenant = TenantStatus(tenant="acme", num_queued=3, oldest_wait_s=1.5, refused={Refusal.SLO: 2})
+    return QueueStatus(level=OverloadLevel.CLIP, num_queued=3, oldest_wait_s=1.5, tenants=(tenant,))
+
+
+def decision() -> Decision:
+    chosen = Weighed(decode=ID, prefill=OTHER_ID, source=ID, num_held_tokens=64, terms={"queue_s": 0.5})
+    return Decision(
+        request_id=ID,
+        attempt=1,
+        age_s=2.0,
+        reason="cost",
+        num_tokens=100,
+        chosen=chosen,
+        weighed=(chosen, Weighed(decode=ID)),
+        first_token_s=0.75,
+        measured=PrefillTimes(ID, 1, 0.1, 0.2, 100, 120),
+    )
+
+
+def test_every_message_survives_the_wire() -> None:
+    messages = one_of_each(random.Random(1))
+    assert {type(message) for message in messages} == set(AnyMessage.__args__)
+    for message in messages:
+        assert decode(encode(message)) == message
+
+
+def test_plain_msgpack_reads_a_body() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    for message in one_of_each(random.Random(2)):
+        fields = msgpack.unpackb(encode(message), strict_map_key=False)
+        assert fields["kind"] == type(message).__name__
+        packed = msgpack.packb(fields)
+        assert decode(packed) == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "Nothing"},
+        {"kind": None},
+        {"extra": 1},
+        {"request_id": "A" * 32},
+        {"request_id": "a" * 31},
+        {"request_id": "../" + "a" * 29},
+        {"request_id": 5},
+        {"attempt": -1},
+        {"attempt": 2**16 + 1},
+        {"attempt": 1.5},
+        {"failure": "boredom"},
+        {"reason": "x" * 513},
+        {"worker": "x" * 33},
+    ],
+)
+def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
+    message = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason="gone")
+    fields = msgspec.msgpack.decode(encode(message), type=dict[str, object])
+    assert decode(msgspec.msgpack.encode(fields)) == message
+    with pytest.raises(WireError) as caught:
+        decode(msgspec.msgpack.encode(fields | changes))
+    assert caught.value.reason == "message"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        c.Reachable(workers=(ID,) * (MAX_WORKERS + 1)),
+        c.Ended(attempts=((ID, 0),) * (MAX_EVENTS + 1)),
+        c.Tokens(events=(TokenEvent(ID, 0, 0, -1),)),
+        c.Tokens(events=(TokenEvent(ID, 0, 0, 2**31),)),
+        c.Tokens(events=(TokenEvent(ID, 0, 2**53 + 1, 1),)),
+        c.Prefill(request=Request(request_id=ID, token_ids=(1,)), gateway=ID, transfer=b"short"),
+        c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=float("nan")),
+        c.Rejected(request_id=ID, attempt=0, reason="", retry_after_s=-1.0),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(address=Address("", 1))),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(address=Address("h", 0))),
+        c.Hello(process=Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
+    ],
+)
+def test_what_a_sender_does_not_check_its_receiver_does(message: AnyMessage) -> None:
+    with pytest.raises(WireError):
+        decode(encode(message))
+
+
+def test_sampling_out_of_range_is_refused_as_it_is_decoded() -> None:
+    message = c.Submit(request=Request(request_id=ID, token_ids=(1,)))
+    fields = msgspec.msgpack.decode(encode(message), type=dict[str, Any])
+    fields["request"]["sampling"]["temperature"] = -1.0
+    with pytest.raises(WireError, match="temperature"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize("reason", [2**64, "half a pair: \ud800"])
+def test_what_can_not_be_written_is_refused_before_it_is_sent(reason: Any) -> None:
+    failed = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason=reason)
+    with pytest.raises(WireError, match="an? AttemptFailed that can't be written") as caught:
+        encode(failed)
+    assert caught.value.reason == "message"
+
+
+def test_longest_prompt_of_a_large_context_fits_a_frame() -> None:
+    request = Request(request_id=ID, token_ids=(150_000,) * 131_072)
+    assert decode(encode(c.Submit(request=request))) == c.Submit(request=request)
+    with pytest.raises(WireError, match="is most"):
+        encode(c.Submit(request=Request(request_id=ID, token_ids=(150_000,) * 262_144)))

@@ -1,0 +1,377 @@
+"""Over real sockets, both families."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from baton.errors import ConfigError, PeerGone, WireError
+from baton.rpc import connection as wire
+from baton.rpc.auth import Challenge
+from baton.rpc.connection import MAX_BODY_BYTES, Connection, DroppedPeers, Role, encode_frame
+
+KEY, OTHER_KEY = b"k" * 16, b"o" * 16
+Sockets = tuple[socket.socket, socket.socket]
+_to_close: list[socket.socket | Connection] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    while _to_close:
+        _to_close.pop().close()
+
+
+def unix_sockets() -> Sockets:
+    pair = socket.socketpair()
+    _to_close.extend(pair)
+    return pair
+
+
+def bare(connection: Connection) -> socket.socket:
+    sock = connection.detach()
+    _to_close.append(sock)
+    return sock
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def sockets(request: pytest.FixtureRequest) -> Sockets:
+    if request.param == "unix":
+        return unix_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connecting = socket.create_connection(server.getsockname())
+        pair = (connecting, server.accept()[0])
+    _to_close.extend(pair)
+    return pair
+
+
+class Peer(threading.Thread):
+    """Runs one end of a test and keeps what came of it."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._act = act
+        self.result: object = None
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._act()
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> "Peer":
+        self.join(10)
+        assert not self.is_alive()
+        return self
+
+
+def connected(sockets: Sockets, dropped: DroppedPeers | None = None) -> tuple[Connection, Connection]:
+    """`dropped` counts for the accepting end."""
+    connecting = Connection(sockets[0], KEY, Role.CONNECTING)
+    accepting = Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped)
+    peer = Peer(accepting.handshake)
+    connecting.handshake()
+    assert peer.end().error is None
+    return connecting, accepting
+
+
+def relayed(dropped: DroppedPeers) -> tuple[Connection, Connection, socket.socket, socket.socket]:
+    """Two authenticated ends and the relay between them: (sender, receiver, from sender, to receiver)."""
+    sender_sock, from_sender = unix_sockets()
+    to_receiver, receiver_sock = unix_sockets()
+    sender = Connection(sender_sock, KEY, Role.CONNECTING)
+    receiver = Connection(receiver_sock, KEY, Role.ACCEPTING, dropped=dropped)
+    peers = [Peer(sender.handshake), Peer(receiver.handshake)]
+    to_receiver.sendall(from_sender.recv(1000))
+    from_sender.sendall(to_receiver.recv(1000))
+    to_receiver.sendall(from_sender.recv(1000))
+    assert all(peer.end().error is None for peer in peers)
+    return sender, receiver, from_sender, to_receiver
+
+
+def test_frames_travel_both_ways_in_order(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    for body in (b"one", b"", b"three" * 1000):
+        connecting.send(body)
+        accepting.send(body[::-1])
+        assert accepting.recv(1) == body
+        assert connecting.recv(1) == body[::-1]
+
+
+def test_largest_body_passes_and_a_larger_one_is_never_sent(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    peer = Peer(lambda: accepting.recv(10))
+    connecting.send(bytes(MAX_BODY_BYTES))
+    assert peer.end().result == bytes(MAX_BODY_BYTES)
+    with pytest.raises(WireError, match="do not fit"):
+        connecting.send(bytes(MAX_BODY_BYTES + 1))
+    connecting.send(b"as good as before")
+    assert accepting.recv(1) == b"as good as before"
+
+
+def test_threads_share_a_connection(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    bodies = [bytes([sender]) * (sender * 1000 + 1) for sender in range(4)]
+
+    def send(body: bytes) -> None:
+        for _ in range(50):
+            connecting.send(body)
+
+    received: list[bytes] = []
+
+    def receive() -> None:
+        received.extend(accepting.recv(5) for _ in range(100))
+
+    peers = [Peer(lambda body=body: send(body)) for body in bodies]  # type: ignore[misc]
+    peers += [Peer(receive), Peer(receive)]
+    assert [peer.end().error for peer in peers] == [None] * 6
+    assert sorted(received) == sorted(bodies * 50)
+
+
+def test_wrong_key_is_a_clear_error_at_both_ends_and_closes(sockets: Sockets) -> None:
+    dropped = DroppedPeers(), DroppedPeers()
+    connecting = Connection(sockets[0], KEY, Role.CONNECTING, dropped=dropped[0])
+    accepting = Connection(sockets[1], OTHER_KEY, Role.ACCEPTING, dropped=dropped[1])
+    peer = Peer(accepting.handshake)
+    with pytest.raises(WireError, match="does not hold this cluster's key"):
+        connecting.handshake()
+    assert isinstance(peer.end().error, WireError)
+    assert "may hold another key" in str(peer.error)
+    assert connecting.is_closed and accepting.is_closed
+    assert (dropped[0].counts(), dropped[1].counts()) == ({"key": 1}, {"handshake": 1})
+
+
+def test_nothing_is_said_before_the_peer_has_proved_itself(sockets: Sockets) -> None:
+    connection = Connection(sockets[0], KEY, Role.CONNECTING)
+    with pytest.raises(WireError, match="has not shown yet"):
+        connection.send(b"secret")
+
+
+def test_replayed_handshake_is_refused(sockets: Sockets) -> None:
+    recorded = Challenge(KEY, Role.CONNECTING)
+    nonce = recorded.first()
+    proof = recorded.receive(Challenge(KEY, Role.ACCEPTING).receive(nonce) or b"")
+    assert proof is not None
+    dropped = DroppedPeers()
+    peer = Peer(Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped).handshake)
+    sockets[0].sendall(encode_frame(nonce) + encode_frame(proof))
+    assert isinstance(peer.end().error, WireError)
+    assert dropped.counts() == {"key": 1}
+
+
+def test_reflected_handshake_is_refused(sockets: Sockets) -> None:
+    dropped = DroppedPeers()
+    peer = Peer(Connection(sockets[1], KEY, Role.CONNECTING, dropped=dropped).handshake)
+    sockets[0].sendall(sockets[0].recv(1000))
+    assert isinstance(peer.end().error, WireError)
+    assert dropped.counts() == {"handshake": 1}
+
+
+def test_stranger_gets_no_room_for_more_than_a_challenge(sockets: Sockets) -> None:
+    dropped = DroppedPeers()
+    peer = Peer(Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped).handshake)
+    sockets[0].sendall(encode_frame(bytes(129)))
+    assert "130 bytes was announced, 1 to 129" in str(peer.end().error)
+    assert dropped.counts() == {"length": 1}
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0\0\x21\x01abc"])
+def test_silent_and_slow_strangers_are_dropped_in_time(sockets: Sockets, sent: bytes) -> None:
+    dropped = DroppedPeers()
+    sockets[0].sendall(sent)
+    start_s = time.monotonic()
+    with pytest.raises(WireError, match="did not prove itself in time"):
+        Connection(sockets[1], KEY, Role.ACCEPTING, dropped=dropped).handshake(0.1)
+    assert time.monotonic() - start_s < 5
+    assert dropped.counts() == {"handshake": 1}
+
+
+def test_giant_length_is_refused_at_once(sockets: Sockets) -> None:
+    dropped = DroppedPeers()
+    connecting, accepting = connected(sockets, dropped)
+    bare(connecting).sendall(b"\xff\xff\xff\xff\x01")
+    with pytest.raises(WireError, match="4294967295 bytes was announced"):
+        accepting.recv(1)
+    assert accepting.is_closed
+    assert dropped.counts() == {"length": 1}
+
+
+def test_another_version_is_refused(sockets: Sockets) -> None:
+    dropped = DroppedPeers()
+    connecting, accepting = connected(sockets, dropped)
+    bare(connecting).sendall(b"\0\0\0\x02\x63x")
+    with pytest.raises(WireError, match="version 99"):
+        accepting.recv(1)
+    assert dropped.counts() == {"version": 1}
+
+
+def test_slow_loris_is_dropped_within_the_frame_deadline(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "FRAME_TIMEOUT_S", 0.2)
+    dropped = DroppedPeers()
+    connecting, accepting = connected(sockets, dropped)
+    raw, stop = bare(connecting), threading.Event()
+
+    def drip() -> None:
+        for byte in encode_frame(bytes(10_000)):
+            if stop.wait(0.02):
+                break
+            raw.send(bytes([byte]))
+
+    peer = Peer(drip)
+    with pytest.raises(WireError, match="took longer than 0.2 s"):
+        accepting.recv(None)
+    stop.set()
+    peer.end()
+    raw.close()
+    assert dropped.counts() == {"slow": 1}
+
+
+def test_timeout_leaves_half_a_frame_for_the_next_call() -> None:
+    sender, receiver, from_sender, to_receiver = relayed(DroppedPeers())
+    sender.send(b"whole")
+    frame = from_sender.recv(1000)
+    to_receiver.sendall(frame[:8])
+    with pytest.raises(TimeoutError):
+        receiver.recv(0.05)
+    to_receiver.sendall(frame[8:])
+    assert receiver.recv(1) == b"whole"
+
+
+@pytest.mark.parametrize("cut", [0, 3, 9])
+def test_end_of_stream_is_a_peer_that_is_gone(sockets: Sockets, cut: int) -> None:
+    dropped = DroppedPeers()
+    connecting, accepting = connected(sockets, dropped)
+    raw = bare(connecting)
+    raw.sendall(encode_frame(b"a body")[:cut])
+    raw.close()
+    with pytest.raises(PeerGone, match="in the middle of" if cut else "between two"):
+        accepting.recv(1)
+    assert accepting.is_closed
+    assert dropped.counts() == {}
+
+
+@pytest.mark.parametrize("tamper", ["flip", "repeat", "leave out", "swap", "reflect"])
+def test_relay_cannot_change_what_is_said(tamper: str) -> None:
+    dropped = DroppedPeers()
+    sender, receiver, from_sender, to_receiver = relayed(dropped)
+    frames = []
+    for body in (b"first", b"other"):
+        sender.send(body)
+        frames.append(from_sender.recv(1000))
+    flipped = frames[0][:5] + bytes([frames[0][5] ^ 1]) + frames[0][6:]
+    receiver.send(b"first")
+    own = to_receiver.recv(1000)
+    stream = {
+        "flip": [flipped],
+        "repeat": [frames[0], frames[0]],
+        "leave out": [frames[1]],
+        "swap": frames[::-1],
+        "reflect": [own],
+    }[tamper]
+    to_receiver.sendall(b"".join(stream))
+    with pytest.raises(WireError, match="changed, repeated or left out"):
+        for _ in stream:
+            receiver.recv(1)
+    assert dropped.counts() == {"seal": 1}
+
+
+def test_peer_that_reads_nothing_is_dropped(sockets: Sockets) -> None:
+    connecting, _ = connected(sockets)
+    with pytest.raises(WireError, match="took no frame"):
+        for _ in range(100):
+            connecting.send(bytes(MAX_BODY_BYTES), timeout_s=0.1)
+    assert connecting.is_closed
+
+
+def test_close_wakes_who_waits(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    peer = Peer(lambda: accepting.recv(None))
+    time.sleep(0.05)
+    accepting.close()
+    accepting.close()
+    assert isinstance(peer.end().error, PeerGone)
+    with pytest.raises(PeerGone):
+        accepting.send(b"x")
+    with pytest.raises(PeerGone):
+        connecting.recv(1)
+
+
+def test_peer_is_counted_once() -> None:
+    dropped = DroppedPeers()
+    connecting, accepting = connected(unix_sockets(), dropped)
+    for _ in range(2):
+        accepting.drop(WireError("illegal", reason="protocol"))
+    assert dropped.counts() == {"protocol": 1}
+    connecting.close()
+
+
+def test_bare_socket_goes_on_where_frames_ended(sockets: Sockets) -> None:
+    connecting, accepting = connected(sockets)
+    connecting.send(b"now bytes")
+    with connecting.detach() as raw:
+        raw.sendall(b"0123456789")
+        assert accepting.recv(1) == b"now bytes"
+        with accepting.detach() as other:
+            other.setblocking(True)
+            assert other.recv(10, socket.MSG_WAITALL) == b"0123456789"
+    assert connecting.is_closed and accepting.is_closed
+
+
+def test_open_files_travel_over_unix_sockets() -> None:
+    connecting, accepting = connected(unix_sockets())
+    reader, writer = os.pipe()
+    connecting.send(b"two files", [reader, writer])
+    os.close(reader)
+    os.close(writer)
+    assert accepting.recv(1) == b"two files"
+    received = accepting.take_descriptors()
+    os.write(received[1], b"through")
+    assert os.read(received[0], 100) == b"through"
+    assert accepting.take_descriptors() == []
+    for descriptor in received:
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+    connecting.close()
+    accepting.close()
+
+
+def test_too_many_open_files_drop_the_peer() -> None:
+    dropped = DroppedPeers()
+    connecting, accepting = connected(unix_sockets(), dropped)
+    reader, writer = os.pipe()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="5 open files"):
+        connecting.send(b"x", [reader] * 5)
+    connecting.send(b"x", [reader] * 3)
+    connecting.send(b"x", [reader] * 3)
+    with pytest.raises(WireError, match="more open files"):
+        accepting.recv(1), accepting.recv(1)
+    assert dropped.counts() == {"descriptors": 1}
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # its socket
+    connecting.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_short_key_is_refused(sockets: Sockets) -> None:
+    with pytest.raises(ConfigError, match="cluster key"):
+        Connection(sockets[0], b"short", Role.CONNECTING)
+
+
+def test_a_peer_whose_host_is_gone_is_found_in_time() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        Connection(sock, KEY, Role.CONNECTING)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, interval_s, count = (sock.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle_s + interval_s * count <= 30

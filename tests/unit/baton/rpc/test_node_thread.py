@@ -1,0 +1,192 @@
+"""A node whose hub runs on another thread: over sockets, with the node's calls made by the test's thread."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from baton.errors import WireError
+from baton.messages.bounds import Kind
+from baton.messages.control import Cancel, Hello
+from baton.messages.workers import Address
+from baton.rpc.peers import Peer
+from baton.rpc.server import RpcThread
+from tests.unit.baton.peers import KEY, Recorder, tokens
+
+TIMEOUT_S = 10.0
+
+
+class Site:
+    """A node, its thread of connections, and the calls that wait for the test to make them."""
+
+    def __init__(self, name: str, *, key: bytes = KEY, node: Recorder | None = None) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.node = node or Recorder(name)
+        self.thread = RpcThread(key, self.calls.put)
+        self.address = self.thread.listen("127.0.0.1")
+        self.thread.serve(self.node)
+
+    def pump(self) -> None:
+        try:
+            self.calls.get(timeout=0.01)()
+        except Empty:
+            return
+
+
+@pytest.fixture
+def make_site() -> Iterator[Callable[..., Site]]:
+    made: list[Site] = []
+
+    def make(*arguments: str, **named: object) -> Site:
+        made.append(Site(*arguments, **named))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.thread.close()
+
+
+def pump_until(is_so: Callable[[], bool], *sites: Site) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > until_s:
+            raise TimeoutError
+        for site in sites:
+            site.pump()
+
+
+def connected(make_site: Callable[..., Site], **named: object) -> tuple[Site, Site]:
+    one, other = make_site("a"), make_site("b", **named)
+    one.thread.dial(other.address)
+    pump_until(lambda: bool(one.node.peers and other.node.peers), one, other)
+    return one, other
+
+
+def test_messages_come_in_order_on_the_nodes_own_thread(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    assert one.node.peers[0].hello == other.node.hello
+    for number in range(500):
+        one.node.peers[0].send(tokens(1, start=number))
+    assert other.node.messages == []  # its calls wait
+    pump_until(lambda: len(other.node.messages) == 500, other)
+    assert other.node.messages == [tokens(1, start=number) for number in range(500)]
+
+
+def test_both_ends_may_talk(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    other.node.peers[0].send(Cancel(request_id="a" * 32, attempt=1))
+    pump_until(lambda: bool(one.node.messages), one, other)
+    assert one.node.messages == [Cancel(request_id="a" * 32, attempt=1)]
+
+
+def test_ticks_are_the_nodes_calls_too(make_site: Callable[..., Site]) -> None:
+    site = make_site("a")
+    pump_until(lambda: site.node.num_ticks >= 2, site)
+
+
+def test_a_connection_that_ends_is_heard_after_all_it_said(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    one.node.peers[0].send(tokens(3))
+    one.node.peers[0].close()
+    pump_until(lambda: other.node.num_left == 1, one, other)
+    assert other.node.messages == [tokens(3)]
+    pump_until(lambda: one.node.num_left == 1, one, other)
+    assert not one.node.peers and not other.node.peers
+
+
+def test_a_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site, node=Recorder("b", refuses=Cancel))
+    one.node.peers[0].send(tokens(1))
+    one.node.peers[0].send(Cancel(request_id="a" * 32, attempt=0))
+    pump_until(lambda: one.node.num_left == other.node.num_left == 1, one, other)
+    assert other.node.messages == [tokens(1)]
+    assert other.thread.dropped == {"protocol": 1} and one.thread.dropped == {}
+
+
+class Unwelcoming(Recorder):
+    def joined(self, peer: Peer) -> None:
+        super().joined(peer)
+        raise WireError("not you", reason="stranger")
+
+
+def test_a_node_may_refuse_a_newcomer(make_site: Callable[..., Site]) -> None:
+    one, other = make_site("a"), make_site("b", node=Unwelcoming("b"))
+    one.thread.dial(other.address)
+    pump_until(lambda: one.node.num_left == 1 and other.node.num_left == 1, one, other)
+    assert other.thread.dropped == {"stranger": 1}
+
+
+def test_who_has_another_key_never_joins(make_site: Callable[..., Site]) -> None:
+    one, other = make_site("a"), make_site("b", key=b"another key" * 2)
+    one.thread.dial(other.address)
+    pump_until(lambda: bool(other.thread.dropped or one.thread.dropped), one, other)
+    assert not one.node.num_joined and not other.node.num_joined
+
+
+def test_a_message_that_fits_no_frame_is_dropped_alone(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    one.node.peers[0].send(tokens(16_000).__class__(events=tokens(16_000).events * 6))
+    one.node.peers[0].send(tokens(2))
+    pump_until(lambda: bool(other.node.messages), one, other)
+    assert other.node.messages == [tokens(2)]
+
+
+def test_a_call_that_fails_holds_up_no_other(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    has_more = threading.Event()
+
+    def fail() -> None:
+        has_more.wait(TIMEOUT_S)
+        raise RuntimeError("a bug")
+
+    one.thread.call(fail)
+    one.node.peers[0].send(tokens(2))
+    has_more.set()
+    pump_until(lambda: bool(other.node.messages), other)
+    assert other.node.messages == [tokens(2)]
+
+
+def test_closing_sends_what_is_unsent_and_ends_the_thread(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    for number in range(200):
+        one.node.peers[0].send(tokens(5, start=number))
+    threads = threading.active_count()
+    closing = Site("c")
+    closing.thread.dial(other.address)
+    pump_until(lambda: bool(closing.node.peers), closing, other)
+    for number in range(200):
+        closing.node.peers[0].send(tokens(5, start=number))
+    closing.thread.close()
+    assert threading.active_count() == threads
+    pump_until(lambda: len(other.node.messages) == 400, one, other)
+
+
+def test_a_port_that_is_taken_is_an_error_at_once(make_site: Callable[..., Site]) -> None:
+    site, second = make_site("a"), make_site("b")
+    with pytest.raises(OSError, match="address already in use|Address already in use"):
+        second.thread.listen("127.0.0.1", site.address.port)
+
+
+def test_an_address_where_nobody_listens_is_forgotten(make_site: Callable[..., Site]) -> None:
+    one = make_site("a")
+    gone = Site("b")
+    gone.thread.close()
+    one.thread.dial(gone.address)
+    other = make_site("c")
+    one.thread.dial(Address(other.address.host, other.address.port))
+    pump_until(lambda: bool(one.node.peers), one, other)
+    assert one.node.peers[0].hello == Hello(process=Kind.GATEWAY, id="c" * 32)
+
+
+def test_what_is_said_after_the_end_is_said_to_nobody(make_site: Callable[..., Site]) -> None:
+    one, other = connected(make_site)
+    closing = Site("c")
+    closing.thread.dial(other.address)
+    pump_until(lambda: bool(closing.node.peers), closing, other)
+    closing.thread.close()
+    closing.node.peers[0].send(tokens(5))
+    closing.thread.dial(one.address)
+    pump_until(lambda: other.node.num_left == 1, one, other)
+    assert other.node.messages == []

@@ -1,0 +1,99 @@
+import random
+import struct
+from hashlib import blake2b
+
+from baton.pages import KEY_BYTES, PageKeys, with_public, without_public
+
+TOKENS = list(range(100, 120))
+
+
+def chain(page_keys: PageKeys, token_ids: list[int], num_pages: int, salt: bytes = b"") -> list[bytes]:
+    keys: list[bytes] = []
+    page_keys.extend(keys, token_ids, num_pages, salt)
+    return keys
+
+
+def make(page_size: int = 4, model: str = "m", dtype: str = "bfloat16", secret: bytes = b"") -> PageKeys:
+    return PageKeys(model_fingerprint=model, dtype=dtype, page_size=page_size, secret=secret)
+
+
+def test_key_is_the_documented_hash() -> None:
+    identity = blake2b(digest_size=32, key=blake2b(b"s", digest_size=32).digest(), person=b"baton-model")
+    identity.update(struct.pack("<Q", 1) + b"m" + struct.pack("<Q", 8) + b"bfloat16")
+    page_hash = blake2b(digest_size=16, key=identity.digest(), person=b"baton-page")
+    page_hash.update(make(secret=b"s").root(b"salt") + struct.pack("<4I", *TOKENS[:4]))
+    assert chain(make(secret=b"s"), TOKENS, 1, b"salt") == [page_hash.digest()]
+
+
+def test_growing_a_chain_equals_hashing_it_at_once() -> None:
+    page_keys, keys = make(), list[bytes]()
+    for num_pages in range(6):
+        page_keys.extend(keys, TOKENS, num_pages, b"x")
+        assert keys == chain(make(), TOKENS, num_pages, b"x")
+    assert all(len(key) == KEY_BYTES for key in keys)
+
+
+def test_equal_pages_after_different_prefixes_have_different_keys() -> None:
+    first = chain(make(), [1, 2, 3, 4, 9, 9, 9, 9], 2)
+    second = chain(make(), [1, 2, 3, 5, 9, 9, 9, 9], 2)
+    assert first[1] != second[1]
+
+
+def test_model_dtype_salt_and_secret_all_separate() -> None:
+    variants = [
+        chain(make(), TOKENS, 1),
+        chain(make(model="m2"), TOKENS, 1),
+        chain(make(dtype="float16"), TOKENS, 1),
+        chain(make(secret=b"s"), TOKENS, 1),
+        chain(make(), TOKENS, 1, b"tenant"),
+        chain(make(model="mb", dtype="float16"), TOKENS, 1),
+    ]
+    assert len({keys[0] for keys in variants}) == len(variants)
+
+
+def test_salt_that_looks_like_a_page_is_not_one() -> None:
+    page_keys = make()
+    page = page_keys.root(b"") + struct.pack("<4I", *TOKENS[:4])
+    assert page_keys.root(page) != chain(page_keys, TOKENS, 1)[0]
+
+
+def test_random_chains_collide_exactly_when_prefixes_are_equal() -> None:
+    rng, seen = random.Random(0), dict[bytes, tuple[int, ...]]()
+    for _ in range(300):
+        tokens = [rng.randrange(2) for _ in range(12)]
+        for index, key in enumerate(chain(make(), tokens, 3)):
+            prefix = tuple(tokens[: 4 * (index + 1)])
+            assert seen.setdefault(key, prefix) == prefix
+
+
+def test_public_pages_are_shared_and_what_follows_is_not() -> None:
+    page_keys, num_pages = make(), 5
+    for num_public in range(21):
+        one, other = (
+            chain(page_keys, TOKENS, num_pages, with_public(salt, num_public)) for salt in (b"a", b"b")
+        )
+        num_shared = num_public // 4
+        assert one[:num_shared] == other[:num_shared]
+        assert not set(one[num_shared:]) & set(other[num_shared:])
+
+
+def test_public_pages_are_nobodys_private_ones() -> None:
+    public = chain(make(), TOKENS, 5, with_public(b"a", 20))
+    for salt in (b"a", b"", b"baton public:", with_public(b"a", 3)):
+        assert not set(public) & set(chain(make(), TOKENS, 5, salt))
+
+
+def test_private_pages_after_a_public_prefix_are_found_again_by_who_names_as_much_public() -> None:
+    grown = list[bytes]()
+    for num_pages in range(6):
+        make().extend(grown, TOKENS, num_pages, with_public(b"a", 9))
+    assert (
+        grown
+        == chain(make(), TOKENS, 5, with_public(b"a", 9))
+        == chain(make(), TOKENS, 5, with_public(b"a", 11))
+    )
+    assert grown[2:] != chain(make(), TOKENS, 5, with_public(b"a", 12))[2:]
+
+
+def test_a_salt_without_public_tokens_is_itself() -> None:
+    assert with_public(b"a", 0) == b"a" == without_public(b"a") == without_public(with_public(b"a", 7))

@@ -1,0 +1,97 @@
+import math
+
+import msgspec
+import pytest
+
+from baton.request import Request
+from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_place
+
+
+def test_request_of_no_tenant_carries_an_empty_standing() -> None:
+    message = msgspec.msgpack.decode(msgspec.msgpack.encode(Request(request_id="r", token_ids=(1,))))
+    assert message["scheduling_key"] == {}
+    assert message["sla"] == {}
+
+
+def test_standing_crosses_the_wire() -> None:
+    scheduling_key = SchedulingKey(
+        weight=2.5,
+        rank=3,
+        max_queue_delay_ms=20.0,
+        quotas=Quotas(tokens_per_s=100.0, max_kv_pages=7, max_queued=0),
+        degradation=Degradation(clip_max_tokens_to=64, may_shed=False),
+    )
+    request = Request(request_id="r", token_ids=(1,), scheduling_key=scheduling_key, sla=Sla(deadline_ms=5.0))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (SchedulingKey, "weight", 0.0),
+        (SchedulingKey, "weight", -1.0),
+        (SchedulingKey, "weight", math.nan),
+        (SchedulingKey, "weight", math.inf),
+        (SchedulingKey, "rank", -1),
+        (SchedulingKey, "rank", 16),
+        (Sla, "ttft_ms", 0.0),
+        (Sla, "deadline_ms", math.inf),
+        (Quotas, "tokens_per_s", 0.0),
+        (Quotas, "tokens_per_s", math.nan),
+        (Quotas, "max_concurrent_requests", 0),
+        (Quotas, "max_queued", -1),
+        (Quotas, "max_kv_pages", 2**31),
+        (Degradation, "clip_max_tokens_to", 0),
+    ],
+)
+def test_values_out_of_bounds_are_refused_while_decoded(
+    kind: type[msgspec.Struct], field: str, value: float
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({field: value}), type=kind)
+
+
+def test_burst_of_a_rate_is_its_own_or_ten_seconds_of_it() -> None:
+    assert Quotas().burst == math.inf
+    assert Quotas(tokens_per_s=5.0).burst == 50.0
+    assert Quotas(tokens_per_s=5.0, burst_tokens=7).burst == 7.0
+    assert Quotas(tokens_per_s=0.001).burst == 1.0, "a bucket that holds no token would never let one through"
+
+
+def test_refusals_of_quotas_have_the_names_of_the_quotas() -> None:
+    names = {refusal.value for refusal in Refusal if refusal.is_quota}
+    assert names == set(Quotas.__struct_fields__) - {"burst_tokens"}
+
+
+def test_standing_is_the_policy_in_its_class() -> None:
+    policy = TenantPolicy(
+        weight=3.0,
+        max_queue_delay_ms=9.0,
+        quotas=Quotas(max_queued=1),
+        degradation=Degradation(may_shed=False),
+    )
+    assert policy.scheduling_key(2) == SchedulingKey(
+        weight=3.0,
+        rank=2,
+        max_queue_delay_ms=9.0,
+        quotas=Quotas(max_queued=1),
+        degradation=Degradation(may_shed=False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_asked", "num_own", "num_free", "expected"),
+    [
+        ("a", 1, 0, 1, True),
+        ("a", 1, 0, 0, False),
+        ("a", 1, 79, 20, True),
+        ("a", 1, 80, 20, False),
+        ("a", 5, 0, 4, False),
+        ("", 1, 99, 1, True),
+        ("", 1, 99, 0, False),
+    ],
+)
+def test_a_tenant_has_places_as_long_as_it_leaves_some(
+    tenant: str, num_asked: int, num_own: int, num_free: int, expected: bool
+) -> None:
+    assert has_place(tenant, num_asked, num_own, num_free) is expected

@@ -1,0 +1,28 @@
+"""The engine bench: which model it loads. What it measures takes minutes and is run by hand."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.bench.engine import throughput as bench
+from baton.config.engine import EngineConfig
+
+
+class Loaded(Exception):
+    """Ends the bench where it would load the model."""
+
+
+@pytest.mark.parametrize("name", ["tiny", "."])
+def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[str] = []
+
+    def load(config: EngineConfig) -> None:
+        models.append(config.model)
+        raise Loaded
+
+    monkeypatch.setattr(bench, "load_engine", load)
+    monkeypatch.setattr(sys, "argv", ["engine", name])
+    with pytest.raises(Loaded):
+        bench.main()
+    assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")

@@ -1,0 +1,18 @@
+from baton.bench.router import faults
+from baton.messages.status import RouterStatus, RoutingTimes
+from tests.node_peers import id_of
+
+
+def routed(name: str, *times_s: float) -> RouterStatus:
+    times = RoutingTimes()
+    for seconds in times_s:
+        times.add(seconds)
+    return RouterStatus(id=id_of(name), routing_counts=tuple(times.counts))
+
+
+def test_only_what_was_routed_in_between_counts() -> None:
+    before = [routed("a", 0.5, 0.5), routed("b", 0.5)]
+    after = [routed("a", 0.5, 0.5, *[0.0009] * 99), routed("b", 0.5, 0.0019)]
+    between = faults._difference(before, after)
+    assert sum(between.routing_counts) == 100
+    assert [between.routing_quantile_s(share) for share in (0.99, 1.0)] == [0.001, 0.002]

@@ -1,0 +1,80 @@
+"""The router's simulator: what it is made of, and that the cost policy is worth its name in it."""
+
+import pytest
+
+from baton.bench.router.suite import WORKLOADS, documents, run_trace, spread, up_to
+from baton.bench.router.world import Fleet, Machine, PageStore, tokens_of
+from baton.bench.traces import TraceRequest
+
+SMALL = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, publishes_decode=True)
+
+
+def keys(*names: str) -> tuple[bytes, ...]:
+    return tuple(name.encode().ljust(16) for name in names)
+
+
+def test_store_keeps_what_was_used_last_and_parents_longer_than_children() -> None:
+    store = PageStore(4)
+    assert len(list(store.keep(keys("a", "b", "c")))) == 3
+    removed = [key for key, page in store.keep(keys("a", "x", "y")) if page < 0]
+    assert removed == list(keys("c"))
+    assert (store.num_held(keys("a", "b", "c")), store.num_held(keys("a", "x", "y"))) == (2, 3)
+
+
+def test_store_never_holds_more_than_its_pages() -> None:
+    store = PageStore(2)
+    changes = list(store.keep(keys("a", "b", "c")))
+    assert len(changes) == 2 and store.num_held(keys("a", "b", "c")) == 2
+
+
+def test_equal_blocks_are_equal_tokens() -> None:
+    one, other = (
+        tokens_of(
+            TraceRequest(arrival_s=0, input_tokens=40, output_tokens=1, block_ids=blocks, block_tokens=16)
+        )
+        for blocks in ((1, 2, 3), (1, 2, 4))
+    )
+    assert one[:32] == other[:32] and one[32:] != other[32:]
+    assert len(one) == 40
+
+
+def test_spread_requests_stay_in_their_bin_and_in_order() -> None:
+    burst = [TraceRequest(arrival_s=3.0, input_tokens=1, output_tokens=1) for _ in range(3)]
+    assert [each.arrival_s for each in spread(burst)] == [3.5, 4.5, 5.5]
+
+
+def test_long_contexts_take_longer_than_their_tokens() -> None:
+    machine = Machine()
+    assert machine.compute_s(20_000, 20_000) > 2 * machine.compute_s(10_000, 10_000)
+    assert machine.compute_s(1000, 20_000) > machine.compute_s(1000, 1000)
+
+
+def test_run_is_the_same_for_the_same_seed() -> None:
+    trace = documents(40, seed=3)
+    one, other = (run_trace(trace, "cost", seed=1, fleet=SMALL, scale=1.0) for _ in range(2))
+    assert one._replace(wall_s=0.0) == other._replace(wall_s=0.0)
+
+
+def test_cost_finds_shared_documents_and_round_robin_does_not() -> None:
+    trace = documents(80, seed=1)
+    cost, turns = (
+        run_trace(trace, policy, fleet=Fleet(num_prefill_pages=4000), scale=1.0)
+        for policy in ("cost", "round-robin")
+    )
+    assert cost.hit > 1.5 * turns.hit
+    assert cost.ttft_mean_s < 0.7 * turns.ttft_mean_s
+
+
+def test_threshold_alone_says_what_is_computed_locally() -> None:
+    trace = documents(40, seed=2)
+    for threshold, num_local in ((0, 0), (2**30, 40)):
+        result = run_trace(trace, "cost", fleet=SMALL, scale=1.0, select=up_to(threshold))
+        assert result.counters["computed_locally"] == num_local
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_made_workloads_are_in_order_and_of_the_length_asked_for(name: str) -> None:
+    trace = WORKLOADS[name](50, 2)
+    arrivals_s = [each.arrival_s for each in trace]
+    assert len(trace) == 50 and arrivals_s == sorted(arrivals_s)
+    assert all(each.input_tokens <= len(each.block_ids) * each.block_tokens for each in trace)

@@ -1,0 +1,160 @@
+"""From bytes and moments to latencies; what does not count, and why."""
+
+import json
+from typing import Any
+
+import pytest
+
+from baton.bench.serve.client import Answer
+from baton.bench.serve.figures import Bad, Sample, Slo, events_of, quantile, streamed, summarise, unary
+
+
+def event(text: str, reason: str | None = None, **fields: Any) -> bytes:
+    content = {"choices": [{"index": 0, "text": text, "finish_reason": reason}], **fields}
+    return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+
+def usage(num_tokens: int) -> bytes:
+    return (
+        b"data: " + json.dumps({"choices": [], "usage": {"completion_tokens": num_tokens}}).encode() + b"\n\n"
+    )
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def answer(*pieces: tuple[float, bytes], status: int = 200) -> Answer:
+    return Answer(10.0, status, list(pieces), pieces[-1][0] if pieces else 10.0)
+
+
+class TestEvents:
+    def test_an_event_has_the_moment_of_its_last_byte(self) -> None:
+        whole = event("a") + event("b")
+        cut = len(event("a")) + 3
+        found = list(events_of([(1.0, whole[:5]), (2.0, whole[5:cut]), (3.0, whole[cut:])]))
+        assert [(moment_s, each["choices"][0]["text"]) for moment_s, each in found] == [
+            (2.0, "a"),
+            (3.0, "b"),
+        ]
+
+    def test_comments_are_none_and_done_is_one(self) -> None:
+        assert list(events_of([(1.0, b": ping\n\n" + DONE + b":\n\n")])) == [(1.0, None)]
+
+    def test_lines_may_end_as_windows_has_it(self) -> None:
+        assert list(events_of([(1.0, b'data: {"a":1}\r\n\r\n')])) == [(1.0, {"a": 1})]
+
+    @pytest.mark.parametrize("tail", [b"data: {", b"data: {}\n"])
+    def test_a_stream_does_not_end_within_one(self, tail: bytes) -> None:
+        with pytest.raises(Bad, match="within an event"):
+            list(events_of([(1.0, event("a") + tail)]))
+
+    def test_data_is_json(self) -> None:
+        with pytest.raises(Bad, match="no JSON"):
+            list(events_of([(1.0, b"data: {oops}\n\n")]))
+
+
+def test_latencies_are_as_defined() -> None:
+    came = answer(
+        (10.5, event("a")), (10.6, event("b")), (11.1, event("c", "length")), (11.2, usage(3) + DONE)
+    )
+    sample = streamed(came, start_s=10.0, num_tokens=3)
+    assert sample.num_tokens == 3
+    assert sample.ttft_s == pytest.approx(0.5)
+    assert sample.e2el_s == pytest.approx(1.1)  # to the last event with a token
+    assert sample.tpot_s == pytest.approx((1.1 - 0.5) / 2)
+    assert sample.gaps_s == pytest.approx((0.1, 0.5))
+    assert sample.tbt_s == pytest.approx(0.5)
+
+
+def test_a_request_starts_when_it_was_due() -> None:
+    came = answer((10.5, event("a", "stop") + usage(1) + DONE))
+    assert streamed(came, start_s=9.0, num_tokens=1).ttft_s == pytest.approx(1.5)
+
+
+def test_tokens_that_came_together_count_by_the_usage() -> None:
+    came = answer((10.5, event("a b")), (11.5, event("c d", "length") + usage(4) + DONE))
+    sample = streamed(came, start_s=10.0, num_tokens=4)
+    assert sample.tpot_s == pytest.approx(1.0 / 3) and sample.gaps_s == pytest.approx((1.0,))
+
+
+def test_without_a_usage_events_are_tokens() -> None:
+    came = answer((10.5, event("a") + event("b", "length") + DONE))
+    assert streamed(came, start_s=10.0, num_tokens=2).num_tokens == 2
+    with pytest.raises(Bad, match="2 tokens instead of 3"):
+        streamed(came, start_s=10.0, num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (event("a") + usage(2) + DONE, "no finish_reason"),
+        (event("a", "length") + usage(1) + DONE, "1 tokens instead of 2"),
+        (event("a", "length") + usage(2), r"no \[DONE\]"),
+        (b'data: {"error": {"code": "worker_crash"}}\n\n', "worker_crash"),
+        (usage(2) + DONE, "no finish_reason"),
+    ],
+)
+def test_a_stream_counts_only_when_it_is_whole(body: bytes, message: str) -> None:
+    with pytest.raises(Bad, match=message):
+        streamed(answer((10.5, body)), start_s=10.0, num_tokens=2)
+
+
+def test_a_refusal_is_named_by_its_status_and_code() -> None:
+    refused = answer((10.1, b'{"error": {"code": "rate_limited", "type": "x"}}'), status=429)
+    for read in (streamed, unary):
+        with pytest.raises(Bad, match="status 429 rate_limited"):
+            read(refused, 10.0, 1)
+    with pytest.raises(Bad, match="status 502"):
+        unary(answer((10.1, b"<html>"), status=502), 10.0, 1)
+
+
+class TestUnary:
+    def _body(self, reason: str | None, num_tokens: int) -> bytes:
+        return json.dumps(
+            {"choices": [{"finish_reason": reason}], "usage": {"completion_tokens": num_tokens}}
+        ).encode()
+
+    def test_its_first_token_comes_with_its_last(self) -> None:
+        sample = unary(answer((10.2, self._body("stop", 4)[:9]), (10.7, self._body("stop", 4)[9:])), 10.0, 4)
+        assert sample.ttft_s == sample.e2el_s == pytest.approx(0.7)
+        assert sample.tpot_s is None and sample.tbt_s is None
+
+    def test_it_counts_only_when_it_is_whole(self) -> None:
+        for body, message in (
+            (self._body(None, 4), "no finish_reason"),
+            (self._body("stop", 3), "3 tokens instead of 4"),
+            (b"{}", "no completion"),
+            (b"[1]", "no completion"),
+            (b"<", "no completion"),
+        ):
+            with pytest.raises(Bad, match=message):
+                unary(answer((10.2, body)), 10.0, 4)
+
+
+def test_a_summary_is_of_what_counts() -> None:
+    samples = [Sample(2, ttft, 1.0, (1.0 - ttft,)) for ttft in (0.1, 0.2, 0.4)]
+    summary = summarise(samples, ["late", "late", "lost"], 2.0, Slo(ttft_s=0.2))
+    assert (summary.num_ok, summary.num_tokens, summary.failures) == (3, 6, {"late": 2, "lost": 1})
+    assert (summary.tokens_per_s, summary.requests_per_s, summary.goodput) == (3.0, 1.5, 1.0)
+    assert summary.quantiles["ttft", 50] == pytest.approx(0.2)
+    assert summary.quantiles["itl", 50] == pytest.approx(0.8)
+    assert json.loads(json.dumps(summary.as_json()))["ttft_p50_ms"] == pytest.approx(200)
+
+
+def test_goodput_needs_every_limit_met() -> None:
+    sample = Sample(3, 0.1, 0.5, (0.2, 0.2))
+    assert Slo(0.1, 0.2, 0.5).is_met(sample)
+    for limits in (Slo(ttft_s=0.09), Slo(tpot_s=0.19), Slo(e2el_s=0.49)):
+        assert not limits.is_met(sample)
+    assert summarise([sample], [], 1.0, Slo()).goodput is None
+    assert Slo(tpot_s=0.1).is_met(Sample(1, 0.1, 0.1, ()))  # it has none
+
+
+def test_nothing_that_counts_is_no_error() -> None:
+    summary = summarise([], ["lost"], 1.0, Slo())
+    assert summary.num_ok == 0 and summary.quantiles == {}
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.5), (100, 4.0), (99, 3.97)])
+def test_quantiles_lie_between_their_neighbours(percent: float, expected: float) -> None:
+    assert quantile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)

@@ -1,0 +1,245 @@
+"""The command: a server measured beside another, the control plane measured alone, and mistakes."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from baton.bench.serve.figures import Sample, Slo, summarise
+from baton.bench.serve.load import Hammered, Run
+from baton.bench.serve.overhead import (
+    BATON,
+    BEFORE,
+    IDLE,
+    SSE,
+    UNARY,
+    UVICORN,
+    cpu_rows,
+    limit,
+    overhead_rows,
+)
+from baton.bench.serve.suite import Bars, plot_latencies, rows_of, values_ms
+from baton.cluster.cli.main import main
+
+
+@contextmanager
+def serving(kind: str) -> Iterator[str]:
+    """The URL of a bare server, whose process a loop on another thread watches."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = limit(kind)
+    try:
+        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving("asyncio") as ours, serving("uvicorn") as theirs:
+        status = main(
+            f"bench serve --target {ours} --rival bare={theirs} --model m --requests 6 --rounds 2 "
+            f"--bar-throughput 0.0001 --output {tmp_path}".split()
+        )
+    assert status == 0
+    output = capsys.readouterr().out
+    assert "closed loop, 6 requests, 6 at once" in output
+    assert f"kept in {tmp_path}/serve.json\n" in output
+    for name in ("baton: output", "bare: output", "baton: ITL p50", "baton / bare: TTFT p50"):
+        assert name in output
+    kept = json.loads((tmp_path / "serve.json").read_text())
+    assert {row["name"]: row["met"] for row in kept["rows"]}["baton / bare: output"] is True
+    assert [round["num_ok"] for round in kept["rounds"]["bare"]] == [6, 6]
+    assert "api_key" not in kept["options"]
+    assert (tmp_path / "serve.png").stat().st_size > 10_000
+
+
+def test_an_open_loop_and_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving("asyncio") as url:
+        main(
+            f"bench serve --target {url} --model m --requests 5 --rounds 1 --rate 200 --unary "
+            f"--slo-ttft-ms 60000 --output {tmp_path}".split()
+        )
+    output = capsys.readouterr().out
+    assert "unary, open loop, 5 requests, 200 a second" in output
+    assert "goodput" in output and "lag at worst" in output and "TPOT" not in output
+
+
+def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "timestamp": 40 * number,
+            "input_length": 600,
+            "output_length": 8 * number + 8,
+            "hash_ids": [1, number],
+        }
+        for number in range(6)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving("asyncio") as url:
+        main(
+            f"bench serve --target {url} --model m --trace {trace} --scale 4 --speed 2 --requests 4 "
+            f"--rounds 1 --output {tmp_path}".split()
+        )
+    assert "SSE, open loop, trace.jsonl" in capsys.readouterr().out
+    (round,) = json.loads((tmp_path / "serve.json").read_text())["rounds"]["baton"]
+    assert round["num_ok"] == 4 and round["duration_s"] >= 3 * 0.04 / 2
+    assert round["out_tokens_per_s"] * round["duration_s"] == pytest.approx(2 + 4 + 6 + 8)
+
+
+def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a prefill and a decode worker that compute nothing."""
+    options = [
+        "--overhead",
+        "--prefill",
+        "1",
+        "--policy",
+        "least-loaded",
+        "--gateways",
+        "2",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.2",
+    ]
+    status = main(["bench", "serve", *options, "--output", str(tmp_path)])
+    assert status == 0
+    kept = json.loads((tmp_path / "serve-overhead-pd.json").read_text())
+    rows = {row["name"]: row for row in kept["rows"]}
+    assert rows["answers that do not count"]["value"] == 0
+    assert rows["unary, 1 tokens, 16 connections"]["value"] > 0
+    assert rows["SSE, 64 tokens, 64 connections"]["value"] > 0
+    assert "bare uvicorn" in rows["SSE, 64 tokens, 64 connections"]["note"]
+    assert rows["prompts by way of prefill workers"]["met"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give --target URL, or --overhead"),
+        (["--target", "http://h", "--overhead"], "give --target URL, or --overhead"),
+        (["--overhead", "--before", "nowhere"], "--before: expected the folder of a Baton checkout"),
+        (["--target", "h:80"], "expected http://HOST:PORT"),
+        (["--target", "http://127.0.0.1:9"], "lists no model"),
+        (["--target", "http://127.0.0.1:9", "--rival", "vllm"], "expected NAME=URL"),
+        (["--target", "http://h", "--rate", "0"], "--rate: expected more than 0"),
+        (["--target", "http://h", "--rounds", "0"], "expected 1 or more"),
+        (["--target", "http://h", "--input", "9-2"], "LOW-HIGH"),
+        (["--target", "http://h", "--requsts", "2"], "did you mean --requests"),
+    ],
+)
+def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(["bench", "serve", *options])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Lists a model of a small vocabulary, and tells the largest id that it is asked about."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "m", "vocab_size": 9}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self._answer(400, {"error": {"code": "no", "message": f"the largest is {max(asked['prompt'])}"}})
+
+    def _answer(self, status: int, body: object) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def test_prompts_are_of_the_vocabulary_that_is_listed_and_a_refusal_is_told_in_its_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        status = main(["bench", "serve", "--target", f"http://127.0.0.1:{server.server_port}"])
+        server.shutdown()
+        thread.join()
+    assert status == 2
+    assert "answers nothing that counts: status 400 no: the largest is 8\n" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_nothing_that_counts_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # it knows no POST
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    status = main(["bench", "serve", "--target", url, "--model", "m", "--output", str(tmp_path)])
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert status == 2
+    assert "baton answers nothing that counts: status 501" in capsys.readouterr().err
+
+
+def a_run(ttft_s: float, num_ok: int = 3, failures: tuple[str, ...] = ()) -> Run:
+    samples = [Sample(4, ttft_s, 2 * ttft_s, (ttft_s / 3,) * 3)] * num_ok
+    return Run(summarise(samples, failures, 1.0, Slo()), samples, 0.0)
+
+
+class TestRows:
+    def test_a_ratio_is_the_median_of_rounds(self) -> None:
+        runs = {"baton": [a_run(0.1), a_run(0.1), a_run(0.1)], "rival": [a_run(0.2), a_run(0.5), a_run(0.4)]}
+        rows = {row.name: row for row in rows_of(runs, Bars(throughput=1.0, ttft=0.3))}
+        assert rows["baton / rival: TTFT p50"].value == pytest.approx(0.25)
+        assert rows["baton / rival: TTFT p50"].met and rows["baton / rival: output"].met
+        assert rows["rival: TTFT p50"].value == pytest.approx(400)
+
+    def test_failures_are_a_bar_that_is_missed(self) -> None:
+        run = a_run(0.1, failures=("late", "late"))._replace(said="come again")
+        (failed, *_) = rows_of({"baton": [a_run(0.1), run]}, Bars())
+        assert failed.met is False and failed.value == 2 and failed.note == "2 x late: come again"
+
+    def test_who_answered_nothing_is_no_rival(self) -> None:
+        rows = rows_of({"baton": [a_run(0.1)], "rival": [a_run(0.1, num_ok=0)]}, Bars())
+        assert rows[-1].value is None and rows[-1].met is False
+
+
+def test_bars_of_the_overhead_are_at_the_most_connections() -> None:
+    sample = Sample(64, 0.001, 0.002, (0.001,) * 63)
+    hammered = [Hammered(3000.0, 60_000.0, [sample], [])]
+    results = {(name, point): hammered for name in (BATON, UVICORN) for point in (IDLE, *UNARY, *SSE)}
+    rows = {row.name: row for row in overhead_rows(results, [BATON, UVICORN])}
+    assert rows[SSE[-1].name].met and rows[SSE[-1].name].value == 60_000
+    assert rows[SSE[0].name].met is None
+    assert rows["TTFT p50, idle, of a model that takes no time"].value == pytest.approx(1.0)
+    assert "bare uvicorn 60,000 (100%)" in rows[SSE[0].name].note
+
+
+def test_cpu_time_is_compared_with_the_checkout_before() -> None:
+    sample = Sample(1, 0.001, 0.001, ())
+    ours = [Hammered(1.0, 1.0, [sample] * 10, [], cpu_s) for cpu_s in (0.011, 0.010, 0.9)]
+    before = [Hammered(1.0, 1.0, [sample] * 20, [], cpu_s) for cpu_s in (0.020, 0.019, 0.021)]
+    (row,) = cpu_rows({(BATON, IDLE): ours, (BEFORE, IDLE): before})
+    assert row.value == pytest.approx(1.1) and row.met is False
+    assert cpu_rows({(BATON, IDLE): ours}) == []
+
+
+def test_a_plot_has_what_there_is(tmp_path: Path) -> None:
+    plot_latencies({"baton": [Sample(1, 0.2, 0.2, ())]}, tmp_path / "p.png")
+    assert (tmp_path / "p.png").exists()
+    assert values_ms([Sample(3, 0.2, 0.4, (0.15, 0.05))], "ITL") == pytest.approx([50, 150])
+    plot_latencies({"baton": [Sample(3, 0.2, 0.2, (0.0, 0.0))]}, tmp_path / "q.png")  # all in one moment

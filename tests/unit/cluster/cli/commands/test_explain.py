@@ -1,0 +1,61 @@
+import pytest
+
+from baton.cluster.cli.commands.explain import told
+from baton.cluster.cli.main import main
+from baton.messages.control import Decision, Weighed
+from baton.messages.workers import PrefillTimes
+from baton.router.decisions import regret_s
+from tests.node_peers import id_of
+
+NAMES = {id_of("p0"): "prefill-0", id_of("p1"): "prefill-1", id_of("d0"): "decode-0"}
+CHOSEN = Weighed(
+    decode=id_of("d0"),
+    prefill=id_of("p0"),
+    source=id_of("p1"),
+    num_held_tokens=64,
+    terms={"queue_s": 0.1, "pull_s": 0.0, "compute_s": 0.2, "join_s": 0.01},
+)
+OTHER = Weighed(decode=id_of("d0"), terms={"queue_s": 0.0, "pull_s": 0.0, "compute_s": 0.25, "join_s": 0.5})
+
+
+def decision(**changes: object) -> Decision:
+    fields: dict[str, object] = {
+        "request_id": id_of("r"),
+        "attempt": 0,
+        "age_s": 3.0,
+        "reason": "cost",
+        "num_tokens": 100,
+        "chosen": CHOSEN,
+        "weighed": (OTHER, CHOSEN),
+    }
+    return Decision(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_chosen_pair_is_marked_and_the_cheapest_is_first() -> None:
+    head, columns, first, second = told(decision(), NAMES).splitlines()
+    assert "100 tokens" in head and "decode-0 < prefill-0 pulls from prefill-1" in head
+    assert columns.split() == ["pair", "held", "queue", "pull", "compute", "join", "total", "s"]
+    assert first.startswith("*") and "0.3100" in first
+    assert "decode-0 < itself" in second and "0.7500" in second
+
+
+def test_truth_and_regret_are_told_when_they_are_known() -> None:
+    measured = PrefillTimes(id_of("r"), 0, 0.1, 0.3, 36, 100, 4096, 0.02, 1000, 0.001)
+    lines = told(decision(first_token_s=0.45, measured=measured), NAMES).splitlines()
+    assert lines[-3] == "first token after 0.4500 s, 0.3000 s expected"
+    assert lines[-2].startswith("regret +0.2000 s")
+    assert "computed 36 of 100 tokens in 0.3000 s" in lines[-1]
+
+
+def test_without_another_pair_or_a_first_token_there_is_no_regret() -> None:
+    assert regret_s(decision()) is None
+    assert regret_s(decision(first_token_s=1.0, weighed=(CHOSEN,))) is None
+
+
+def test_worker_that_is_gone_is_named_by_its_id() -> None:
+    assert id_of("p0")[:8] in told(decision(), {})
+
+
+def test_id_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "chatcmpl-7"]) == 2
+    assert "expected 32 hex digits, got 'chatcmpl-7'" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+import io
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from baton.cluster.cli.client import ApiClient
+from baton.cluster.cli.main import main
+from baton.cluster.cluster_record import ClusterRecord, recorded
+from baton.errors import ConfigError, InvalidRequest, WorkerLost
+from baton.messages.workers import Address
+
+
+def event(body: object) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def delta(text: str | None) -> str:
+    return event({"choices": [{"delta": {} if text is None else {"content": text}}]})
+
+
+class Api(BaseHTTPRequestHandler):
+    """Answers a chat by what its last message says."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "tiny"}]}))
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = asked["messages"][-1]["content"]
+        match said:
+            case "key":
+                self._answer(401, "{}")
+            case "bad":
+                self._answer(400, json.dumps({"error": {"message": "temperature is too high"}}))
+            case "broken":
+                self._answer(502, "<html>")
+            case "lost":
+                self._answer(200, delta("half") + event({"error": {"message": "a worker died"}}))
+            case "cut":
+                self._answer(200, delta("half"))
+            case _:
+                number = len(asked["messages"])
+                parts = [": ping\n\n", delta(f"{number}:"), delta(said), delta(None), "data: [DONE]\n\n"]
+                self._answer(200, "".join(parts))
+
+    def _answer(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def ask(url: str, text: str) -> str:
+    return "".join(ApiClient(url, None).chat("tiny", [{"role": "user", "content": text}], {}))
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_an_answer_comes_in_pieces(url: str, suffix: str) -> None:
+    assert ask(url + suffix, "hello") == "1:hello"
+    assert ApiClient(url + suffix, None).first_model() == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("key", ConfigError, "wants a key, none was given: set BATON_API_KEY or OPENAI_API_KEY"),
+        ("bad", InvalidRequest, "temperature is too high"),
+        ("broken", WorkerLost, "answers 502"),
+        ("lost", WorkerLost, "a worker died"),
+        ("cut", WorkerLost, "the answer ended before its end"),
+    ],
+)
+def test_errors_say_what_the_api_says(url: str, text: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        ask(url, text)
+
+
+def test_nobody_there_and_no_url_are_told() -> None:
+    with pytest.raises(WorkerLost, match="127.0.0.1:1 does not answer"):
+        ask("127.0.0.1:1", "hello")
+    with pytest.raises(ConfigError, match="--url: expected one such as"):
+        ApiClient("ftp://host", None)
+
+
+def test_a_conversation_goes_on_with_what_was_said(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))
+    assert main(["chat", "--url", url, "--system", "be short"]) == 0
+    assert capsys.readouterr().out == "2:one\n4:two\n"  # with the system's turn, and the answer to the first
+
+
+@pytest.mark.parametrize("variable", ["BATON_API_KEY", "OPENAI_API_KEY"])
+def test_a_key_that_is_not_known_is_told_from_none(
+    url: str, variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "sk-1")
+    assert main(["chat", "--url", url, "key"]) == 2
+    assert "does not know the key: set BATON_API_KEY" in capsys.readouterr().err
+
+
+def test_the_cluster_of_a_port_is_found_where_it_listens(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
+    port = int(url.rpartition(":")[2])
+    with recorded() as record:
+        record(
+            ClusterRecord(host="0.0.0.0", port=port, routers=(Address("127.0.0.1", 7000),), keys=(b"k" * 16,))
+        )
+        assert main(["chat", "--port", str(port), "hello"]) == 0
+        assert capsys.readouterr().out == "1:hello\n"
+        assert main(["chat", "--port", "1", "hello"]) == 2
+        assert "no cluster of yours with its API at port 1" in capsys.readouterr().err
+    assert main(["chat", "--port", "1", "--url", url, "hello"]) == 2
+    assert "--port: --url has one already" in capsys.readouterr().err
+
+
+def test_one_message_is_answered(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", url, "hello"]) == 0
+    assert capsys.readouterr().out == "1:hello\n"

@@ -1,0 +1,161 @@
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+from baton.cluster.process_spec import Loading, ProcessFailed, share_out, share_out_threads
+from baton.cluster.runtimes.local import MAX_REPORT_BYTES, LocalRuntime
+from baton.errors import ConfigError, WorkerLost
+from baton.messages.workers import Address
+from baton.rpc.auth import derive
+from tests.peer_processes import PEER, spec
+
+KEY: Final = b"k" * 20
+
+KEY_AS_PORT = int.from_bytes(derive(KEY, "id")[:2])  # as tests/process_peer.py says that it has the key
+
+
+def with_runtime(test: Callable[[LocalRuntime], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        runtime = LocalRuntime(KEY, command=PEER)
+        await runtime.open()
+        try:
+            await test(runtime)
+        finally:
+            await runtime.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_says_where_it_serves_and_ends_when_asked() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("serves"))
+        assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)  # it had the key
+        process.stop()
+        assert await process.watch() == ""
+
+    with_runtime(test)
+
+
+def test_what_is_printed_before_the_report_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("prints"))
+        assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
+
+    with_runtime(test)
+    assert "prints said what is no report" in caplog.text
+
+
+def test_reason_of_a_failed_start_fits_a_report() -> None:
+    whole = msgspec.json.encode(ProcessFailed.of(ValueError("\x01" * 2**20)))
+    assert (
+        whole.startswith(b'{"type":"ProcessFailed","reason":"ValueError: ') and len(whole) < MAX_REPORT_BYTES
+    )
+    assert ProcessFailed.of(ConfigError("none")) == ProcessFailed("none", is_users_error=True)
+    assert ProcessFailed.of(WorkerLost("gone")) == ProcessFailed("gone", is_users_error=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("fails", ConfigError, "fails: the model is nowhere"),
+        ("fails-us", WorkerLost, "fails-us: a bug"),
+        ("crashes", WorkerLost, "crashes: it ended by SIGKILL before it served"),
+        ("says-much", WorkerLost, "says-much: it ended with status 1 before it served"),
+    ],
+)
+def test_one_that_does_not_start_says_why(name: str, kind: type[Exception], message: str) -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec(name))
+        with pytest.raises(kind, match=message):
+            await process.ready()
+        assert await process.watch() != ""
+
+    with_runtime(test)
+
+
+def test_how_far_loading_is_can_be_asked() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("loads"))
+        assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
+        assert await process.loading() == Loading(3, 4)  # the last that was said
+
+    with_runtime(test)
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    pids: list[int] = []
+
+    async def test(runtime: LocalRuntime) -> None:
+        for name in ("serves", "deaf"):
+            process = await runtime.spawn(spec(name))
+            await process.ready()
+            pids.append(process.pid)
+
+    with_runtime(test)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_share_the_cores_out() -> None:
+    async def threads(*ranks: int) -> list[int]:
+        runtime = LocalRuntime(KEY, command=(sys.executable, "-c", PRINT_THREADS))
+        workers = [spec(f"worker-{index}", num_ranks=number) for index, number in enumerate(ranks)]
+        await runtime.open()
+        await runtime.place(workers)
+        try:
+            return [(await (await runtime.spawn(worker)).ready()).port for worker in workers]
+        finally:
+            await runtime.close()
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    num_cores = len(os.sched_getaffinity(0))
+    assert asyncio.run(threads(1)) == [num_cores]
+    assert asyncio.run(threads(*[1] * num_cores)) == [1] * num_cores
+    assert asyncio.run(threads(1, 2 * num_cores)) == [1, 2 * num_cores]  # one for each rank at the least
+
+
+def test_shares_are_even_unless_somebody_says_how_many() -> None:
+    asked = msgspec.structs.replace(spec("c", num_ranks=2), cores_per_rank=3)
+    assert share_out([spec("a", num_ranks=1), spec("b", num_ranks=2), spec("router"), asked], 20) == {
+        "a": 4,
+        "b": 8,
+        "c": 6,
+    }
+
+
+def test_each_role_has_all_cores() -> None:
+    workers = [spec(name, num_ranks=1) for name in ("p0", "p1", "d0")]
+    roles = [msgspec.structs.replace(each, role=each.name[0]) for each in workers]
+    assert share_out_threads(roles, 8) == {"p0": 4, "p1": 4, "d0": 8}
+
+
+PRINT_THREADS: Final = """
+import os, sys
+sys.stdin.readline()
+print('{"type":"ProcessStarted","address":["127.0.0.1",%s]}' % os.environ["OMP_NUM_THREADS"], flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_more_ranks_than_gpus_cannot_be_placed() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        greedy = msgspec.structs.replace(spec("worker-0", num_ranks=99), gpus_per_rank=1.0)
+        with pytest.raises(ConfigError, match="worker-0: 99 ranks need a GPU each, this machine has"):
+            await runtime.place([greedy])
+
+    with_runtime(test)
+
+
+def test_an_interrupt_in_the_terminal_is_for_the_parent_alone() -> None:
+    async def test(runtime: LocalRuntime) -> None:
+        process = await runtime.spawn(spec("serves"))
+        await process.ready()
+        assert os.getpgid(process.pid) != os.getpgid(0)
+
+    with_runtime(test)

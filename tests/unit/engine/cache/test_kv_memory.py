@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from baton.config.engine import CacheConfig
+from baton.engine.cache import kv_pool
+from baton.engine.cache.kv_pool import DEFAULT_CPU_BYTES, check_fits, count_pages
+from baton.errors import ConfigError
+from baton.pages import PageLayout
+
+CPU = torch.device("cpu")
+LAYOUT = PageLayout(tp_size=1, page_size=16, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+
+
+def test_pages_fill_the_memory_given_and_not_a_byte_more() -> None:
+    for num_bytes, num_pages in ((10 * LAYOUT.page_bytes, 10), (10 * LAYOUT.page_bytes - 1, 9), (1, 0)):
+        cache = CacheConfig(kv_cache_memory_bytes=num_bytes)
+        assert count_pages(cache, LAYOUT, CPU) == num_pages
+
+
+def test_without_a_size_a_bounded_part_of_what_is_free_is_taken() -> None:
+    num_pages = count_pages(CacheConfig(), LAYOUT, CPU)
+    assert 0 < num_pages <= DEFAULT_CPU_BYTES // LAYOUT.page_bytes
+
+
+def test_one_sequence_of_the_longest_length_must_fit() -> None:
+    check_fits(CacheConfig(), 3, LAYOUT, 48)
+    with pytest.raises(ConfigError) as caught:
+        check_fits(CacheConfig(), 3, LAYOUT, 49)
+    message = str(caught.value)
+    assert "holds 48 tokens" in message and "max_model_len 49" in message
+    assert "cache.kv_cache_memory_bytes" in message
+    assert f"{4 * LAYOUT.page_bytes:,} bytes" in message and f"{3 * LAYOUT.page_bytes:,}" in message
+
+
+def test_memory_for_less_than_a_page_is_told_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match="holds 0 tokens.* got 1,024: raise"):
+        check_fits(CacheConfig(kv_cache_memory_bytes=1024), 0, LAYOUT, 49)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected_gib"),
+    [
+        (80, 40 - 4),  # alone: its share, less what it holds and what a step needs
+        (50, 40 - 4),  # another process holds its own share already
+        (20, 20 - 1),  # somebody took more than that: what is left, less what a step will take again
+        (0, 0),
+    ],
+)
+def test_a_gpu_is_shared_by_what_each_process_holds_itself(
+    free_gib: int, expected_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * gib)  # in the largest step
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * gib)
+    monkeypatch.setattr(kv_pool, "CUDA_CONTEXT_BYTES", gib)
+    cache = CacheConfig(gpu_memory_utilization=0.5)
+    assert count_pages(cache, LAYOUT, torch.device("cuda")) == expected_gib * gib // LAYOUT.page_bytes

@@ -1,0 +1,260 @@
+from collections.abc import Iterable
+
+import pytest
+
+from baton.engine.cache.host_tier import HostTier
+from baton.engine.cache.page_pool import PagePool, PageState
+from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.scheduler.sequence import Sequence
+from baton.errors import IntegrityError
+from baton.pages import PageKeys, with_public
+from baton.request import Request, SamplingParams
+
+PAGE_SIZE = 4
+
+
+def make(num_pages: int = 8, num_host_pages: int = 0, enabled: bool = True) -> PrefixCache:
+    keys = PageKeys(model_fingerprint="m", dtype="float32", page_size=PAGE_SIZE)
+    return PrefixCache(PagePool(num_pages, PAGE_SIZE), keys if enabled else None, HostTier(num_host_pages))
+
+
+def sequence_of(
+    name: str, token_ids: Iterable[int], *, salt: bytes = b"", prompt_logprobs: int | None = None
+) -> Sequence:
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    request = Request(request_id=name, token_ids=tuple(token_ids), cache_salt=salt, sampling=sampling)
+    return Sequence.from_request(request, 0, max_model_len=1_000)
+
+
+def compute(cache: PrefixCache, sequence: Sequence) -> None:
+    """Give the sequence pages for all its tokens, as if they had just been computed."""
+    missing = cache.pool.pages_for(sequence.num_tokens) - len(sequence.page_table)
+    cache.make_room(missing)
+    sequence.page_table += cache.pool.allocate(missing, sequence.key)
+    sequence.num_computed_tokens = sequence.num_tokens
+    cache.register(sequence)
+    cache.check_integrity()
+
+
+def finish(cache: PrefixCache, sequence: Sequence) -> None:
+    cache.pool.release(sequence.page_table, sequence.key)
+
+
+def matched(cache: PrefixCache, sequence: Sequence) -> int:
+    cache.extend_keys(sequence, sequence.num_tokens // PAGE_SIZE)
+    return cache.match(sequence).num_pages
+
+
+def test_computed_pages_are_found_by_the_same_prefix() -> None:
+    cache = make()
+    first = sequence_of("a", range(10))
+    compute(cache, first)
+    second = sequence_of("b", [*range(8), 99, 98])
+    assert matched(cache, second) == 2
+    assert cache.match(second).device_pages == first.page_table[:2]
+
+
+def test_a_token_is_always_left_to_compute() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(8)))
+    assert matched(cache, sequence_of("b", range(8))) == 1
+    assert matched(cache, sequence_of("c", range(9))) == 2
+
+
+def test_partly_filled_page_is_not_known() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(7)))
+    assert matched(cache, sequence_of("b", range(7))) == 1
+
+
+def test_salts_are_apart() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(9), salt=b"one"))
+    assert matched(cache, sequence_of("b", range(9), salt=b"two")) == 0
+    assert matched(cache, sequence_of("c", range(9), salt=b"one")) == 2
+
+
+def test_prompt_logprobs_need_every_position_until_the_first_token() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(9)))
+    sequence = sequence_of("b", range(9), prompt_logprobs=0)
+    assert matched(cache, sequence) == 0
+    sequence.token_ids.append(9)
+    assert matched(cache, sequence) == 2
+
+
+def test_disabled_cache_hashes_and_keeps_nothing() -> None:
+    cache = make(enabled=False)
+    sequence = sequence_of("a", range(9))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    assert sequence.page_keys == []
+    assert cache.pool.num_free == 8
+
+
+def test_page_computed_twice_is_kept_once() -> None:
+    cache = make()
+    first, second = sequence_of("a", range(9)), sequence_of("b", range(9))
+    compute(cache, first)
+    version = second.table_version
+    compute(cache, second)
+    assert second.page_table[:2] == first.page_table[:2]
+    assert second.page_table[2] != first.page_table[2]
+    assert second.table_version > version
+    assert cache.pool.owners(first.page_table[0]) == {first.key, second.key}
+    assert cache.pool.count(PageState.ACTIVE) == 4
+
+
+def test_eviction_takes_the_oldest_leaf_so_that_the_rest_stays_reachable() -> None:
+    cache = make(num_pages=8)
+    for name, token_ids in (("a", range(16)), ("b", [0, 1, 2, 3, 90, 91, 92, 93])):
+        sequence = sequence_of(name, token_ids)
+        cache.pool.share(cache.match(sequence).device_pages, sequence.key)
+        compute(cache, sequence)
+        finish(cache, sequence)
+    sizes = []
+    for num_free in range(3, 9):
+        cache.make_room(num_free)
+        cache.check_integrity()
+        sizes.append(matched(cache, sequence_of("c", range(17))))
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 0
+
+
+def test_making_room_that_is_not_there_is_a_bug() -> None:
+    cache = make(num_pages=2)
+    compute(cache, sequence_of("a", range(8)))
+    with pytest.raises(IntegrityError, match="1 pages were promised, 0 can be had"):
+        cache.make_room(1)
+
+
+def test_evicted_pages_are_found_on_the_host_after_the_device() -> None:
+    cache = make(num_pages=4, num_host_pages=4)
+    sequence = sequence_of("a", range(16))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    cache.make_room(2)
+    again = sequence_of("b", range(17))
+    assert matched(cache, again) == 4
+    match = cache.match(again)
+    assert match.device_pages == sequence.page_table[:2]
+    assert match.host_keys == sequence.page_keys[2:4]
+    cache.check_integrity()
+
+
+def test_room_for_outside_writers_leaves_nothing_to_copy() -> None:
+    cache = make(num_pages=4, num_host_pages=4)
+    sequence = sequence_of("a", range(16))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    cache.make_room(4, keep=False)
+    assert cache.host.take_copies() == ((), ())
+    assert matched(cache, sequence_of("b", range(17))) == 0
+
+
+def test_recomputed_page_replaces_the_copy_on_the_host() -> None:
+    cache = make(num_pages=4, num_host_pages=4)
+    sequence = sequence_of("a", range(4))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    cache.make_room(4)
+    assert cache.host.num_cached == 1
+    compute(cache, sequence_of("b", range(4)))
+    assert cache.host.num_cached == 0
+
+
+def test_lease_that_ends_front_to_back_cannot_leave_a_chain_without_its_start() -> None:
+    cache = make(num_pages=4)
+    sequence = sequence_of("a", range(16))
+    compute(cache, sequence)
+    table = list(sequence.page_table)
+    cache.pool.lease(table, "reader", 10.0)
+    finish(cache, sequence)
+    cache.pool.release(table[:1], "reader")
+    cache.make_room(1)
+    cache.check_integrity()
+    assert matched(cache, sequence_of("b", range(17))) == 0
+    assert cache.num_cut_pages == 3
+    cache.pool.release(table[1:], "reader")
+    assert cache.pool.num_free == 4
+    cache.pool.check_integrity()
+
+
+def test_nothing_is_learned_below_a_cut_in_the_chain() -> None:
+    cache = make(num_pages=4)
+    first = sequence_of("a", range(4))
+    compute(cache, first)
+    sequence = sequence_of("b", range(8))
+    sequence.page_table += first.page_table
+    cache.pool.share(first.page_table, sequence.key)
+    sequence.num_known_pages = 1
+    cache._forget(first.page_table[0])
+    compute(cache, sequence)
+    assert matched(cache, sequence_of("c", range(9))) == 0
+
+
+def test_a_prompt_without_a_sequence_finds_what_its_sequence_would() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(12), salt=b"s"))
+    for length in range(1, 14):
+        sequence = sequence_of("b", range(length), salt=b"s")
+        matched(cache, sequence)
+        assert cache.find(range(length), b"s") == cache.match(sequence).device_pages
+    assert cache.find((), b"s") == cache.find(range(12), b"") == make(enabled=False).find(range(9), b"") == []
+
+
+def test_pages_that_are_not_trusted_are_found_no_more_nor_what_follows_them() -> None:
+    cache = make()
+    first = sequence_of("a", range(8))
+    compute(cache, first)
+    longer = sequence_of("b", range(16))
+    cache.pool.share(first.page_table, longer.key)
+    longer.page_table += first.page_table
+    compute(cache, longer)
+    finish(cache, first)
+    cache.forget(first.page_table[1:])
+    cache.check_integrity()
+    assert matched(cache, sequence_of("c", range(17))) == 1
+    finish(cache, longer)
+    assert (cache.pool.num_free, cache.pool.count(PageState.CACHED)) == (7, 1)
+
+
+def test_a_chain_of_any_length_is_forgotten() -> None:
+    cache = make(num_pages=5_000)
+    sequence = sequence_of("a", range(20_000))
+    compute(cache, sequence)
+    cache._forget(sequence.page_table[0])
+    cache.check_integrity()
+    assert cache.num_cut_pages == 4_999
+
+
+def test_a_cleared_cache_knows_nothing_on_either_side() -> None:
+    cache = make(num_pages=4, num_host_pages=4)
+    sequence = sequence_of("a", range(16))
+    compute(cache, sequence)
+    finish(cache, sequence)
+    cache.make_room(2)
+    cache.pool.lose(())
+    cache.clear()
+    cache.check_integrity()
+    cache.host.check_integrity()
+    assert cache.pool.num_free == 4 and cache.host.num_available == 4 and not cache.host.num_cached
+    assert cache.host.take_copies() == ((), ())
+    assert matched(cache, sequence_of("b", range(17))) == 0
+
+
+def test_tenants_share_the_pages_of_a_public_prefix_and_no_others() -> None:
+    cache = make()
+    compute(cache, sequence_of("a", range(16), salt=with_public(b"one", 9)))
+    assert matched(cache, sequence_of("b", range(16), salt=with_public(b"two", 9))) == 2
+    assert matched(cache, sequence_of("c", range(16), salt=with_public(b"one", 9))) == 3
+    assert matched(cache, sequence_of("d", range(16), salt=b"one")) == 0
+
+
+def test_pages_of_one_tenant_are_one_group_however_much_of_them_is_public() -> None:
+    cache = make()
+    for name, num_public in (("a", 4), ("b", 8), ("c", 0)):
+        sequence = sequence_of(name, range(8), salt=with_public(b"one", num_public))
+        compute(cache, sequence)
+        finish(cache, sequence)
+    cache.weigh(with_public(b"one", 4), 2.0)
+    assert dict(cache.pool.cached.weights) == {b"one": 2.0}

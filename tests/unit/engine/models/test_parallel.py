@@ -1,0 +1,87 @@
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch._C._distributed_c10d import FileStore, HashStore
+
+from baton.engine.models import parallel
+from baton.engine.models.parallel import TensorParallel
+from baton.errors import ConfigError, WorkerLost
+from tests.tensor_parallel_peer import CPU, DTYPES, Pair, values
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@dtypes
+def test_all_reduce_is_the_sum_on_both_ranks(pair: Pair, tiny_model: Path, dtype: str) -> None:
+    expected = values(0, 5, 7, dtype=dtype) + values(1, 5, 7, dtype=dtype)
+    assert torch.equal(pair.run("reduce", tiny_model, dtype), expected)
+
+
+def test_no_rank_leaves_an_empty_sum_before_the_other_has_come() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(lambda rank: TensorParallel.join(rank, 2, store, CPU), range(2)))
+        early = threads.submit(ranks[0].all_reduce, torch.zeros(0, 7))
+        assert not wait([early], timeout=0.3).done
+        assert ranks[1].all_reduce(torch.zeros(0, 7)).shape == early.result().shape == (0, 7)
+
+
+@dtypes
+def test_all_gather_puts_the_ranks_side_by_side(pair: Pair, tiny_model: Path, dtype: str) -> None:
+    parts = [values(rank, 5, 14, dtype=dtype)[:, ::2] for rank in (0, 1)]
+    assert torch.equal(pair.run("gather", tiny_model, dtype), torch.cat(parts, dim=1))
+
+
+def test_the_ranks_agree_on_the_smallest(pair: Pair, tiny_model: Path) -> None:
+    assert pair.run("smallest", tiny_model).tolist() == [[9]]
+
+
+def test_a_group_of_one_exchanges_nothing() -> None:
+    alone, x = TensorParallel(), values(0, 3, 4, dtype="float32")
+    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.smallest(5) == 5
+    alone.send_command(b"nobody listens")
+    with pytest.raises(ValueError, match="nobody to receive from"):
+        alone.receive_command()
+
+
+def test_shards_tile_what_they_split() -> None:
+    shards = [TensorParallel(rank, 4).shard(12, what="heads") for rank in range(4)]
+    assert shards == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    with pytest.raises(ConfigError, match="heads: 10 cannot be split over 4 tensor-parallel ranks"):
+        TensorParallel(0, 4).shard(10, what="heads")
+
+
+def test_a_killed_peer_is_reported_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = Pair(tmp_path)
+    lost.process.kill()
+    lost.process.join()
+    with caplog.at_level("INFO"), pytest.raises(WorkerLost) as error:
+        lost.tp.all_reduce(torch.zeros(4))
+    assert str(error.value) == "tensor-parallel rank 0 of 2 lost a peer"
+    (logged,) = caplog.messages  # with the library's own words
+    assert len(logged) > len(f"{error.value}: ") and logged.startswith(f"{error.value}: ")
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        lost.tp.smallest(1)
+
+
+def test_the_last_peer_ends_when_rank_0_goes_away(tmp_path: Path) -> None:
+    left = Pair(tmp_path)
+    del left.tp
+    left.process.join(20)
+    assert left.process.exitcode not in (None, 0)
+
+
+def test_a_rank_that_nobody_joins_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "JOIN_TIMEOUT", timedelta(milliseconds=100))
+    with pytest.raises(WorkerLost, match="rank 0 of 2 did not meet the others"):
+        TensorParallel.join(0, 2, FileStore(str(tmp_path / "store"), 2), CPU)
+
+
+def test_sockets_listen_on_loopback_only(pair: Pair) -> None:
+    process = psutil.Process(pair.process.pid)
+    addresses = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert addresses and set(addresses) == {"127.0.0.1"}

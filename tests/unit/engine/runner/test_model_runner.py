@@ -1,0 +1,96 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.parameters import parameter_bytes, parameter_shapes
+from baton.engine.models.registry import choose_max_model_len, read_model_config
+from baton.engine.runner.model_runner import ModelRunner, choose_device
+from baton.engine.runner.step_inputs import StepBuilder
+from baton.errors import ConfigError
+from tests.batches import make_batch, make_sequence, rest_of
+from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_config, write_config
+
+
+def loaded_runner(directory: Path, **settings: Any) -> ModelRunner:
+    runner = ModelRunner(tiny_config(directory, **settings), read_model_config(directory), TensorParallel())
+    runner.load()
+    runner.allocate()
+    return runner
+
+
+def test_devices() -> None:
+    assert choose_device("cpu", 3) == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert choose_device("auto", torch.cuda.device_count()) == torch.device("cuda", 0)
+        return
+    assert choose_device("auto", 1) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device: expected a CUDA device"):
+        choose_device("cuda", 0)
+
+
+def test_the_models_length_may_be_lowered_never_raised(tiny_model: Path) -> None:
+    model = read_model_config(tiny_model)
+    assert choose_max_model_len(tiny_config(tiny_model), model) == MAX_MODEL_LEN
+    assert choose_max_model_len(tiny_config(tiny_model, max_model_len=5), model) == 5
+    with pytest.raises(ConfigError, match=f"max_model_len: the model has positions for {MAX_MODEL_LEN}"):
+        choose_max_model_len(tiny_config(tiny_model, max_model_len=MAX_MODEL_LEN + 1), model)
+
+
+def test_the_pool_is_as_large_as_the_memory_given(tiny_model: Path) -> None:
+    page_bytes = loaded_runner(tiny_model).layout.page_bytes
+    cache = {"kv_cache_memory_bytes": 30 * page_bytes + 1, "host_cache_memory_bytes": 7 * page_bytes}
+    runner = loaded_runner(tiny_model, cache=cache)
+    assert len(runner.pool.device) == 30 and len(runner.pool.host) == 7
+    assert runner.describe_pool() == "KV cache: 120 tokens in 30 pages of 4 (0.00 GiB a rank), 7 host pages"
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=f"one sequence of max_model_len {MAX_MODEL_LEN}"):
+        loaded_runner(tiny_model, cache={"kv_cache_memory_bytes": 5000})
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
+)
+def test_weights_and_pages_have_the_dtype_asked_for(
+    tiny_model: Path, asked: str, expected: torch.dtype
+) -> None:
+    runner = loaded_runner(tiny_model, dtype=asked)
+    assert runner.pool.device.dtype == runner.decoder.norm_E.dtype == expected
+    sequence = make_sequence("s", range(7))
+    sequence.page_table = [2, 0]
+    logits = runner.execute(StepBuilder(4, 4, 24).build(make_batch(rest_of(sequence))))
+    assert logits.shape == (1, VOCAB_SIZE) and logits.dtype == torch.float32 and logits.isfinite().all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_progress_counts_every_byte_of_the_weights_once(tmp_path: Path, tied: bool, num_ranks: int) -> None:
+    model = read_model_config(write_config(tmp_path, tie_word_embeddings=tied, dtype="bfloat16"))
+    runner = ModelRunner(tiny_config(tmp_path), model, TensorParallel(0, num_ranks))
+    reports: list[tuple[int, int]] = []
+    runner.load(lambda done, total: reports.append((done, total)))
+    total = parameter_bytes(model, "bfloat16")
+    assert reports[0] == (0, total) and reports[-1] == (total, total)
+    assert len(reports) == 1 + len(parameter_shapes(model))
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+
+
+def test_tied_embeddings_are_one_table_where_it_is_multiplied_as_it_lies(tmp_path: Path) -> None:
+    model = read_model_config(write_config(tmp_path, tie_word_embeddings=True))
+    runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, TensorParallel())
+    runner.load()
+    decoder = runner.decoder
+    assert decoder.head.weight.data.data_ptr() == decoder.embedding.table_VE.data_ptr()
+
+
+@torch.inference_mode()  # as the pool was made
+def test_a_step_may_be_copies_alone(tiny_model: Path) -> None:
+    runner = loaded_runner(tiny_model, cache={"host_cache_memory_bytes": 2**16})
+    runner.pool.device[3] = 5.0
+    arrays = StepBuilder(4, 4, 24).build(make_batch(copies_to_host=((3, 1),), copies_to_device=((6, 1),)))
+    assert runner.execute(arrays).shape == (0, VOCAB_SIZE)
+    assert bool((runner.pool.host[1] == 5.0).all()) and bool((runner.pool.device[6] == 5.0).all())

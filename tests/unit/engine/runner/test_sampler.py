@@ -1,0 +1,233 @@
+"""From logits to tokens. Shapes: R rows, V vocabulary."""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from baton.engine.runner.sampler import Sampler, adjust, is_plain
+from baton.engine.scheduler.plan import ScheduledChunk
+from baton.engine.scheduler.sequence import Sequence
+from tests.batches import make_batch, make_sequence, rest_of
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 37
+tokens = st.integers(0, VOCAB_SIZE - 1)
+
+
+def random_logits(num_rows: int, seed: int = 0) -> Tensor:
+    return torch.randn((num_rows, VOCAB_SIZE), generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def adjusted(sequence: Sequence, logits_V: Tensor) -> Tensor:
+    result = logits_V.clone()
+    adjust(result, sequence)
+    return result
+
+
+def by_definition(sequence: Sequence, logits_V: Tensor) -> list[float]:
+    """Token by token, in vLLM's order."""
+    sampling, seen = sequence.sampling, set(sequence.token_ids)
+    counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+    result = []
+    for token, logit in enumerate(logits_V.tolist()):
+        logit += sampling.logit_bias.get(token, 0.0)
+        if token in sequence.stop_ids and sequence.num_generated_tokens < sampling.min_tokens:
+            logit = float("-inf")
+        if token in seen:
+            logit = logit * sampling.repetition_penalty if logit < 0 else logit / sampling.repetition_penalty
+        if token in counts:
+            logit -= sampling.frequency_penalty * counts[token] + sampling.presence_penalty
+        result.append(logit)
+    return result
+
+
+@given(
+    prompt=st.lists(tokens, min_size=1, max_size=12),
+    generated=st.lists(tokens, max_size=12),
+    repetition_penalty=st.sampled_from((0.5, 1.0, 1.7)),
+    presence_penalty=st.sampled_from((-1.5, 0.0, 0.8)),
+    frequency_penalty=st.sampled_from((-0.3, 0.0, 1.1)),
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=4),
+    stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 14),
+)
+def test_adjustments_are_those_of_a_loop_over_the_vocabulary(
+    prompt: list[int], generated: list[int], **sampling: Any
+) -> None:
+    sequence, logits = make_sequence("s", prompt, generated, **sampling), random_logits(1)[0]
+    expected = torch.tensor(by_definition(sequence, logits))
+    torch.testing.assert_close(adjusted(sequence, logits), expected)
+    if is_plain(sequence):
+        assert torch.equal(adjusted(sequence, logits), logits)
+
+
+def test_adjustments_are_those_of_transformers() -> None:
+    prompt, generated, logits = [3, 5, 5, 9], [9, 1, 30], random_logits(1)
+    ids = torch.tensor([prompt + generated])
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"repetition_penalty": 1.3}, RepetitionPenaltyLogitsProcessor(1.3)),
+        ({"logit_bias": {4: 2.5, 9: -7.0}}, SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -7.0]])),
+        (
+            {"min_tokens": 4, "stop_token_ids": (2, 7)},
+            MinNewTokensLengthLogitsProcessor(len(prompt), 4, [2, 7]),
+        ),
+        (
+            {"min_tokens": 3, "stop_token_ids": (2, 7)},
+            MinNewTokensLengthLogitsProcessor(len(prompt), 3, [2, 7]),
+        ),
+    ]
+    for sampling, processor in cases:
+        expected = processor(ids, logits.clone())[0]
+        torch.testing.assert_close(
+            adjusted(make_sequence("s", prompt, generated, **sampling), logits[0]), expected
+        )
+
+
+def test_tokens_are_given_to_the_chunks_that_sample() -> None:
+    sequences = [make_sequence(name, range(5)) for name in "abc"]
+    batch = make_batch(rest_of(sequences[0], 4), ScheduledChunk(sequences[1], 0, 3), rest_of(sequences[2], 1))
+    logits = random_logits(2)
+    sampled = Sampler(CPU).sample(batch, logits.clone())
+    greedy = logits.argmax(-1).tolist()
+    assert sampled.token_ids == [greedy[0], None, greedy[1]]
+    assert not sampled.logprobs and not sampled.prompt_logprobs
+
+
+def test_a_row_that_is_not_a_number_fails_alone() -> None:
+    sequences = [make_sequence(name, range(5), logprobs=2, temperature=1.0) for name in "abc"]
+    batch = make_batch(*(rest_of(sequence) for sequence in sequences))
+    logits = random_logits(3)
+    whole = Sampler(CPU).sample(batch, logits.clone())
+    logits[1, 7] = float("nan")
+    sampled = Sampler(CPU).sample(batch, logits)
+    assert sampled.failed == [sequences[1]] and whole.failed == []
+    assert sampled.token_ids == [whole.token_ids[0], None, whole.token_ids[2]]
+    assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
+
+
+def test_when_all_that_ask_for_logprobs_fail_none_are_given() -> None:
+    asking, other = make_sequence("asking", range(5), logprobs=2), make_sequence("other", range(5))
+    logits = random_logits(2)
+    logits[0] = float("nan")
+    sampled = Sampler(CPU).sample(make_batch(rest_of(asking), rest_of(other)), logits)
+    assert sampled.failed == [asking] and not sampled.logprobs
+
+
+def test_nothing_is_drawn_of_an_empty_batch() -> None:
+    assert Sampler(CPU).sample(make_batch(), random_logits(0)).token_ids == []
+
+
+def drawn_beside(company: list[Sequence]) -> list[int | None]:
+    """Five tokens of one sequence; at each step one of those before it has left."""
+    sampler, ours = Sampler(CPU), make_sequence("ours", [1, 2, 3], temperature=1.0, seed=7, top_p=0.9)
+    drawn: list[int | None] = []
+    for step in range(5):
+        sequences = [*company[step:], ours]
+        batch = make_batch(*(rest_of(sequence, sequence.num_tokens - 1) for sequence in sequences))
+        drawn.append(sampler.sample(batch, random_logits(1, step).repeat(len(sequences), 1)).token_ids[-1])
+        ours.token_ids.append(drawn[-1] or 0)
+    return drawn
+
+
+def test_a_sequence_draws_the_same_tokens_in_any_company() -> None:
+    company = [make_sequence(str(i), [i], temperature=2.0 * (i % 2), seed=i) for i in range(4)]
+    assert drawn_beside(company) == drawn_beside([])
+    assert len(set(drawn_beside([]))) > 1
+
+
+def test_choices_of_one_request_draw_differently() -> None:
+    choices = [make_sequence("s", [1], choice=i, temperature=1.0, seed=3) for i in range(8)]
+    logits = random_logits(1).expand(8, -1).clone() / 3
+    assert len(set(Sampler(CPU).sample(make_batch(*map(rest_of, choices)), logits).token_ids)) > 3
+
+
+def test_a_key_used_again_is_sampled_by_its_new_parameters() -> None:
+    sampler, logits = Sampler(CPU), random_logits(1)
+    sampler.sample(make_batch(rest_of(make_sequence("s", [1]))), logits.clone())
+    likeliest = int(logits.argmax())
+    banned = make_sequence("s", [1], logit_bias={likeliest: -100.0})
+    assert sampler.sample(make_batch(rest_of(banned)), logits.clone()).token_ids != [likeliest]
+
+
+def test_logprobs_are_of_the_logits_as_they_came_and_only_for_those_who_ask() -> None:
+    asking = make_sequence("a", [1, 2], [3], logprobs=2, logit_bias={5: 100.0}, temperature=0.7, top_k=1)
+    silent = make_sequence("b", [1, 2], [3])
+    bare = make_sequence("c", [1, 2], [3], logprobs=0)
+    logits = random_logits(3)
+    sampled = Sampler(CPU).sample(
+        make_batch(*(rest_of(s, 2) for s in (asking, silent, bare))), logits.clone()
+    )
+    assert sampled.logprobs.keys() == {asking.key, bare.key}
+    logprobs = logits.log_softmax(-1)
+    ours = sampled.logprobs[asking.key]
+    assert sampled.token_ids[0] == ours.token_id == 5
+    assert ours.logprob == pytest.approx(float(logprobs[0, 5]))
+    assert ours.rank == 1 + int((logprobs[0] > logprobs[0, 5]).sum())
+    assert [token for token, _ in ours.top] == logprobs[0].topk(2).indices.tolist()
+    assert sampled.logprobs[bare.key].top == () and sampled.logprobs[bare.key].rank == 1
+
+
+def prompt_rows(sampler: Sampler, sequence: Sequence, edges: list[int], logits: Tensor) -> Any:
+    """Run the chunks between neighbouring edges; what the last of them yields."""
+    sampled = None
+    for start, stop in pairwise(edges):
+        chunk = ScheduledChunk(sequence, start, stop - start)
+        sampled = sampler.sample(make_batch(chunk), logits[start:stop].clone())
+        assert (sequence.key in sampled.prompt_logprobs) == (stop == sequence.num_tokens)
+    assert sampled is not None
+    return sampled.prompt_logprobs[sequence.key]
+
+
+@given(
+    num_tokens=st.integers(1, 20),
+    num_top=st.integers(0, 4),
+    cuts=st.sets(st.integers(1, 19)),
+    again=st.booleans(),
+)
+def test_prompt_logprobs_do_not_depend_on_the_chunks(
+    num_tokens: int, num_top: int, cuts: set[int], again: bool
+) -> None:
+    prompt = [(7 * i) % VOCAB_SIZE for i in range(num_tokens)]
+    sequence, logits = make_sequence("s", prompt, prompt_logprobs=num_top), random_logits(num_tokens)
+    edges = [0, *sorted(cut for cut in cuts if cut < num_tokens), num_tokens]
+    sampler = Sampler(CPU)
+    if again and len(edges) > 2:  # preempted after the first chunk: computed from the start once more
+        sampler.sample(make_batch(ScheduledChunk(sequence, 0, edges[1])), logits[: edges[1]].clone())
+    rows = prompt_rows(sampler, sequence, edges, logits)
+    logprobs = logits.log_softmax(-1)
+    assert rows[0] is None and len(rows) == num_tokens
+    for position, row in enumerate(rows[1:], start=1):
+        before = logprobs[position - 1]
+        assert row.token_id == prompt[position] and len(row.top) == num_top
+        assert row.logprob == pytest.approx(float(before[prompt[position]]))
+        assert row.rank == 1 + int((before > before[prompt[position]]).sum())
+        assert [token for token, _ in row.top] == before.topk(num_top).indices.tolist()
+
+
+def test_prompt_rows_and_sampling_rows_are_told_apart() -> None:
+    asking, plain = make_sequence("a", range(6), prompt_logprobs=0), make_sequence("b", range(4))
+    decode, logits = make_sequence("c", [1], [2]), random_logits(1 + 4 + 1, seed=1)
+    batch = make_batch(rest_of(decode, 1), ScheduledChunk(asking, 0, 4), rest_of(plain))
+    sampled = Sampler(CPU).sample(batch, logits.clone())
+    greedy = logits.argmax(-1).tolist()
+    assert sampled.token_ids == [greedy[0], None, greedy[5]]
+    assert not sampled.prompt_logprobs
+
+
+def test_a_forgotten_sequence_leaves_nothing_to_one_of_its_name() -> None:
+    sampler, first = Sampler(CPU), make_sequence("s", range(6), prompt_logprobs=0)
+    sampler.sample(make_batch(ScheduledChunk(first, 0, 4)), random_logits(4))
+    sampler.forget(first)
+    second = make_sequence("s", [9], prompt_logprobs=0)
+    assert prompt_rows(sampler, second, [0, 1], random_logits(1)) == (None,)

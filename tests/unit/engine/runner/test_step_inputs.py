@@ -1,0 +1,167 @@
+"""The arrays of a step against a builder that looks at one token at a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.runner.step_inputs import StepArrays, StepBuilder, decode, encode, wants_prompt_logits
+from baton.engine.scheduler.plan import Batch, PageCopy, ScheduledChunk
+from baton.engine.scheduler.sequence import Sequence
+from tests.batches import make_batch, make_sequence
+
+MAX_TOKENS, MAX_SEQUENCES = 60, 6
+copies = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple)
+
+
+@dataclass(frozen=True)
+class Life:
+    """A sequence as hypothesis draws it, and the chunks that it is computed in."""
+
+    prompt_length: int
+    chunk_sizes: tuple[int, ...]
+    prompt_logprobs: int | None
+
+
+lives = st.lists(
+    st.builds(
+        Life,
+        st.integers(1, MAX_TOKENS // 2),
+        st.lists(st.integers(1, 13), min_size=1, max_size=6).map(tuple),
+        st.sampled_from((None, None, 0)),
+    ),
+    max_size=MAX_SEQUENCES,
+)
+
+
+class Ledger:
+    """Pages that never repeat, so that every slot tells whose it is."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.next_page = 1000
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.page_table) * self.page_size < num_tokens:
+            sequence.page_table.append(self.next_page)
+            self.next_page -= 7
+
+
+def brute_force(batch: Batch, page_size: int) -> StepArrays:
+    token_ids, positions, slots, logit_rows = [], [], [], []
+    cu_seqlens, context_lens = [0], []
+    for chunk in batch.chunks:
+        sequence = chunk.sequence
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            token_ids.append(sequence.token_ids[position])
+            positions.append(position)
+            slots.append(sequence.page_table[position // page_size] * page_size + position % page_size)
+            is_last = position == sequence.num_tokens - 1
+            if is_last or wants_prompt_logits(chunk):
+                logit_rows.append(len(token_ids) - 1)
+        cu_seqlens.append(len(token_ids))
+        context_lens.append(chunk.start + chunk.num_tokens)
+    num_pages = max((len(chunk.sequence.page_table) for chunk in batch.chunks), default=0)
+    rows = [chunk.sequence.page_table + [0] * num_pages for chunk in batch.chunks]
+    return StepArrays(
+        token_ids=np.array(token_ids, np.int64),
+        positions=np.array(positions, np.int64),
+        slots=np.array(slots, np.int64),
+        cu_seqlens=np.array(cu_seqlens, np.int32),
+        context_lens=np.array(context_lens, np.int32),
+        page_table=np.array([row[:num_pages] for row in rows], np.int32).reshape(len(rows), num_pages),
+        logit_rows=np.array(logit_rows, np.int64),
+        num_decodes=batch.num_decodes,
+        max_seqlen_q=max((chunk.num_tokens for chunk in batch.chunks), default=0),
+        copies_to_host=batch.copies_to_host,
+        copies_to_device=batch.copies_to_device,
+    )
+
+
+def assert_equal(got: StepArrays, expected: StepArrays, batch: Batch) -> None:
+    for name, value in got._asdict().items():
+        other = getattr(expected, name)
+        if name == "page_table":  # past a sequence's own pages lies anything
+            assert value.shape == other.shape
+            for row, chunk in enumerate(batch.chunks):
+                num_pages = len(chunk.sequence.page_table)
+                assert value[row, :num_pages].tolist() == other[row, :num_pages].tolist()
+        elif isinstance(value, np.ndarray):
+            assert value.dtype == other.dtype and value.tolist() == other.tolist(), name
+            assert value.flags.c_contiguous and value.flags.writeable
+        else:
+            assert value == other, name
+
+
+def assert_identical(got: StepArrays, expected: StepArrays) -> None:
+    for name, value in got._asdict().items():
+        other = getattr(expected, name)
+        if isinstance(value, np.ndarray):
+            assert value.dtype == other.dtype and value.shape == other.shape
+            assert value.tolist() == other.tolist(), name
+            assert value.flags.writeable  # torch shares the memory, and warns of what it could not write
+        else:
+            assert value == other, name
+
+
+@given(
+    lives=lives,
+    page_size=st.sampled_from((1, 4, 16)),
+    to_host=copies,
+    to_device=copies,
+)
+def test_every_step_of_random_lives_is_that_of_one_token_at_a_time(
+    lives: list[Life], page_size: int, to_host: tuple[PageCopy, ...], to_device: tuple[PageCopy, ...]
+) -> None:
+    ledger, builder = Ledger(page_size), StepBuilder(page_size, MAX_SEQUENCES, MAX_TOKENS)
+    sequences = [
+        make_sequence(
+            str(i), range(100 * i, 100 * i + life.prompt_length), prompt_logprobs=life.prompt_logprobs
+        )
+        for i, life in enumerate(lives)
+    ]
+    for sequence, version in zip(sequences, range(MAX_SEQUENCES), strict=False):
+        sequence.table_version = version  # of one scheduler, no two the same
+    for turn in range(6):
+        chunks = []
+        for sequence, life in zip(sequences, lives, strict=True):
+            size = life.chunk_sizes[turn % len(life.chunk_sizes)]
+            size = min(size, sequence.num_uncomputed_tokens)
+            ledger.grow(sequence, sequence.num_computed_tokens + size)
+            chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, size))
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        batch = make_batch(*chunks, copies_to_host=to_host, copies_to_device=to_device)
+        built = builder.build(batch)
+        assert_equal(built, brute_force(batch, page_size), batch)
+        assert_identical(decode(encode(built)), built)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.sequence.token_ids.append(turn)
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+
+
+@given(num_padded=st.integers(1, 9), prompt_length=st.integers(1, 9))
+def test_padding_is_one_sequence_more_that_stores_nothing(num_padded: int, prompt_length: int) -> None:
+    sequence = make_sequence("s", range(prompt_length))
+    Ledger(4).grow(sequence, prompt_length)
+    chunk = ScheduledChunk(sequence, 0, prompt_length)
+    plain = StepBuilder(4, 2, 8).build(make_batch(chunk))
+    padded = StepBuilder(4, 2, 8).build(make_batch(chunk, num_padded_tokens=num_padded))
+    assert padded.token_ids.tolist() == [*plain.token_ids.tolist(), *[0] * num_padded]
+    assert padded.positions.tolist() == [*plain.positions.tolist(), *[0] * num_padded]
+    assert padded.slots.tolist() == [*plain.slots.tolist(), *[-1] * num_padded]
+    assert padded.cu_seqlens.tolist() == [0, prompt_length, prompt_length + num_padded]
+    assert padded.context_lens.tolist() == [prompt_length, 0]
+    assert padded.page_table.shape == (2, plain.page_table.shape[1])
+    assert padded.logit_rows.tolist() == plain.logit_rows.tolist()
+    assert padded.num_decodes == plain.num_decodes
+    assert padded.max_seqlen_q == max(prompt_length, num_padded)
+    assert_identical(decode(encode(padded)), padded)
+
+
+def test_copies_travel_without_sequences() -> None:
+    batch = make_batch(copies_to_host=((1, 2), (3, 4)), copies_to_device=((5, 6),))
+    built = StepBuilder(16, 4, 8).build(batch)
+    assert built.token_ids.shape == (0,) and built.page_table.shape == (0, 0)
+    assert_identical(decode(encode(built)), built)

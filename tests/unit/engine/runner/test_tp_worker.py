@@ -1,0 +1,247 @@
+"""Ranks other than 0: they come up, follow, and never outlive or outwait rank 0."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from baton.clock import ManualClock
+from baton.engine.loading import load_engine
+from baton.engine.runner import tp_worker
+from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.tp_worker import TpWorkers
+from baton.engine.scheduler.plan import Batch
+from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.request import Request, SamplingParams
+from tests.tiny_models import generate, tiny_config, tiny_engine
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the ranks meet; empty again when they have parted."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_two_ranks_generate_the_tokens_of_one_and_leave_nothing_behind(
+    tiny_model: Path, temporary: Path
+) -> None:
+    before = children()
+    alone, together = tiny_engine(tiny_model), tiny_engine(tiny_model, tensor_parallel_size=2)
+    for seed, prompt in enumerate(([1], [3, 1, 4, 1, 5, 9, 2, 6], list(range(60)))):
+        sampling = {"temperature": 1.0, "seed": seed, "logprobs": 3}
+        assert generate(together, prompt, **sampling) == generate(alone, prompt, **sampling)
+    assert len(children()) == len(before) + 1
+    together.close()
+    together.close()  # a second time is no error
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_step_with_nothing_to_compute_is_followed_too(tiny_model: Path) -> None:
+    clock = ManualClock()
+    engine = tiny_engine(
+        tiny_model, clock, tensor_parallel_size=2, scheduler={"max_queue_delay_ms": 1000.0, "max_num_seqs": 4}
+    )
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=3)
+        engine.add(Request(request_id="gathered", token_ids=(1, 2, 3), sampling=sampling))
+        assert engine.step() == []  # the queue window is open
+        clock.advance(2.0)
+        assert len([*engine.step(), *engine.step(), *engine.step()]) == 3
+    finally:
+        engine.close()
+
+
+def test_a_step_that_computes_nothing_ends_when_every_rank_has_come_to_its_end(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    step = StepBuilder(page_size=4, max_num_seqs=1, max_pages=1).build(Batch(chunks=(), num_decodes=0))
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            early = thread.submit(engine.runner.execute, step)
+            assert not wait([early], timeout=0.3).done
+            engine.runner.tp.send_command(encode(step))
+            assert len(early.result()) == 0
+    finally:
+        engine.close()
+
+
+def test_a_model_path_may_be_relative(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    engine = tiny_engine(Path(tiny_model.name), tensor_parallel_size=2)
+    try:
+        assert len(generate(engine, [1, 2, 3])) == 8
+    finally:
+        engine.close()
+
+
+def test_a_follower_killed_at_work_is_reported_and_the_engine_still_closes(
+    tiny_model: Path, temporary: Path
+) -> None:
+    before = children()
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    (tp_worker,) = set(children()) - set(before)
+    tp_worker.kill()
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        generate(engine, [1, 2, 3])
+    engine.close()
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_an_interrupted_step_leaves_the_ranks_apart_and_the_next_request_is_told(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = children()
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    monkeypatch.setattr(engine.runner, "execute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, [1, 2, 3])
+    told = "an interrupt ended a step and left the ranks apart: the engine must be loaded again"
+    with pytest.raises(WorkerLost, match=told):
+        generate(engine, [1, 2, 3])
+    engine.close()
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_copy_that_fails_leaves_the_ranks_apart_too(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no copies today")
+
+    prompt, num_bytes = list(range(48)), 24 * 4 * 256  # 24 pages of 4 tokens on each rank, and on its host
+    cache = {"kv_cache_memory_bytes": num_bytes, "host_cache_memory_bytes": num_bytes}
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2, cache=cache)
+    try:
+        generate(engine, prompt)
+        generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
+        monkeypatch.setattr(engine.runner, "execute", fail)
+        with pytest.raises(RuntimeError, match="no copies today"):
+            engine.lend(engine.page_keys(prompt, b"", 4), "a borrower")
+        with pytest.raises(WorkerLost, match="left the ranks apart: the engine must be loaded again"):
+            generate(engine, [1, 2, 3])
+    finally:
+        engine.close()
+
+
+def test_a_follower_that_dies_on_the_way_up_is_reported(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(WorkerLost, match="rank 1 ended with status 1 before it was ready"):
+        TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
+    assert children() == before and not list(temporary.iterdir())
+
+
+def executable(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_follower_that_hangs_on_the_way_up_is_ended_in_time(
+    tiny_model: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = children()
+    monkeypatch.setattr(sys, "executable", executable(tmp_path / "hangs", "exec sleep 600"))
+    monkeypatch.setattr(tp_worker, "START_TIMEOUT_S", 0.2)
+    with pytest.raises(WorkerLost, match=r"rank 1 was not ready within 0.2 s"):
+        TpWorkers(tiny_config(tiny_model, tensor_parallel_size=3))
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_what_a_follower_prints_is_no_answer(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    talkative = executable(tmp_path / "talks", f'echo ready; exec {sys.executable} "$@"')
+    monkeypatch.setattr(sys, "executable", talkative)
+    engine = tiny_engine(tiny_model, tensor_parallel_size=2)
+    engine.close()
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "ready\n")
+
+
+def test_a_follower_that_cannot_load_says_why_to_the_caller(
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = msgspec.structs.replace(
+        tiny_config(tiny_model, tensor_parallel_size=2), model=str(tmp_path / "missing")
+    )
+    tp_workers = TpWorkers(config)
+    with (
+        pytest.raises(ModelError, match="rank 1: .*missing/config.json: there is no such"),
+        tp_workers.telling_why(),
+    ):
+        tp_workers.tp.smallest(1)  # what rank 0 asks next
+    tp_workers.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_follower_that_cannot_have_its_device_says_so(
+    tiny_model: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU to have")
+    before = children()
+    config = tiny_config(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="rank 1: device: expected a CUDA device"):
+        TpWorkers(msgspec.structs.replace(config, device="cuda"))
+    assert children() == before and not list(temporary.iterdir())
+
+
+def test_a_follower_lost_without_a_word_is_lost(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+
+    def kill_followers(*_: object) -> None:
+        for process in set(children()) - set(before):
+            process.kill()
+
+    config = tiny_config(tiny_model, tensor_parallel_size=2)
+    with pytest.raises(WorkerLost, match="rank 0 of 2 lost a peer"):
+        load_engine(config, progress=kill_followers)
+    assert children() == before
+
+
+RANK_0 = """
+import sys
+from pathlib import Path
+from tests.tiny_models import tiny_engine
+if __name__ == "__main__":
+    engine = tiny_engine(Path(sys.argv[1]), tensor_parallel_size=2)
+    print("loaded", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_follower_ends_when_rank_0_is_killed(tiny_model: Path, temporary: Path) -> None:
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", RANK_0, str(tiny_model)],
+        cwd=Path(__file__).parents[4],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with rank_0:
+        assert rank_0.stdout is not None and rank_0.stdout.readline() == b"loaded\n"
+        assert len(psutil.Process(rank_0.pid).children()) == 1
+        rank_0.send_signal(signal.SIGKILL)
+        rank_0.communicate(timeout=20)  # the follower has the same error output: it is at its end now

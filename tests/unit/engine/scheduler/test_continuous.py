@@ -1,0 +1,202 @@
+"""Who gets the tokens of a step."""
+
+import pytest
+
+from baton.config.engine import SchedulerConfig
+from baton.request import SamplingParams
+from tests.scheduling import Harness, Settings
+
+BUDGET = 64
+
+
+def make(
+    *, num_pages: int = 1_000, num_seqs: int = 16, budget: int = BUDGET, delay_ms: float = 0.0
+) -> Harness:
+    config = SchedulerConfig(
+        max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_queue_delay_ms=delay_ms
+    )
+    return Harness(Settings(num_pages=num_pages, page_size=4, scheduler=config))
+
+
+def prompt(num_tokens: int, first: int = 0) -> list[int]:
+    return [(first * 7 + position * 3) % 50 for position in range(num_tokens)]
+
+
+def test_decodes_come_first_and_prefills_share_the_rest_by_arrival() -> None:
+    harness = make()
+    harness.add("a", prompt(5))
+    harness.step()
+    harness.add("b", prompt(40, 1))
+    harness.add("c", prompt(20, 2))
+    plan, batch, _ = harness.step()
+    assert dict(plan.scheduled) == {("a", 0): 1, ("b", 0): 40, ("c", 0): 20}
+    assert batch.num_decodes == 1
+    harness.run()
+
+
+def test_lower_priority_value_goes_first() -> None:
+    harness = make(num_seqs=1)
+    harness.add("late", prompt(5), priority=0, arrival_s=1.0)
+    harness.add("early", prompt(5, 1), priority=0, arrival_s=0.5)
+    harness.add("urgent", prompt(5, 2), priority=-1, arrival_s=2.0)
+    harness.run()
+    assert [sequence.request_id for sequence in harness.finished] == ["urgent", "early", "late"]
+
+
+def test_long_prompt_alone_takes_whole_steps() -> None:
+    harness = make()
+    harness.add("long", prompt(300))
+    chunks = [harness.step()[0].scheduled[("long", 0)] for _ in range(5)]
+    assert chunks == [64, 64, 64, 64, 44]
+    harness.run()
+
+
+def test_short_prompt_does_not_wait_for_a_long_one() -> None:
+    harness = make()
+    harness.add("long", prompt(1_000))
+    harness.step()
+    harness.add("short", prompt(30, 1))
+    plan, _, advances = harness.step()
+    assert dict(plan.scheduled) == {("long", 0): 34, ("short", 0): 30}
+    assert [advance.sequence.request_id for advance in advances] == ["short"]
+    harness.run()
+
+
+def test_shortest_of_the_later_ones_goes_first() -> None:
+    harness = make()
+    harness.add("head", prompt(500))
+    harness.add("medium", prompt(60, 1))
+    harness.add("short", prompt(20, 2))
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("head", 0): 32, ("short", 0): 20, ("medium", 0): 12}
+    harness.run()
+
+
+def test_stream_of_short_prompts_cannot_starve_a_long_one() -> None:
+    harness = make(num_seqs=64)
+    harness.add("long", prompt(640))
+    (long,) = (s for s in harness.live.values())
+    num_steps = 0
+    while long.num_generated_tokens == 0:
+        for number in range(4):
+            first = 4 * num_steps + number
+            harness.add(f"short-{first}", prompt(31, first + 1), SamplingParams(max_tokens=1))
+        harness.step()
+        num_steps += 1
+    assert num_steps <= 2 * 640 / BUDGET
+    harness.run()
+
+
+def test_several_long_prompts_cannot_starve_short_ones() -> None:
+    harness = make()
+    for number in range(3):
+        harness.add(f"long-{number}", prompt(900, number))
+    harness.step()
+    for number in range(5):
+        (short,) = harness.add(f"short-{number}", prompt(25, 10 + number), SamplingParams(max_tokens=1))
+        for _ in range(2):
+            harness.step()
+        assert short.num_generated_tokens == 1
+    harness.run()
+
+
+def test_lower_class_takes_nothing_from_the_head_of_a_higher_one() -> None:
+    harness = make()
+    harness.add("urgent", prompt(500), priority=0)
+    harness.add("batch", prompt(10, 1), priority=1)
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("urgent", 0): 64}
+    harness.run()
+
+
+def test_waiting_sequence_that_does_not_fit_is_not_overtaken_for_memory() -> None:
+    harness = make(num_pages=40)
+    harness.add("running", prompt(60), SamplingParams(max_tokens=30))
+    harness.step()
+    harness.add("big", prompt(120, 1))
+    harness.add("small", prompt(4, 2))
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("running", 0): 1}
+    harness.run()
+
+
+def test_newcomer_leaves_headroom_for_those_who_run() -> None:
+    harness = make(num_pages=20)
+    harness.add("a", prompt(30), SamplingParams(max_tokens=20))
+    harness.step()
+    harness.add("b", prompt(40, 1))  # 8 + 10 pages of 20, but "a" may soon want 4 more
+    plan, _, _ = harness.step()
+    assert plan.admitted == ()
+    harness.run()
+    assert sum(sequence.num_preemptions for sequence in harness.finished) == 0
+
+
+def test_worst_rank_is_preempted_when_pages_run_out() -> None:
+    harness = make(num_pages=12)
+    for name in "abc":
+        harness.add(name, prompt(4, ord(name)), SamplingParams(max_tokens=40))
+    preempted = []
+    while harness.scheduler.has_work():
+        plan, _, _ = harness.step()
+        preempted += [key[0] for key in plan.preempted]
+    assert preempted and set(preempted) <= {"b", "c"}
+    assert preempted[0] == "c"
+    assert harness.finished[0].request_id == "a"
+    harness.check_answers()
+
+
+@pytest.mark.parametrize("num_choices", [2, 4])
+def test_later_choices_share_the_prompt_pages_of_the_first(num_choices: int) -> None:
+    harness = make()
+    sequences = harness.add("r", prompt(22), SamplingParams(n=num_choices, max_tokens=3))
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("r", 0): 22}
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("r", 0): 1} | {("r", choice): 2 for choice in range(1, num_choices)}
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0] + [20] * (num_choices - 1)
+    assert len({tuple(sequence.page_table[:5]) for sequence in sequences}) == 1
+    harness.run()
+    assert len({tuple(sequence.token_ids) for sequence in sequences}) == num_choices
+
+
+def test_choices_with_no_full_page_to_share_start_together() -> None:
+    harness = make()
+    harness.add("r", prompt(3), SamplingParams(n=3))
+    plan, _, _ = harness.step()
+    assert len(plan.admitted) == 3
+    harness.run()
+
+
+def test_later_choices_go_on_when_the_first_is_gone() -> None:
+    harness = make(budget=8)
+    _, second = harness.add("r", prompt(22), SamplingParams(n=2, max_tokens=1))
+    for _ in range(3):
+        assert not second.page_table
+        harness.step()
+    assert [sequence.choice for sequence in harness.finished] == [0]
+    harness.run()
+    assert second.num_cached_tokens == 20
+
+
+def test_window_holds_new_sequences_and_says_how_long() -> None:
+    harness = make(delay_ms=50.0)
+    harness.add("a", prompt(5))
+    harness.clock.advance(0.02)
+    harness.add("b", prompt(5, 1))
+    plan, batch, _ = harness.step()
+    assert batch.chunks == () and plan.wait_s == pytest.approx(0.03)
+    harness.clock.advance(0.03)
+    plan, _, _ = harness.step()
+    assert set(plan.admitted) == {("a", 0), ("b", 0)}
+    harness.run()
+
+
+def test_window_does_not_hold_decodes() -> None:
+    harness = make(delay_ms=50.0)
+    harness.add("a", prompt(5))
+    harness.clock.advance(0.05)
+    harness.step()
+    harness.add("b", prompt(5, 1))
+    plan, _, _ = harness.step()
+    assert dict(plan.scheduled) == {("a", 0): 1} and plan.wait_s is None
+    harness.run()

@@ -1,0 +1,124 @@
+"""A tenant at its quota of pages takes from itself and waits; others notice nothing."""
+
+import pytest
+
+from baton.config.engine import SchedulerConfig
+from baton.engine.scheduler.sequence import SequenceStatus
+from baton.errors import InvalidRequest
+from baton.request import SamplingParams
+from tests.accounts import AccountHarness, scheduling_key
+from tests.scheduling import Settings
+
+LONG = SamplingParams(max_tokens=100)
+TIGHT = scheduling_key(max_kv_pages=10)  # 40 tokens
+
+
+def make_harness(num_pages: int = 200, policy: str = "continuous") -> AccountHarness:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, policy=policy)  # type: ignore[arg-type]
+    return AccountHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=False, scheduler=config))
+
+
+def test_own_sequences_are_preempted_and_never_those_of_others() -> None:
+    harness = make_harness()
+    for name in ("first", "second"):
+        harness.add(name, range(8), LONG, tenant="tight", scheduling_key=TIGHT)
+    harness.add("other", range(8), LONG, tenant="other")
+    (first, *_), other = harness.live.values(), harness.live["other", 0]
+    while harness.scheduler.has_work():
+        plan, _, _ = harness.step()
+        assert set(plan.preempted) <= {("second", 0)}
+        if ("other", 0) in harness.live:
+            assert harness.num_steps == 1 or plan.scheduled["other", 0] == 1
+    assert (first.num_preemptions, other.num_preemptions) == (0, 0)
+    assert max(each.num_preemptions for each in harness.finished) > 0
+    harness.check_answers()
+
+
+def test_who_finds_no_room_in_its_quota_holds_up_nobody_else() -> None:
+    harness = make_harness()
+    harness.add("first", range(30), LONG, tenant="tight", scheduling_key=TIGHT)
+    harness.step()
+    (held,) = harness.add("held", range(30), LONG, tenant="tight", scheduling_key=TIGHT)
+    (small,) = harness.add("small", range(2), LONG, tenant="tight", scheduling_key=TIGHT)
+    (other,) = harness.add("other", range(30), LONG, tenant="other")
+    harness.step()
+    assert other.status is SequenceStatus.RUNNING
+    assert held.status is small.status is SequenceStatus.WAITING  # nothing overtakes on its own account
+    harness.run()
+
+
+def test_none_overtakes_on_its_own_account_though_it_would_fit() -> None:
+    harness, quota = make_harness(), scheduling_key(max_kv_pages=16)
+    harness.add("first", range(30), LONG, tenant="t", scheduling_key=quota)
+    harness.step()
+    (held,) = harness.add("held", range(30), LONG, tenant="t", scheduling_key=quota)
+    (small,) = harness.add("small", range(2), LONG, tenant="t", scheduling_key=quota)
+    harness.step()
+    assert held.status is small.status is SequenceStatus.WAITING
+    assert harness.pool.accounts.num_pages["t"] < 10
+    harness.run()
+
+
+def test_pages_that_two_sequences_share_count_once() -> None:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256)
+    harness = AccountHarness(Settings(num_pages=200, page_size=4, scheduler=config))
+    short = SamplingParams(max_tokens=2)
+    harness.add("first", range(33), LONG, tenant="t", scheduling_key=scheduling_key(max_kv_pages=18))
+    harness.step()
+    (second,) = harness.add(
+        "second", range(34), short, tenant="t", scheduling_key=scheduling_key(max_kv_pages=18)
+    )
+    harness.step()
+    assert second.status is not SequenceStatus.WAITING and second.num_cached_tokens == 32
+    harness.run()
+
+
+def test_an_answer_ends_where_its_quota_does() -> None:
+    harness = make_harness()
+    (sequence,) = harness.add("a", range(8), LONG, tenant="tight", scheduling_key=TIGHT)
+    harness.run()
+    assert sequence.num_tokens == 40
+
+
+def test_a_prompt_beyond_its_quota_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="quota max_kv_pages of 10 pages, and the model, hold 40"):
+        make_harness().add("a", range(40), LONG, tenant="tight", scheduling_key=TIGHT)
+
+
+def test_a_lesser_quota_takes_back_what_is_over_it() -> None:
+    harness = make_harness()
+    harness.add(
+        "wide",
+        range(60),
+        SamplingParams(max_tokens=3),
+        tenant="t",
+        scheduling_key=scheduling_key(max_kv_pages=60),
+    )
+    for name in ("b", "c"):
+        harness.add(name, range(30), LONG, tenant="t", scheduling_key=TIGHT)
+    harness.step()
+    assert harness.pool.accounts.num_pages["t"] > 10
+    while ("wide", 0) in harness.live:
+        harness.step()
+    plan, _, _ = harness.step()
+    assert plan.preempted.keys() == {("c", 0)} and harness.pool.accounts.num_pages["t"] <= 10
+    harness.run()
+
+
+def test_pages_that_are_expected_leave_no_room_for_others() -> None:
+    harness = make_harness()
+    harness.pool.accounts.expect("tight", 8)
+    (sequence,) = harness.add("a", range(10), LONG, tenant="tight", scheduling_key=TIGHT)
+    assert not harness.step()[0].scheduled
+    harness.pool.accounts.expect("tight", -8)
+    harness.run()
+    assert sequence.num_tokens == 40
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamic"])
+def test_quotas_hold_whatever_the_policy(policy: str) -> None:
+    harness = make_harness(policy=policy)
+    for number in range(4):
+        harness.add(str(number), range(number, 20), LONG, tenant="tight", scheduling_key=TIGHT)
+    harness.add("other", range(8), LONG, tenant="other")
+    harness.run()

@@ -1,0 +1,173 @@
+import pytest
+
+from baton.config.engine import SchedulerConfig
+from baton.engine.cache.page_pool import PageState
+from baton.request import FinishReason, SamplingParams
+from tests.outside import OpenHarness
+from tests.scheduling import PROMPT, Settings
+
+
+def make(num_pages: int = 16, *, seats: int = 8, budget: int = 64, caching: bool = True) -> OpenHarness:
+    config = SchedulerConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
+    return OpenHarness(Settings(num_pages=num_pages, page_size=4, prefix_caching=caching, scheduler=config))
+
+
+# Claims.
+
+
+def test_a_claim_takes_hold_of_whole_pages_but_never_of_the_last_token() -> None:
+    harness = make()
+    harness.add("a", PROMPT[:8], SamplingParams(max_tokens=6))
+    harness.run()
+    claims = [harness.scheduler.claim(PROMPT[:length], b"", length) for length in range(1, 11)]
+    assert [claim.num_tokens for claim in claims] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
+    assert harness.pool.count(PageState.ACTIVE) == 2
+    for claim in claims:
+        harness.scheduler.outside.release(claim.pages, claim.owner)
+    assert harness.pool.count(PageState.ACTIVE) == 0
+    assert harness.pool.count(PageState.CACHED) == 3
+
+
+def test_claims_keep_salts_apart_and_count_as_queries() -> None:
+    harness = make()
+    harness.add("a", PROMPT, cache_salt=b"tenant")
+    harness.run()
+    queried = harness.cache.num_queried_tokens
+    assert harness.scheduler.claim(PROMPT, b"other", "x").pages == ()
+    assert harness.scheduler.claim(PROMPT, b"tenant", "y").num_tokens == 8
+    assert (harness.cache.num_queried_tokens - queried, harness.cache.num_hit_tokens) == (20, 8)
+
+
+def test_a_claim_is_cut_to_a_multiple_that_both_sides_can_start_at() -> None:
+    harness = make()
+    harness.add("a", PROMPT * 2)
+    harness.run()
+    taken = [
+        harness.scheduler.claim(PROMPT * 2, b"", multiple, multiple_of=multiple).num_tokens
+        for multiple in (1, 2, 4, 8, 16, 32)
+    ]
+    assert taken == [16, 16, 16, 16, 16, 0]
+
+
+def test_an_owner_has_one_claim() -> None:
+    harness = make()
+    harness.add("a", PROMPT)
+    harness.run()
+    claim = harness.scheduler.claim(PROMPT, b"", "owner")
+    with pytest.raises(ValueError, match="owner has claimed pages already"):
+        harness.scheduler.claim(PROMPT, b"", "owner")
+    harness.scheduler.outside.release(claim.pages[1:], "owner")
+    with pytest.raises(ValueError, match="owner has claimed"):
+        harness.scheduler.claim(PROMPT, b"", "owner")
+    harness.scheduler.outside.release(claim.pages[:1], "owner")
+    assert harness.scheduler.claim(PROMPT, b"", "owner") == claim
+
+
+def test_claimed_pages_are_not_evicted() -> None:
+    harness = make(num_pages=6)
+    harness.add("a", PROMPT)
+    harness.run()
+    claim = harness.scheduler.claim(PROMPT, b"", "owner")
+    harness.used["owner"] = set(claim.pages)
+    harness.add("b", [40] * 9, SamplingParams(max_tokens=6))
+    while harness.scheduler.has_work():
+        harness.step()
+    assert harness.cache.find(PROMPT, b"") == list(claim.pages)
+
+
+# Pages kept after the end.
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) -> None:
+    harness = make(budget=budget)
+    (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
+    sequence.keeps_pages = True
+    while harness.scheduler.has_work():
+        harness.step()
+    assert sequence.finish_reason is FinishReason.LENGTH
+    assert sequence.num_computed_tokens == len(PROMPT) and len(sequence.page_table) == 3
+    with pytest.raises(ValueError, match="already here"):
+        harness.add("a", PROMPT)
+    harness.release_kept(sequence)
+    assert sequence.page_table == []
+    harness.scheduler.outside.release_kept(sequence.key)  # once more is no matter
+    assert harness.pool.num_available == 16
+    harness.add("a", PROMPT)
+    harness.run()
+
+
+def test_an_aborted_sequence_keeps_nothing() -> None:
+    harness = make()
+    (sequence,) = harness.add("a", PROMPT)
+    sequence.keeps_pages = True
+    harness.step()
+    harness.abort("a")
+    assert sequence.page_table == [] and not harness.scheduler.outside.kept
+    assert harness.pool.num_available == 16
+
+
+# Room for reservations.
+
+
+def test_a_reservation_may_have_all_pages_of_an_idle_engine() -> None:
+    harness = make()
+    harness.add("a", PROMPT)
+    harness.run()
+    assert harness.pool.num_free < 16 == harness.scheduler.outside.num_reservable()
+
+
+def test_a_reservation_leaves_the_longest_sequence_its_end_and_each_its_headroom() -> None:
+    harness = make(num_pages=40)
+    harness.add("long", PROMPT, SamplingParams(max_tokens=102))  # 28 pages in the end
+    harness.add("short", PROMPT[::-1], SamplingParams(max_tokens=2))
+    assert harness.scheduler.outside.num_reservable() == 12
+    harness.step()
+    assert harness.scheduler.outside.num_reservable() == 12  # 6 held, 2 x 4 of headroom: 26 could be had now
+
+
+def test_pages_that_a_running_prefill_still_needs_are_not_reserved() -> None:
+    harness = make(num_pages=16, budget=4)
+    harness.add("a", [5] * 30, SamplingParams(max_tokens=1))
+    harness.step()
+    assert harness.scheduler.outside.num_reservable() == 16 - 8 - 4
+
+
+def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
+    harness = make(num_pages=12)
+    harness.add("runs", [5] * 24, SamplingParams(max_tokens=8))
+    harness.step()
+    harness.add("waits", [6] * 20, SamplingParams(max_tokens=1))
+    plan, _, _ = harness.step()
+    assert not plan.admitted and harness.pool.num_available == 5
+    while harness.scheduler.num_running:
+        assert harness.scheduler.outside.num_reservable() == 0
+        harness.step()
+    assert harness.scheduler.outside.num_reservable() == 12 - 6  # it may still grow by a page
+    harness.run()
+
+
+def test_pages_that_others_hold_are_no_room() -> None:
+    harness = make(num_pages=12)
+    (kept,) = harness.add("a", PROMPT, SamplingParams(max_tokens=1))
+    kept.keeps_pages = True
+    harness.step()
+    (live,) = harness.add("b", [*PROMPT, 1, 2, 3], SamplingParams(max_tokens=8))
+    harness.step()
+    harness.pool.lease(live.page_table[2:3], "reader", 1e9)
+    harness.leased["reader"] = set(live.page_table[2:3])
+    claim = harness.scheduler.claim(live.token_ids, b"", "claim")
+    harness.used["claim"] = set(claim.pages)
+    # 12 pages: 3 kept, of which the sequence and the claim share 2; a leased one; 6 for its end.
+    assert harness.scheduler.outside.num_reservable() == harness.num_reservable() == 2
+
+
+def test_a_failed_sequence_leaves_no_page_to_be_found() -> None:
+    harness = make()
+    (sequence,) = harness.add("a", PROMPT, SamplingParams(max_tokens=9))
+    harness.step()
+    harness.scheduler.fail(sequence)
+    del harness.live[sequence.key]
+    assert sequence.finish_reason is FinishReason.ERROR and harness.pool.num_free == 16
+    assert harness.cache.find(PROMPT, b"") == []
+    harness.scheduler.check_integrity()

@@ -1,0 +1,231 @@
+import asyncio
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from baton.errors import BatonError, IntegrityError, Overloaded, WorkerLost
+from baton.gateway.api.answer import OPENING_S, Answer, AnswerChoice, Delta
+from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from tests.scripted_service import WORKER_ID, ScriptedService, answer_at_once, events
+from tests.unit.gateway import calls
+
+
+class Heard:
+    """A listener that remembers."""
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[int, Delta]] = []
+        self.ends: list[str] = []
+        self.error: BatonError | None = None
+
+    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
+        self.deltas.append((choice.index, delta))
+
+    def finished(self) -> None:
+        self.ends.append("end")
+
+    def failed(self, error: BatonError) -> None:
+        assert self.error is None
+        self.error = error
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for of, delta in self.deltas if of == index)
+
+
+def started(service: ScriptedService, **fields: Any) -> tuple[Answer, Heard]:
+    answer, heard = calls.answer(service, **fields), Heard()
+    answer.start(heard)
+    return answer, heard
+
+
+def test_tokens_become_text_until_the_end() -> None:
+    service = ScriptedService()
+    answer, heard = started(service)
+    (request,) = service.requests
+    assert request.token_ids == calls.PROMPT.token_ids and request.sampling.n == 1
+    assert (request.tenant, request.cache_salt) == ("acme", calls.TENANT.cache_salt)
+    service.emit(request.request_id, events(request, calls.ids("1 2"), end=None, num_cached_tokens=16))
+    assert not heard.ends and heard.text() == "1 2"
+    service.emit(request.request_id, events(request, calls.ids(" 3"), start=3))
+    assert len(heard.ends) == 1 and heard.text() == "1 2 3" and answer.is_over
+    assert (answer.num_cached_tokens, answer.num_completion_tokens) == (16, 5)
+    assert answer.choices[0].finish_reason is FinishReason.LENGTH
+    assert not service.cancelled
+
+
+def test_later_choices_wait_for_the_first_ones_first_token() -> None:
+    service = ScriptedService()
+    _, heard = started(service, num_choices=3, sampling={"prompt_logprobs": 1})
+    (first,) = service.requests
+    service.emit(first.request_id, events(first, calls.ids("1"), end=None))
+    assert [request.choice for request in service.requests] == [0, 1, 2]
+    assert service.besides == ["", WORKER_ID, WORKER_ID]
+    assert [request.sampling.prompt_logprobs for request in service.requests] == [1, None, None]
+    assert {request.sampling.seed for request in service.requests} == {7}
+    service.emit(first.request_id, events(first, calls.ids("2"), start=1))
+    assert len(service.requests) == 3 and not heard.ends
+    for request in service.requests[1:]:
+        service.emit(request.request_id, events(request, calls.ids("4")))
+    assert len(heard.ends) == 1 and [heard.text(index) for index in range(3)] == ["12", "4", "4"]
+
+
+def test_a_first_choice_that_ends_at_once_opens_the_others_all_the_same() -> None:
+    _, heard = started(ScriptedService(answer_at_once(calls.ids("1"))), num_choices=3)
+    assert len(heard.ends) == 1 and [heard.text(index) for index in range(3)] == ["1"] * 3
+
+
+def test_every_prompt_has_its_choices() -> None:
+    service = ScriptedService(answer_at_once(calls.ids("1")))
+    answer, heard = started(service, prompts=(calls.PROMPT, calls.PROMPT), num_choices=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.number for choice in answer.choices] == [0, 1, 0, 1]
+    assert len(heard.ends) == 1 and len({request.request_id for request in service.requests}) == 4
+    assert answer.num_prompt_tokens == 2 * len(calls.PROMPT.token_ids)
+
+
+def test_a_stop_string_cancels_what_the_worker_goes_on_with() -> None:
+    service = ScriptedService()
+    answer, heard = started(service, stops=("2",))
+    (request,) = service.requests
+    service.emit(request.request_id, events(request, calls.ids("1 2 3"), end=None))
+    assert heard.text() == "1 " and len(heard.ends) == 1
+    assert service.cancelled == [request.request_id]
+    assert answer.choices[0].stop_reason == "2"
+    assert answer.num_completion_tokens == 3  # those after the match are nobody's
+
+
+def test_a_failure_of_one_choice_ends_them_all() -> None:
+    service = ScriptedService()
+    answer, heard = started(service, num_choices=2)
+    first = service.requests[0]
+    service.emit(first.request_id, events(first, calls.ids("1"), end=None))
+    error = WorkerLost("twice")
+    service.fail(service.requests[1].request_id, error)
+    assert heard.error is error and answer.is_over and not heard.ends
+    assert service.cancelled == [first.request_id]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT])
+def test_an_end_that_no_client_knows_is_a_failure(reason: FinishReason) -> None:
+    service = ScriptedService()
+    _, heard = started(service)
+    (request,) = service.requests
+    service.emit(request.request_id, [TokenEvent(request.request_id, 0, 0, None, reason)])
+    assert isinstance(heard.error, IntegrityError) and not heard.deltas
+
+
+def test_what_cannot_be_opened_leaves_nothing() -> None:
+    service = ScriptedService()
+
+    def refuse_the_second(service: ScriptedService, request: object) -> None:
+        service.refusal = Overloaded("full", retry_after_s=1)
+
+    service.play = refuse_the_second
+    answer = calls.answer(service, prompts=(calls.PROMPT, calls.PROMPT))
+    with pytest.raises(Overloaded):
+        answer.start(Heard())
+    assert service.cancelled == [service.requests[0].request_id] and not service.sinks
+
+
+def open_slowly(service: ScriptedService, request: object) -> None:
+    since_s = time.thread_time()
+    while time.thread_time() - since_s <= OPENING_S:
+        pass
+
+
+async def until_opened(service: ScriptedService, num_choices: int) -> None:
+    async with asyncio.timeout(20):
+        while len(service.requests) < num_choices:
+            await asyncio.sleep(0)
+
+
+def test_a_call_with_many_choices_leaves_half_of_the_loops_time_to_others() -> None:
+    async def run() -> None:
+        service, opened_s = ScriptedService(), list[float]()
+
+        def play(service: ScriptedService, request: object) -> None:
+            opened_s.append(time.monotonic())
+            open_slowly(service, request)
+
+        service.play = play
+        calls.answer(service, prompts=(calls.PROMPT,) * 3).start(Heard())
+        assert len(service.requests) == 1
+        await until_opened(service, 3)
+        assert all(after - before > 2 * OPENING_S for before, after in pairwise(opened_s))
+
+    asyncio.run(run())
+
+
+def test_a_choice_that_cannot_be_opened_in_a_later_turn_fails_the_call() -> None:
+    async def run() -> None:
+        service, heard = ScriptedService(), Heard()
+        service.play = open_slowly
+        calls.answer(service, prompts=(calls.PROMPT,) * 2).start(heard)
+        service.refusal = Overloaded("full", retry_after_s=1)
+        async with asyncio.timeout(20):
+            while heard.error is None:
+                await asyncio.sleep(0)
+        assert heard.error is service.refusal and not service.sinks
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_opens_nothing_more() -> None:
+    async def run() -> None:
+        service = ScriptedService()
+        service.play = open_slowly
+        answer = calls.answer(service, prompts=(calls.PROMPT,) * 2)
+        answer.start(Heard())
+        answer.cancel()
+        await asyncio.sleep(3 * OPENING_S)
+        assert len(service.requests) == 1 and not service.sinks
+
+    asyncio.run(run())
+
+
+def test_later_choices_that_cannot_be_opened_fail_the_call() -> None:
+    service = ScriptedService()
+    _, heard = started(service, num_choices=2)
+    (first,) = service.requests
+    service.refusal = Overloaded("full", retry_after_s=1)
+    service.emit(first.request_id, events(first, calls.ids("1"), end=None))
+    assert heard.error is service.refusal and not service.sinks and not heard.ends
+
+
+def test_nothing_is_heard_after_cancelling() -> None:
+    service = ScriptedService()
+    answer, heard = started(service)
+    (request,) = service.requests
+    sink = service.sinks[request.request_id]
+    answer.cancel()
+    answer.cancel()
+    sink.tokens(events(request, calls.ids("1")))
+    sink.failed(WorkerLost("late"))
+    assert service.cancelled == [request.request_id]
+    assert not heard.deltas and heard.error is None and not heard.ends
+
+
+def test_deltas_join_as_if_they_had_come_together() -> None:
+    entry = TokenLogprobs(token_id=3, logprob=-1.0, rank=1)
+    one, two = Delta("a", [1], []), Delta("b", [2, 3], [entry])
+    assert Delta.joined([one]) is one
+    assert Delta.joined([one, two]) == Delta("ab", [1, 2, 3], [entry])
+    assert Delta.joined([]) == Delta()
+
+
+def test_tokens_that_cannot_be_shown_fail_their_own_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    """They come in a message with others': nothing may be raised there."""
+    service = ScriptedService()
+    answer, heard = started(service)
+    (request,) = service.requests
+
+    def break_down(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    heard.advanced = break_down  # type: ignore[assignment]
+    service.emit(request.request_id, events(request, calls.ids("1"), end=None))
+    assert isinstance(heard.error, IntegrityError) and answer.is_over
+    assert service.cancelled == [request.request_id]
+    assert "a bug" in caplog.text

@@ -1,0 +1,267 @@
+import json
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.config.gateway import GatewayConfig
+from baton.gateway.api import format
+from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.call import Prompt
+from baton.gateway.api.format import AnswerFormat, LogprobsFormat, PackedLogprobs, answer_format
+from baton.gateway.api.inference import _Kept
+from baton.request import FinishReason, TokenEvent, TokenLogprobs
+from baton.tenants import has_place
+from tests.scripted_service import ScriptedService
+from tests.unit.gateway import calls
+
+PROMPT_IDS = list(calls.PROMPT.token_ids)
+
+
+class Kept:
+    """A listener that keeps the deltas by choice."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.deltas: list[list[Delta]] = [[] for _ in answer.choices]
+
+    def advanced(self, choice: AnswerChoice, delta: Delta) -> None:
+        self.deltas[choice.index].append(delta)
+
+    def finished(self) -> None: ...
+
+    def failed(self, error: Exception) -> None:
+        raise error
+
+
+def logprobs(token_id: int, logprob: float = -0.5) -> TokenLogprobs:
+    return TokenLogprobs(token_id=token_id, logprob=logprob, rank=1, top=((token_id, logprob), (0, -7.0)))
+
+
+def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta]]:
+    """A call whose every choice got this text, in one batch, ending by a stop token."""
+    service = ScriptedService()
+    answer = calls.answer(service, **fields)
+    kept = Kept(answer)
+    answer.start(kept)
+    has_logprobs = answer.call.sampling.logprobs is not None
+    for index in range(len(answer.choices)):  # the others of a prompt are opened by its first
+        request = service.requests[index]
+        prompt = (None, *(logprobs(token_id, -1.5) for token_id in request.token_ids[1:]))
+        batch = [
+            TokenEvent(
+                request.request_id,
+                0,
+                at,
+                token_id,
+                FinishReason.LENGTH if at == len(calls.ids(text)) - 1 else None,
+                16,
+                logprobs(token_id) if has_logprobs else None,
+                prompt if at == 0 and request.sampling.prompt_logprobs is not None else None,
+            )
+            for at, token_id in enumerate(calls.ids(text))
+        ]
+        service.emit(request.request_id, batch)
+    form = answer_format(answer, calls.TOKENIZER, 1_700_000_000)
+    return answer, form, [Delta.joined(deltas) for deltas in kept.deltas]
+
+
+def whole(text: str, **fields: Any) -> dict[str, Any]:
+    _, form, deltas = answered(text, **fields)
+    found: dict[str, Any] = json.loads(b"".join(form.whole(deltas)))
+    return found
+
+
+def test_a_whole_chat() -> None:
+    answer, form, deltas = answered('1 "2" \u00e9', is_chat=True)
+    found = json.loads(b"".join(form.whole(deltas)))
+    assert found == {
+        "id": f"chatcmpl-{answer.choices[0].request_id}",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": '1 "2" \u00e9'},
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": len(PROMPT_IDS),
+            "completion_tokens": len(deltas[0].token_ids),
+            "total_tokens": len(PROMPT_IDS) + len(deltas[0].token_ids),
+            "prompt_tokens_details": {"cached_tokens": 16},
+        },
+    }
+
+
+def test_the_quick_way_writes_what_the_other_would() -> None:
+    for is_chat in (True, False):
+        plain_answer, plain, (delta,) = answered('a "b" \u00e9\n', is_chat=is_chat, model="100% tiny")
+        _, slow, _ = answered('a "b" \u00e9\n', is_chat=is_chat, model="100% tiny", returns_token_ids=True)
+        quick = json.loads(plain.delta(plain_answer.choices[0], delta))
+        other = json.loads(slow.delta(plain_answer.choices[0], delta))
+        del other["choices"][0]["token_ids"]
+        assert quick | {"id": ""} == other | {"id": ""}
+        assert quick["model"] == "100% tiny"
+
+
+def test_chunks_of_a_chat() -> None:
+    answer, form, (delta,) = answered("1", is_chat=True, has_running_usage=True)
+    (choice,) = answer.choices
+    first, text, last = (
+        json.loads(chunk) for chunk in (form.first(choice), form.delta(choice, delta), form.last(choice))
+    )
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text["choices"][0]["delta"] == {"content": "1"}
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "length"
+    assert all(chunk["usage"]["completion_tokens"] == 1 for chunk in (first, text, last))
+    assert json.loads(form.usage())["choices"] == []
+
+
+def test_a_completion_has_no_chunk_before_its_text() -> None:
+    answer, form, _ = answered("1")
+    assert form.first(answer.choices[0]) == b""
+
+
+def test_an_echo_comes_first_and_counts_for_offsets() -> None:
+    fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    answer, form, (delta,) = answered("1 2", **fields)
+    (choice,) = answer.choices
+    first, text = (
+        json.loads(chunk)["choices"][0] for chunk in (form.first(choice), form.delta(choice, delta))
+    )
+    assert first["text"] == calls.PROMPT.text and text["text"] == "1 2"
+    assert first["logprobs"]["token_logprobs"] == [None, *[-1.5] * (len(PROMPT_IDS) - 1)]
+    length = len(calls.PROMPT.text or "")
+    assert text["logprobs"]["text_offset"] == [length, length + 1, length + 2]
+    found = whole("1 2", **fields)["choices"][0]
+    assert found["logprobs"]["text_offset"] == [
+        *first["logprobs"]["text_offset"],
+        *text["logprobs"]["text_offset"],
+    ]
+    assert found["text"] == f"{calls.PROMPT.text}1 2"
+
+
+def test_a_prompt_alone_is_scored_without_what_was_generated() -> None:
+    found = whole("1", has_echo=True, hides_tokens=True, sampling={"logprobs": 0, "prompt_logprobs": 0})
+    (choice,) = found["choices"]
+    assert choice["text"] == calls.PROMPT.text and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == len(PROMPT_IDS)
+    assert found["usage"]["completion_tokens"] == 0
+
+
+def test_every_choice_shows_the_prompts_logprobs() -> None:
+    found = whole("1", has_echo=True, num_choices=2, sampling={"logprobs": 0, "prompt_logprobs": 0})
+    one, two = found["choices"]
+    assert one["logprobs"] == two["logprobs"] and len(one["logprobs"]["tokens"]) == len(PROMPT_IDS) + 1
+
+
+def test_chat_logprobs_come_with_bytes() -> None:
+    found = whole("1", is_chat=True, sampling={"logprobs": 2})
+    (entry,) = found["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"], entry["logprob"]) == ("1", [49], -0.5)
+    assert [each["token"] for each in entry["top_logprobs"]] == ["1", "<|pad|>"]
+
+
+def test_token_ids_are_returned_when_asked_for() -> None:
+    chat = whole("1 2", is_chat=True, returns_token_ids=True)
+    assert chat["prompt_token_ids"] == PROMPT_IDS and chat["choices"][0]["token_ids"] == calls.ids("1 2")
+    choice = whole("1 2", returns_token_ids=True)["choices"][0]
+    assert choice["prompt_token_ids"] == PROMPT_IDS and choice["token_ids"] == calls.ids("1 2")
+
+
+def test_what_cannot_come_has_a_finite_logprob() -> None:
+    entry = TokenLogprobs(token_id=5, logprob=float("-inf"), rank=9, top=((5, float("-inf")),))
+    answer, form, _ = answered("1", is_chat=True, sampling={"logprobs": 1})
+    chunk = form.delta(answer.choices[0], Delta("a", [5], [entry]))
+    assert b"-9999.0" in chunk and b"null" in chunk  # the finish reason is all that is null
+    assert json.loads(chunk)["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+LONG = Prompt(" ".join(["12"] * 700), tuple(calls.ids(" ".join(["12"] * 700))))
+
+
+def test_long_logprobs_are_written_in_slices_and_read_as_one() -> None:
+    fields: dict[str, Any] = {"has_echo": True, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    text = " ".join(["7"] * 700)
+    answer, form, deltas = answered(text, prompts=(LONG,), **fields)
+    (choice,), parts = answer.choices, list(form.whole(deltas))
+    assert max(map(len, parts)) < 64 * 1024 < sum(map(len, parts))
+    found = json.loads(b"".join(parts))["choices"][0]
+    entries = [*(choice.prompt_logprobs or ()), *deltas[0].logprobs]
+    token_ids = [*LONG.token_ids, *deltas[0].token_ids]
+    assert found["logprobs"] == LogprobsFormat(calls.TOKENIZER).completion(entries, token_ids, 0)
+    assert found["text"] == f"{LONG.text}{text}"
+
+
+def test_long_logprobs_of_a_chat_are_written_in_slices_and_read_as_one() -> None:
+    _, form, deltas = answered(" ".join(["7"] * 700), is_chat=True, sampling={"logprobs": 2})
+    parts = list(form.whole(deltas))
+    assert max(map(len, parts)) < 128 * 1024 < sum(map(len, parts))
+    found = json.loads(b"".join(parts))["choices"][0]["logprobs"]
+    assert found == {"content": LogprobsFormat(calls.TOKENIZER).chat(deltas[0].logprobs), "refusal": None}
+
+
+def test_an_echo_is_made_once_for_all_choices_of_its_prompt() -> None:
+    fields: dict[str, Any] = {"num_choices": 3, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    _, form, deltas = answered("1", prompts=(LONG, LONG), has_echo=True, **fields)
+    parts = list(form.whole(deltas))
+    largest = max(parts, key=len)
+    assert [part is largest for part in parts].count(True) == 3
+    choices = json.loads(b"".join(parts))["choices"]
+    assert len(choices) == 6 and all(each["logprobs"] == choices[0]["logprobs"] for each in choices)
+
+
+def test_streamed_echoes_of_a_prompt_are_alike() -> None:
+    fields: dict[str, Any] = {"num_choices": 2, "sampling": {"logprobs": 1, "prompt_logprobs": 1}}
+    answer, form, deltas = answered("1", prompts=(LONG,), has_echo=True, **fields)
+    firsts = [json.loads(form.first(choice))["choices"][0] for choice in answer.choices]
+    texts = [json.loads(form.delta(*each))["choices"][0] for each in zip(answer.choices, deltas, strict=True)]
+    assert firsts[0]["logprobs"] == firsts[1]["logprobs"] and firsts[1]["index"] == 1
+    num_chars = len(LONG.text or "")
+    assert [text["logprobs"]["text_offset"] for text in texts] == [[num_chars]] * 2
+
+
+TOKENS = st.integers(0, 2**31 - 1)
+VALUES = st.floats(max_value=0.0, allow_nan=False)
+ENTRIES = st.lists(
+    st.builds(
+        TokenLogprobs,
+        token_id=TOKENS,
+        logprob=VALUES,
+        rank=st.integers(1, 2**31 - 1),
+        top=st.lists(st.tuples(TOKENS, VALUES), max_size=20).map(tuple),
+    )
+)
+
+
+@given(batches=st.lists(ENTRIES, max_size=4), first=st.integers(-9, 9), end=st.integers(-9, 9))
+def test_packed_logprobs_are_what_was_packed(
+    batches: list[list[TokenLogprobs]], first: int, end: int
+) -> None:
+    packed, plain = PackedLogprobs(), [entry for batch in batches for entry in batch]
+    with patch.object(format, "BLOCK_TOKENS", 2):
+        for batch in batches:
+            packed.extend(batch)
+        assert list(packed) == plain
+        assert packed[first:end] == plain[first:end]
+        if plain:
+            assert packed[-1] == plain[-1]
+
+
+def test_one_answer_of_the_most_log_probabilities_fits_where_unstreamed_answers_are_kept() -> None:
+    config, top = GatewayConfig(model="tiny", routers=()), tuple((index, -1.0) for index in range(20))
+    kept, num_tokens = _Kept(), 1000
+    for _ in range(num_tokens):
+        entry = TokenLogprobs(token_id=1, logprob=-1.0, rank=1, top=top)
+        num_bytes = kept.add(Delta("word", [1], [entry]))
+    most = config.max_answer_entries // (len(top) + 1)
+    num_free = config.max_answer_bytes - num_bytes * most
+    assert has_place("tenant", 0, num_bytes * most, num_free)
+    joined = kept.joined()
+    assert (joined.text, joined.token_ids) == ("word" * num_tokens, [1] * num_tokens)
+    assert list(joined.logprobs) == [entry] * num_tokens

@@ -1,0 +1,81 @@
+import asyncio
+from typing import Any, cast
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from baton.gateway.api.stream_socket import MAX_UNSENT, WebSocketWriter
+
+
+class Reader:
+    """The part of a WebSocket that is written to; it takes a message when the test lets it."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.may_read = asyncio.Event()
+        self.has_left = False
+
+    async def send_text(self, text: str) -> None:
+        await self.may_read.wait()
+        if self.has_left:
+            raise WebSocketDisconnect
+        self.read.append(text)
+
+
+def outlet_to(reader: Reader) -> WebSocketWriter:
+    return WebSocketWriter(cast(WebSocket, cast(Any, reader)))
+
+
+async def turns(number: int = 5) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def test_lines_are_messages_in_order() -> None:
+    async def scenario() -> None:
+        reader = Reader()
+        reader.may_read.set()
+        writer = outlet_to(reader)
+        writer.write(b'{"a":1}\n{"b":2}\n')
+        writer.write(b"[DONE]\n")
+        await turns()
+        assert reader.read == ['{"a":1}', '{"b":2}', "[DONE]"]
+        await writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_does_not_read_lags_and_is_told_of_when_it_has() -> None:
+    async def scenario() -> None:
+        reader, told = Reader(), list[str]()
+        writer = outlet_to(reader)
+        writer.on_writable = lambda: told.append("writable")
+        for _ in range(MAX_UNSENT + 2):
+            assert not writer.lags
+            writer.write(b"x\n")
+            await turns()
+        assert [writer.lags, told] == [True, []]
+        reader.may_read.set()
+        await turns()
+        assert [writer.lags, told] == [False, ["writable"]]
+        assert len(reader.read) == MAX_UNSENT + 2
+        await writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_is_told_of_and_gets_nothing_more() -> None:
+    async def scenario() -> None:
+        reader, told = Reader(), list[str]()
+        reader.has_left = True
+        reader.may_read.set()
+        writer = outlet_to(reader)
+        writer.on_gone = lambda: told.append("gone")
+        writer.write(b"x\n")
+        await turns()
+        assert told == ["gone"]
+        writer.write(b"y\n")
+        await turns()
+        assert writer.is_gone and not reader.read
+        await writer.close()
+
+    asyncio.run(scenario())

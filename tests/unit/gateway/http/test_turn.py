@@ -1,0 +1,98 @@
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from starlette.types import Message
+
+from baton.clock import ManualClock
+from baton.gateway.api.errors import ClientGone
+from baton.gateway.http.asgi import BLOCK_BYTES, TURN_S, WriteCoalescer, respond_in_turns
+from tests.unit.gateway.calls import Client
+
+
+def test_what_is_added_in_a_turn_is_called_once_at_its_end() -> None:
+    async def scenario() -> None:
+        turn, called = WriteCoalescer(), list[str]()
+        turn.add(lambda: called.append("a"))
+        turn.add(lambda: called.append("b"))
+        assert not called
+        await asyncio.sleep(0)
+        assert called == ["a", "b"]
+        turn.add(lambda: turn.add(lambda: called.append("d")))
+        await asyncio.sleep(0)
+        assert called == ["a", "b"]
+        await asyncio.sleep(0)
+        assert called == ["a", "b", "d"]
+
+    asyncio.run(scenario())
+
+
+class Work:
+    """Parts of which each takes more than half a turn. Others have theirs meanwhile, which is counted."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.num_parts = 0
+        self.num_turns_of_others = 0
+
+    def parts(self) -> Iterator[bytes]:
+        for index in range(10):
+            self.clock.advance(TURN_S * 0.6)
+            self.num_parts += 1
+            yield b"%d" % index
+
+    async def others(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.num_turns_of_others += 1
+
+
+def test_long_work_lets_others_have_their_turn() -> None:
+    async def scenario() -> None:
+        work = Work()
+        others = asyncio.create_task(work.others())
+        sent = list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await respond_in_turns(send, work.parts(), work.clock, Client())
+        assert b"".join(message.get("body", b"") for message in sent) == b"0123456789"
+        others.cancel()
+        assert work.num_turns_of_others == 4  # after every second part; it begins in the first of five
+
+    asyncio.run(scenario())
+
+
+def test_long_work_ends_when_nobody_waits_for_it() -> None:
+    async def scenario() -> None:
+        work, client = Work(), Client()
+        client.is_gone = True
+        with pytest.raises(ClientGone):
+            await respond_in_turns(_unsent, work.parts(), work.clock, client)
+        assert work.num_parts == 2
+
+    asyncio.run(scenario())
+
+
+async def _unsent(message: Message) -> None:
+    raise AssertionError("nobody is there to be told")
+
+
+def test_long_answer_is_sent_while_it_is_made() -> None:
+    """The parts made so far have left when the next is made, but for one block."""
+    sent, num_ahead = list[Message](), list[int]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    def parts() -> Iterator[bytes]:
+        for index in range(100):
+            num_sent = sum(len(message.get("body", b"")) for message in sent)
+            num_ahead.append(index * 10_000 - num_sent)
+            yield b"x" * 10_000
+
+    asyncio.run(respond_in_turns(send, parts(), ManualClock(), Client()))
+    assert sum(len(message.get("body", b"")) for message in sent) == 1_000_000
+    assert max(num_ahead) <= BLOCK_BYTES + 10_000
+    assert sent[-1]["more_body"] is False

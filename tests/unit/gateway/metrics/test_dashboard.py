@@ -1,0 +1,124 @@
+import re
+from html.parser import HTMLParser
+
+import msgspec
+
+from baton.clock import ManualClock
+from baton.gateway.metrics.dashboard import HEADERS, Dashboard, quantile, rates
+from baton.gateway.metrics.metrics import TTFT_BOUNDS_S, Counts, Metrics
+from baton.messages.operations import Status
+from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.workers import Load, WorkerStatus
+from tests.scripted_service import worker
+
+
+class Text(HTMLParser):
+    """What a reader sees, and what a browser would load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "action")]
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append(data.strip())
+
+
+def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Counts:
+    metrics = Metrics(name)
+    metrics.requests["/v1/completions", 200] = num_requests
+    metrics.requests["/metrics", 200] = 1000
+    metrics.generated_tokens = num_tokens
+    return metrics.counts({"replays_lost": 3, "opened": 5})
+
+
+def status(**fields: object) -> Status:
+    load = Load(
+        num_running=3,
+        pages={"free": 16, "cached": 32, "active": 16},
+        prefix_queries_tokens=200,
+        prefix_hits_tokens=50,
+    )
+    entry = WorkerStatus(worker=worker(), load=load, num_attempts=5, beat_age_s=0.1)
+    queue = QueueStatus(
+        level=OverloadLevel.CALM, num_queued=7, tenants=(TenantStatus(tenant="<b>acme</b>", num_queued=7),)
+    )
+    return msgspec.structs.replace(
+        Status(workers=(entry,), routers=(RouterStatus(id="e" * 32, queue=queue),)), **fields
+    )
+
+
+def page(clock: ManualClock | None = None) -> Dashboard:
+    return Dashboard("tiny", clock or ManualClock(10.0))
+
+
+def tile(shown: Text, name: str) -> str:
+    return shown.texts[shown.texts.index(name) - 1]
+
+
+def test_workers_tenants_and_gateways_are_shown() -> None:
+    shown = Text(page().page([counts("g0", 12, 90), counts("g1")], status()))
+    assert {"decode-0", "decode", "25%", "g0", "g1", "12", "90"} <= set(shown.texts)
+    assert tile(shown, "wait at the router") == "7" and tile(shown, "overload") == "calm"
+
+
+def test_names_are_no_markup() -> None:
+    text = page().page([counts()], status())
+    assert "<b>acme" not in text and "<b>acme</b>" in Text(text).texts
+
+
+def test_a_browser_runs_nothing_and_loads_nothing() -> None:
+    shown = Text(page().page([counts()], status()))
+    assert not shown.links and "script" not in shown.tags
+    assert HEADERS["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_before_anything_is_known_it_says_so() -> None:
+    shown = Text(page().page([counts()], None))
+    assert "None is there." in shown.texts and "Tenants" not in shown.texts
+    assert tile(shown, "first token, 99 %") == "-"
+
+
+def test_rates_are_of_the_time_between_two_readings() -> None:
+    clock = ManualClock(10.0)
+    dashboard = page(clock)
+    dashboard.page([counts("g0", 10, 100)], None)
+    clock.advance(2.0)
+    shown = Text(dashboard.page([counts("g0", 30, 500)], None))
+    assert (tile(shown, "requests/s"), tile(shown, "tokens/s")) == ("10.0", "200")
+    clock.advance(0.1)  # somebody else looks: too soon for other figures
+    shown = Text(dashboard.page([counts("g0", 31, 501)], None))
+    assert (tile(shown, "requests/s"), tile(shown, "tokens/s")) == ("10.0", "200")
+
+
+def test_a_gateway_that_comes_or_goes_is_no_burst() -> None:
+    assert rates([counts("g0", 10)], [counts("g1", 500)], 1.0) == (0.0, 0.0)
+    assert rates([counts("g0", 10), counts("g1", 7)], [counts("g0", 13)], 2.0) == (1.5, 0.0)
+
+
+def test_a_quantile_is_a_bound_of_all_gateways_together() -> None:
+    one, other = Metrics("a"), Metrics("b")
+    for _ in range(98):
+        one.ttft.observe(0.015)
+    other.ttft.observe(1.5)
+    other.ttft.observe(1000.0)
+    both = [one.ttft.counts(), other.ttft.counts()]
+    shown = [quantile(both, TTFT_BOUNDS_S, share) for share in (0.5, 0.99, 1.0)]
+    assert shown == ["\u2264 20 ms", "\u2264 2 s", "> 60 s"]
+
+
+def test_pages_fill_their_bar_in_proportion() -> None:
+    text = page().page([counts()], status())
+    assert re.findall(r'class="(\w+)" style="width:([\d.]+)%"', text) == [
+        ("active", "25.0"),
+        ("cached", "50.0"),
+        ("leased", "0.0"),
+        ("quarantined", "0.0"),
+    ]

@@ -1,0 +1,192 @@
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.gateway.metrics.exporter import Exporter
+from baton.gateway.metrics.metrics import Counts, Histogram, HistogramCounts, Metrics
+from baton.messages.operations import Status
+from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.workers import Load, WorkerStatus
+from baton.tenants import Refusal
+from tests.node_peers import id_of
+from tests.scripted_service import ScriptedService, worker
+
+
+def samples(exporter: Exporter, *others: Counts) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(exporter.text(others).decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def exporter(metrics: Metrics, service: ScriptedService, *, vllm_names: bool = False) -> Exporter:
+    return Exporter(metrics, service, model="tiny", vllm_names=vllm_names)
+
+
+def service_with_workers() -> ScriptedService:
+    service = ScriptedService()
+    load = Load(num_running=3, num_waiting=2, pages={"free": 32, "cached": 16, "active": 16}, num_tokens=9)
+    service.status = Status(
+        workers=(WorkerStatus(worker=worker(), load=load, num_attempts=5, beat_age_s=0.1),)
+    )
+    service.counters = {"replayed": 4}
+    return service
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for value in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(value)
+    counts = histogram.counts()
+    assert counts.counts == (2, 1, 1)
+    assert counts.sum == pytest.approx(7.65)
+
+
+def test_requests_are_counted_by_known_routes_only() -> None:
+    metrics = Metrics("g0")
+    for path in ("/v1/completions", "/v1/completions", "/etc/passwd", "/a%00"):
+        metrics.answered(path, 200)
+    found = samples(exporter(metrics, ScriptedService()))
+    assert (
+        found["baton_requests_total", (("gateway", "g0"), ("route", "/v1/completions"), ("status", "200"))]
+        == 2
+    )
+    assert found["baton_requests_total", (("gateway", "g0"), ("route", "other"), ("status", "200"))] == 2
+
+
+def test_workers_are_shown_by_the_routers_word() -> None:
+    found = samples(exporter(Metrics("g0"), service_with_workers()))
+    decode = (("role", "decode"), ("worker", "decode-0"))
+    assert found["baton_worker_running_sequences", decode] == 3
+    assert found["baton_worker_generated_tokens_total", decode] == 9
+    assert found["baton_kv_pages", (("role", "decode"), ("state", "cached"), ("worker", "decode-0"))] == 16
+    assert found["baton_frontend_total", (("event", "replayed"), ("gateway", "g0"))] == 4
+    assert not any(name.startswith("vllm") for name, _ in found)
+
+
+def test_vllms_names_are_there_when_asked_for() -> None:
+    found = samples(exporter(Metrics(), service_with_workers(), vllm_names=True))
+    model = (("model_name", "tiny"),)
+    assert found["vllm:num_requests_waiting", model] == 2
+    assert found["vllm:num_requests_running", model] == 3
+    assert found["vllm:kv_cache_usage_perc", model] == 0.25
+    assert found["vllm:cache_config_info", (("block_size", "16"), ("num_gpu_blocks", "64"))] == 1
+    assert any(name == "vllm:lora_requests_info" for name, _ in found)
+
+
+def test_vllms_dashboards_find_latencies_tokens_and_caches() -> None:
+    given = exporter(counted("g0"), service_with_workers(), vllm_names=True)
+    found = samples(given, msgspec.structs.replace(counted("g1").counts({}), prompt_tokens=5))
+    for gateway, num_tokens in (("g0", 0), ("g1", 5)):
+        labels = (("engine", gateway), ("model_name", "tiny"))
+        assert found["vllm:time_to_first_token_seconds_count", labels] == 1
+        assert found["vllm:time_to_first_token_seconds_sum", labels] == 0.15
+        assert found["vllm:inter_token_latency_seconds_count", labels] == 0
+        assert found["vllm:e2e_request_latency_seconds_count", labels] == 0
+        assert found["vllm:prompt_tokens_total", labels] == num_tokens
+        assert found["vllm:generation_tokens_total", labels] == 0
+    assert found["vllm:prefix_cache_hits_total", (("engine", "decode-0"), ("model_name", "tiny"))] == 0
+
+
+def counted(name: str) -> Metrics:
+    metrics = Metrics(name)
+    metrics.answered("/v1/completions", 200)
+    metrics.refused["headers"] += 1
+    metrics.ttft.observe(0.15)
+    return metrics
+
+
+def test_gateways_that_are_shown_together_keep_their_names() -> None:
+    found = samples(exporter(counted("g0"), ScriptedService()), counted("g1").counts({"replays_lost": 3}))
+    for name in ("g0", "g1"):
+        route = (("gateway", name), ("route", "/v1/completions"), ("status", "200"))
+        assert found["baton_requests_total", route] == 1
+        assert found["baton_connections_refused_total", (("gateway", name), ("reason", "headers"))] == 1
+        assert found["baton_time_to_first_token_seconds_count", (("gateway", name),)] == 1
+        assert found["baton_time_to_first_token_seconds_bucket", (("gateway", name), ("le", "0.1"))] == 0
+        assert found["baton_time_to_first_token_seconds_bucket", (("gateway", name), ("le", "0.2"))] == 1
+    assert found["baton_frontend_total", (("event", "replays_lost"), ("gateway", "g1"))] == 3
+
+
+def test_each_name_is_explained_once_however_many_gateways_there_are() -> None:
+    text = exporter(counted("g0"), ScriptedService()).text([counted("g1").counts({})]).decode()
+    explained = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(set(explained)) == len(explained)
+
+
+def test_counts_survive_the_way_between_gateways() -> None:
+    counts = counted("g1").counts({"replays_lost": 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
+
+
+def test_a_histogram_of_another_release_is_left_out() -> None:
+    counts = msgspec.structs.replace(counted("g1").counts({}), itl=HistogramCounts((1, 2), 3.0))
+    found = samples(exporter(counted("g0"), ScriptedService()), counts)
+    assert ("baton_inter_token_latency_seconds_count", (("gateway", "g1"),)) not in found
+    assert found["baton_request_seconds_count", (("gateway", "g1"),)] == 0
+
+
+def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
+    metrics, service = Metrics("g0"), service_with_workers()
+    tally = metrics.tenants.of("acme")
+    tally.num_open, tally.generated_tokens = 2, 70
+    tally.calls["tokens_per_s"] = 3
+    tally.met["ttft"], tally.missed["ttft"] = 9, 1
+    metrics.tenants_file["refused"] = 4
+    acme = TenantStatus(
+        tenant="acme",
+        weight=2.0,
+        num_queued=5,
+        oldest_wait_s=1.5,
+        work_tokens=900,
+        num_degraded=1,
+        refused={Refusal.SHED: 7},
+    )
+    queue = QueueStatus(level=OverloadLevel.SHED, num_queued=5, escalations={"shed": 3}, tenants=(acme,))
+    service.status = Status(routers=(RouterStatus(id=id_of("one"), queue=queue),))
+    found = samples(exporter(metrics, service))
+    here, there = (("gateway", "g0"), ("tenant", "acme")), (("tenant", "acme"),)
+    assert found["baton_tenant_open_requests", here] == 2
+    assert found["baton_tenant_generation_tokens_total", here] == 70
+    kept, missed = (("kept", kept) for kept in ("yes", "no"))
+    name = "baton_tenant_objectives_total"
+    assert found[name, (here[0], kept, ("objective", "ttft"), here[1])] == 9
+    assert found[name, (here[0], missed, ("objective", "ttft"), here[1])] == 1
+    assert found["baton_tenant_calls_total", (here[0], ("outcome", "tokens_per_s"), here[1])] == 3
+    assert found["baton_tenants_file_changes_total", (here[0], ("outcome", "refused"))] == 4
+    assert found["baton_overload_level", ()] == 6
+    assert found["baton_overload_escalations_total", (("level", "shed"), ("router", id_of("one")[:8]))] == 3
+    assert found["baton_tenant_queued_requests", there] == 5
+    assert found["baton_tenant_oldest_wait_seconds", there] == 1.5
+    assert found["baton_tenant_weight", there] == 2
+    router = ("router", id_of("one")[:8])
+    assert found["baton_tenant_work_tokens_total", (router, *there)] == 900
+    assert found["baton_tenant_degraded_requests_total", (router, *there)] == 1
+    assert found["baton_tenant_refused_total", (("reason", "shed"), router, *there)] == 7
+
+
+def test_no_count_of_a_tenant_goes_back_when_a_router_dies() -> None:
+    def counters(*names: str) -> dict[Any, float]:
+        service = ScriptedService()
+        queue = QueueStatus(num_queued=2, tenants=(TenantStatus(tenant="acme", work_tokens=900),))
+        routers = tuple(RouterStatus(id=id_of(name), queue=queue) for name in names)
+        service.status = Status(routers=routers)
+        found = samples(exporter(Metrics(), service))
+        assert found["baton_queued_requests", ()] == 2 * len(names)
+        return {key: value for key, value in found.items() if key[0].endswith("_total")}
+
+    both, one = counters("one", "two"), counters("one")
+    assert list(both.values()).count(900) == 2
+    assert one.items() <= both.items(), "what is left is what it was"
+
+
+def test_counts_of_tenants_cross_to_the_gateways_beside() -> None:
+    metrics = Metrics("g0")
+    metrics.tenants.of("acme").calls["answered"] = 1
+    counts = metrics.counts({})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
+    assert counts.tenants["acme"].calls == {"answered": 1}

@@ -1,0 +1,273 @@
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError
+from baton.gateway.tenants.file import TenantEntry, TenantsFile, parse_tenants, read_tenants
+from baton.tenants import Degradation, Quotas, Sla
+
+DIGEST = "sha256:" + "a" * 64
+OTHER = "sha256:" + "b" * 64
+
+WHOLE = f"""
+classes: [interactive, batch]
+public_prefixes:
+  house: "You are a helpful assistant."
+tenants:
+  acme:
+    keys: ["{DIGEST}"]
+    weight: 2
+    priority_class: interactive
+    sla: {{ttft_ms: 500, tpot_ms: 50, deadline_ms: 30000}}
+    quotas:
+      tokens_per_s: 5000
+      burst_tokens: 20000
+      max_concurrent_requests: 64
+      max_active_sequences: 32
+      max_kv_pages: 4096
+      max_queued: 100
+    max_queue_delay_ms: 20
+    degradation: {{clip_max_tokens_to: 256, may_reduce_logprobs: true, may_shed: false}}
+    models: [tiny]
+    public_prefixes: [house]
+    admin: true
+  zeta:
+    keys: []
+"""
+
+
+def parse(text: str) -> TenantsFile:
+    return parse_tenants(text, "tenants.yaml")
+
+
+def entry(fields: str, *, top: str = "") -> TenantsFile:
+    return parse(f"{top}\ntenants:\n  acme:\n    keys: ['{DIGEST}']\n    {fields}\n")
+
+
+def test_every_field_is_read() -> None:
+    file = parse(WHOLE)
+    acme, zeta = file.tenants["acme"], file.tenants["zeta"]
+    assert acme.sla == Sla(ttft_ms=500, tpot_ms=50, deadline_ms=30_000)
+    assert acme.quotas == Quotas(
+        tokens_per_s=5000,
+        burst_tokens=20_000,
+        max_concurrent_requests=64,
+        max_active_sequences=32,
+        max_kv_pages=4096,
+        max_queued=100,
+    )
+    assert acme.degradation == Degradation(clip_max_tokens_to=256, may_reduce_logprobs=True, may_shed=False)
+    assert (acme.weight, acme.max_queue_delay_ms, acme.models) == (2.0, 20.0, ("tiny",))
+    assert acme.public_prefixes == ("house",) and acme.admin and acme.digests == [b"\xaa" * 32]
+    assert (file.rank(acme), file.rank(zeta)) == (0, 1)
+
+
+def test_a_file_without_classes_has_one() -> None:
+    file = entry("weight: 1")
+    assert file.classes == ("default",) and file.rank(file.tenants["acme"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ("wieght: 2", "unknown configuration key 'tenants.acme.wieght'; did you mean 'tenants.acme.weight'"),
+        ("quotas: {max_kv_page: 2}", "did you mean 'tenants.acme.quotas.max_kv_pages'"),
+        ("weight: -1", r"tenants.acme.weight: expected float.*got -1"),
+        ("weight: 0", "tenants.acme.weight: expected"),
+        ("weight: .nan", "tenants.acme.weight: expected"),
+        ("weight: .inf", "tenants.acme.weight: expected"),
+        ("weight: '2'", "tenants.acme.weight: expected"),
+        ("quotas: {tokens_per_s: -5}", "tenants.acme.quotas.tokens_per_s: expected"),
+        ("quotas: {max_queued: 1.5}", "tenants.acme.quotas.max_queued: expected"),
+        ("quotas: [1]", "tenants.acme.quotas: expected a mapping"),
+        ("sla: {ttft_ms: 0}", "tenants.acme.sla.ttft_ms: expected"),
+        ("priority_class: gold", "tenants.acme.priority_class: there is no class 'gold'; known are default"),
+        ("public_prefixes: [x]", "there is no public prefix 'x'; known are none"),
+        ("admin: 1", "tenants.acme.admin: expected"),
+        ("weight: 1\n    weight: 2", "line 6, column 5: the key 'weight' stands twice"),
+        ("sla: {ttft_ms: 1, ttft_ms: 1}", "the key 'ttft_ms' stands twice"),
+    ],
+)
+def test_what_is_wrong_with_a_tenant_is_told_with_its_key(fields: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        entry(fields)
+    assert str(refused.value).startswith("tenants.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("top", "complaint"),
+    [
+        ("classes: []", "classes: expected a list"),
+        ("classes: [a, a]", "classes: a name stands twice"),
+        ("classes: ['a b']", "classes: a name matches"),
+        (f"classes: {list(map(str, range(17)))}", "classes: expected a list of 1 to 16"),
+        ("classes: fast", "classes: expected a list"),
+        ("clases: [a]", "did you mean 'classes'"),
+        ("public_prefixes: {a: ''}", "public_prefixes.a: expected the text"),
+        ("public_prefixes: [a]", "public_prefixes: expected a mapping"),
+        ("tenants: {}", "the key 'tenants' stands twice"),
+    ],
+)
+def test_what_is_wrong_around_the_tenants_is_told(top: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        entry("weight: 1", top=top)
+
+
+def test_an_unknown_class_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no class 'interctive'; did you mean 'interactive'"):
+        entry("priority_class: interctive", top="classes: [interactive, batch]")
+
+
+@pytest.mark.parametrize("second", ["acme", "zeta"])
+def test_one_key_stands_once(second: str) -> None:
+    keys = {"acme": {"keys": [DIGEST]}, "zeta": {"keys": [OTHER]}}
+    keys[second]["keys"].append(DIGEST)
+    with pytest.raises(ConfigError, match=f"tenants.{second}.keys: sha256:aaaaaaaa... is there") as refused:
+        parse(json.dumps({"tenants": keys}))
+    assert DIGEST not in str(refused.value)
+
+
+def test_what_may_be_a_key_itself_is_never_shown() -> None:
+    secret = "sk-do-not-show"
+    for keys in (f"[{secret}]", secret, f"[[{secret}]]", f"{{a: {secret}}}", f'["{secret}'):
+        with pytest.raises(ConfigError) as refused:
+            parse(f"tenants:\n  acme:\n    keys: {keys}\n")
+        assert secret not in str(refused.value)
+
+
+def test_no_code_runs() -> None:
+    with pytest.raises(ConfigError, match="could not determine a constructor"):
+        parse("!!python/object/apply:os.system ['true']")
+
+
+@pytest.mark.parametrize(
+    "tagged", ["!!bool sk-secret", "!!timestamp sk-secret", "!!set [sk-secret]", "!!map [a]"]
+)
+def test_a_tag_that_does_not_go_with_its_value_is_refused(tagged: str) -> None:
+    with pytest.raises(ConfigError, match="a tag does not go with its value") as refused:
+        parse(f"tenants: {{acme: {{keys: {tagged}}}}}")
+    assert "sk-secret" not in str(refused.value)
+
+
+LISTS = "&a0 [x, x]"
+for number in range(1, 12):
+    LISTS = f"&a{number} [{LISTS}{f', *a{number - 1}' * 9}]"
+MERGED = "\n".join(
+    f"  t{number}: &t{number} {{<<: [{', '.join([f'*t{number - 1}'] * 10)}]}}" for number in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"classes: [{LISTS}]\ntenants: {{}}",
+        f"tenants: {{acme: {{keys: [], models: {LISTS}}}}}",
+        "tenants:\n  t0: &t0 {keys: []}\n" + MERGED,
+    ],
+)
+def test_aliases_do_not_make_a_small_file_huge(text: str) -> None:
+    with pytest.raises(ConfigError, match="aliases spell out more"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["tenants: &a {<<: *a}", "classes: &c [*c]\ntenants: {}"])
+def test_an_alias_in_what_it_names_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="line 1: what the anchor names is in itself"):
+        parse(text)
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, "0x" + "f" * 10_000])
+def test_what_is_wrong_is_not_shown_at_full_length(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.acme\.weight: expected float") as refused:
+        entry(f"weight: {value}")
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="expected a plain file"):
+        read_tenants(path)
+
+
+def test_merged_mappings_are_no_duplicates() -> None:
+    file = parse(f"tenants:\n  a: &a {{keys: ['{DIGEST}'], weight: 2}}\n  b: {{<<: *a, keys: ['{OTHER}']}}\n")
+    assert file.tenants["b"].weight == 2.0 and file.tenants["b"].keys == (OTHER,)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_tenants(path)
+
+
+def test_the_documented_file_is_read_and_has_every_field() -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs" / "tenants.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    acme = parse(text).tenants["acme"]
+    for struct in (acme.sla, acme.quotas, acme.degradation):
+        assert None not in msgspec.structs.astuple(struct)
+    fields = set(TenantEntry.__struct_fields__) - {"admin"}
+    assert all(field in text for field in fields) and "admin: true" in page
+    for refusal in ("rate_limit_exceeded", "slo_infeasible", "shed", "deadline_passed"):
+        assert f"`{refusal}`" in page
+
+
+NUMBERS = st.one_of(st.integers(-3, 10), st.floats(allow_nan=True), st.booleans(), st.none(), st.text())
+FIELDS = st.sampled_from(
+    ["keys", "weight", "priority_class", "sla", "quotas", "degradation", "models", "admin", "ttft_ms"]
+)
+VALUES = st.recursive(
+    NUMBERS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.one_of(st.just("tenants"), st.text()), VALUES, max_size=3))
+def test_any_tree_is_read_or_refused_in_words(tree: dict[str, Any]) -> None:
+    try:
+        parse(yaml.safe_dump(tree))
+    except ConfigError as error:
+        assert str(error).startswith("tenants.yaml: ")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(FIELDS, VALUES, max_size=4))
+def test_any_tenant_is_read_or_refused_in_words(fields: dict[str, Any]) -> None:
+    try:
+        file = parse(yaml.safe_dump({"tenants": {"acme": {"keys": [], **fields}}}))
+    except ConfigError as error:
+        assert str(error).startswith("tenants.yaml: tenants.acme") or "unknown" in str(error)
+    else:
+        assert file.tenants["acme"].weight > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, len(WHOLE)), st.text(max_size=3))
+def test_a_damaged_file_is_read_whole_or_refused(cut: int, inserted: str) -> None:
+    """Half of a file may be a file as well, of fewer tenants; it is never half of a tenant's field."""
+    for text in (WHOLE[:cut], WHOLE[:cut] + inserted + WHOLE[cut:]):
+        try:
+            file = parse(text)
+        except ConfigError:
+            continue
+        assert msgspec.convert(msgspec.to_builtins(file), TenantsFile) == file
+
+
+def test_the_published_schema_takes_what_the_reader_takes() -> None:
+    schema = msgspec.json.schema(TenantsFile)
+    known = set(schema["$defs"]["TenantEntry"]["properties"])
+    assert {"keys", "weight", "quotas", "sla", "degradation", "public_prefixes"} <= known
+    assert schema["$defs"]["TenantEntry"]["additionalProperties"] is False
+    assert msgspec.convert(yaml.safe_load(WHOLE), TenantsFile) == parse(WHOLE)

@@ -1,0 +1,281 @@
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import Overloaded, Refused
+from baton.gateway.api.call import Call
+from baton.gateway.api.errors import ApiError
+from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS, TenantCounters, TenantCounts
+from baton.gateway.tenants.limiter import Budget, Limiter, Permit
+from baton.gateway.tenants.tenants import Tenant
+from baton.tenants import Quotas, Refusal, SchedulingKey, Sla
+from tests.unit.gateway.calls import PROMPT, call
+
+
+def a_call(tenant: str = "acme", *, most: int | None = None, **fields: Any) -> Call:
+    scheduling_key = SchedulingKey(quotas=Quotas(max_concurrent_requests=most))
+    return call(tenant=Tenant(name=tenant, cache_salt=b"s" * 16), scheduling_key=scheduling_key, **fields)
+
+
+@pytest.fixture
+def tallies() -> TenantCounters:
+    return TenantCounters()
+
+
+NUM_PLACES = 1000
+
+
+@pytest.fixture
+def door(tallies: TenantCounters) -> Limiter:
+    return Limiter(tallies, NUM_PLACES)
+
+
+def fill(door: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[Permit]]:
+    """By turns, until all of them are sent away."""
+    visits: dict[str, list[Permit]] = {tenant: [] for tenant in tenants}
+    asking = list(tenants)
+    while asking:
+        for tenant in list(asking):
+            try:
+                visits[tenant].append(door.enter(a_call(tenant, num_choices=num_choices)))
+            except Overloaded:
+                asking.remove(tenant)
+    return visits
+
+
+def test_one_that_wants_all_places_leaves_some_to_others(door: Limiter, tallies: TenantCounters) -> None:
+    noisy = fill(door, "noisy")["noisy"]
+    assert len(noisy) == 800
+    for number in range(50):
+        door.enter(a_call(f"quiet {number}"))
+    with pytest.raises(Overloaded, match="800 of this gateway's 1000 places") as full:
+        door.enter(a_call("noisy"))
+    assert full.value.retry_after_s > 0
+    assert counted(tallies, "noisy").calls == {"no_room": 2}
+    for permit in noisy[:100]:
+        permit.leave("answered")
+    door.enter(a_call("noisy"))
+
+
+def test_several_that_want_all_places_leave_some_too(door: Limiter) -> None:
+    visits = fill(door, *(f"noisy {number}" for number in range(5)), num_choices=2)
+    assert max(map(len, visits.values())) - min(map(len, visits.values())) <= 1
+    assert 1000 - sum(2 * len(each) for each in visits.values()) >= 1000 // (5 * 4 + 1) - 2
+    door.enter(a_call("quiet", num_choices=20))
+
+
+def test_where_there_are_no_tenants_one_may_have_all_places(door: Limiter) -> None:
+    assert len(fill(door, "")[""]) == NUM_PLACES
+
+
+def test_a_tenant_at_its_quota_is_refused_until_one_of_its_calls_ends(door: Limiter) -> None:
+    first, second = (door.enter(a_call(most=2)) for _ in range(2))
+    with pytest.raises(Refused) as refused:
+        door.enter(a_call(most=2))
+    assert refused.value.refusal is Refusal.MAX_CONCURRENT_REQUESTS and refused.value.retry_after_s > 0
+    door.enter(a_call("zeta", most=1))
+    first.leave("answered")
+    third = door.enter(a_call(most=2))
+    for permit in (second, third):
+        permit.leave("gone")
+    assert door.num_open("acme") == 0 and door.num_open("zeta") == 1
+
+
+def test_every_choice_of_every_prompt_counts(door: Limiter) -> None:
+    permit = door.enter(a_call(most=6, num_choices=3, prompts=(PROMPT, PROMPT)))
+    assert door.num_open("acme") == 6
+    with pytest.raises(Refused):
+        door.enter(a_call(most=6))
+    permit.leave("answered")
+    assert door.num_open("acme") == 0
+
+
+def test_a_call_that_can_never_come_in_is_told_so(door: Limiter) -> None:
+    with pytest.raises(ApiError, match="3 answers, its tenant may have 2") as refused:
+        door.enter(a_call(most=2, num_choices=3))
+    assert refused.value.status == 400
+    assert door.num_open("acme") == 0
+
+
+def test_a_lowered_quota_lets_what_runs_go_on(door: Limiter) -> None:
+    running = [door.enter(a_call(most=5)) for _ in range(5)]
+    for permit in running[:3]:
+        permit.leave("answered")
+    with pytest.raises(Refused):
+        door.enter(a_call(most=2))
+    running[3].leave("answered")
+    door.enter(a_call(most=2))
+
+
+def counted(tallies: TenantCounters, tenant: str = "acme") -> TenantCounts:
+    return tallies.counts()[tenant]
+
+
+def test_tokens_and_ends_are_counted(door: Limiter, tallies: TenantCounters) -> None:
+    permit = door.enter(a_call())
+    permit.tokens(3, 1.0)
+    assert counted(tallies).num_open == 1
+    permit.leave("answered")
+    door.enter(a_call()).leave("failed")
+    counts = counted(tallies)
+    assert (counts.num_open, counts.generated_tokens) == (0, 3)
+    assert counts.prompt_tokens == 2 * len(PROMPT.token_ids)
+    assert counts.calls == {"answered": 1, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "met", "missed"),
+    [
+        (10.4, 10.7, {"ttft": 1, "tpot": 1, "deadline": 1}, {}),
+        (10.6, 10.9, {"tpot": 1, "deadline": 1}, {"ttft": 1}),
+        (10.4, 11.0, {"ttft": 1, "deadline": 1}, {"tpot": 1}),
+        (12.5, 12.6, {"tpot": 1}, {"ttft": 1, "deadline": 1}),
+    ],
+)
+def test_objectives_are_kept_or_missed(
+    door: Limiter,
+    tallies: TenantCounters,
+    first_s: float,
+    last_s: float,
+    met: dict[str, int],
+    missed: dict[str, int],
+) -> None:
+    sla = Sla(ttft_ms=500, tpot_ms=100, deadline_ms=2000)
+    permit = door.enter(a_call(sla=sla, arrival_s=10.0))
+    permit.tokens(1, first_s)
+    permit.tokens(4, last_s)
+    permit.leave("answered")
+    assert (counted(tallies).met, counted(tallies).missed) == (met, missed)
+
+
+def test_what_was_refused_or_failed_has_missed_its_objective(door: Limiter, tallies: TenantCounters) -> None:
+    for outcome in ("shed", "failed"):
+        door.enter(a_call(sla=Sla(ttft_ms=500, tpot_ms=50))).leave(outcome)
+    assert counted(tallies).missed == {"ttft": 2} and not counted(tallies).met
+
+
+def test_who_left_before_anything_came_was_not_let_down(door: Limiter, tallies: TenantCounters) -> None:
+    door.enter(a_call(sla=Sla(ttft_ms=500))).leave("gone")
+    assert not counted(tallies).missed and counted(tallies).calls == {"gone": 1}
+
+
+def test_tenants_beyond_the_bound_are_counted_together(door: Limiter, tallies: TenantCounters) -> None:
+    for number in range(MAX_TENANTS + 50):
+        door.enter(a_call(f"t{number}")).leave("answered")
+    counts = tallies.counts()
+    assert len(counts) == MAX_TENANTS + 1
+    assert counts[OTHERS].calls == {"answered": 50}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["acme", "zeta"]), st.integers(1, 3), st.integers(1, 5), st.booleans()),
+        max_size=40,
+    )
+)
+def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
+    calls: list[tuple[str, int, int, bool]],
+) -> None:
+    """Each comes with the quota that its tenant has by then; each True ends the oldest that is open."""
+    tallies = TenantCounters()
+    door, visits = Limiter(tallies, NUM_PLACES), list[tuple[str, int, Permit]]()
+    for tenant, num_choices, most, ends_one in calls:
+        before = sum(number for name, number, _ in visits if name == tenant)
+        try:
+            permit = door.enter(a_call(tenant, most=most, num_choices=num_choices))
+        except Refused:
+            assert num_choices <= most < before + num_choices
+        except ApiError:
+            assert num_choices > most
+        else:
+            assert before + num_choices <= most
+            visits.append((tenant, num_choices, permit))
+        if ends_one and visits:
+            visits.pop(0)[2].leave("answered")
+        for name, counts in tallies.counts().items():
+            num_open = sum(number for owner, number, _ in visits if owner == name)
+            assert door.num_open(name) == counts.num_open == num_open
+
+
+NUM_BYTES = 1000
+
+
+@pytest.fixture
+def budget(tallies: TenantCounters) -> Budget:
+    return Budget(tallies, NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+
+
+def test_a_charge_is_given_back_however_its_call_ends(budget: Budget) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyError), budget.charge("", Quotas()) as charge:
+            charge.add(NUM_BYTES)
+            with pytest.raises(Overloaded, match="0 are free, 1 are needed"):
+                charge.add(1)
+            assert charge.num_bytes == NUM_BYTES
+            raise KeyError
+
+
+def test_a_charge_that_shrinks_leaves_room_to_others(budget: Budget) -> None:
+    with budget.charge("", Quotas()) as one, budget.charge("", Quotas()) as other:
+        one.set(900)
+        with pytest.raises(Overloaded):
+            other.set(200)
+        one.set(800)
+        other.set(200)
+        assert (one.num_bytes, other.num_bytes) == (800, 200)
+
+
+def test_bytes_of_a_tenant_are_bounded_by_its_quota_over_all_its_calls(
+    budget: Budget, tallies: TenantCounters
+) -> None:
+    quotas = Quotas(max_input_bytes=100)
+    with budget.charge("acme", quotas) as one, budget.charge("acme", quotas) as other:
+        one.add(60)
+        with pytest.raises(Refused, match="60 are taken and 50 more are needed") as later:
+            other.add(50)
+        with pytest.raises(Refused) as never:
+            other.add(101)
+        assert later.value.retry_after_s > 0 and never.value.retry_after_s == 0
+        assert counted(tallies, "acme").calls == {"max_input_bytes": 2}
+    with budget.charge("acme", quotas) as again:
+        again.add(100)
+
+
+def test_a_tenant_that_wants_all_bytes_leaves_some_to_others(budget: Budget, tallies: TenantCounters) -> None:
+    with budget.charge("noisy", Quotas()) as noisy, budget.charge("quiet", Quotas()) as quiet:
+        with pytest.raises(Overloaded):
+            while True:
+                noisy.add(10)
+        assert noisy.num_bytes == 800
+        quiet.add(100)
+        assert counted(tallies, "noisy").calls == {"no_room": 1}
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["acme", "zeta", ""]), st.integers(0, 3), st.integers(0, 600)), max_size=40
+    )
+)
+def test_charges_never_add_up_to_more_than_the_budget(steps: list[tuple[str, int, int]]) -> None:
+    budget = Budget(TenantCounters(), NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+    with ExitStack() as ends:
+        charges = {
+            (tenant, number): ends.enter_context(budget.charge(tenant, Quotas(max_input_bytes=700)))
+            for tenant in ("acme", "zeta", "")
+            for number in range(4)
+        }
+        for tenant, number, num_bytes in steps:
+            before = charges[tenant, number].num_bytes
+            try:
+                charges[tenant, number].set(num_bytes)
+            except (Refused, Overloaded):
+                assert charges[tenant, number].num_bytes == before
+            assert sum(each.num_bytes for each in charges.values()) <= NUM_BYTES
+            for name in ("acme", "zeta", ""):
+                assert sum(each.num_bytes for (of, _), each in charges.items() if of == name) <= 700
+    with budget.charge("", Quotas()) as whole:
+        whole.add(NUM_BYTES)

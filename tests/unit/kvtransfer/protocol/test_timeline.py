@@ -1,0 +1,81 @@
+"""The spans of a transfer, on a clock that the test moves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.kvtransfer.protocol.handoff import Timeline, TransferTimes
+from baton.kvtransfer.transports.base import Spans, TransferProgress, TransferStatus
+
+DONE = TransferStatus.DONE
+
+
+def sum_of_spans(times: TransferTimes) -> float:
+    return (
+        times.handshake_s + times.reserve_s + times.gather_s + times.wire_s + times.waiting_s + times.verify_s
+    )
+
+
+def test_a_transfer_that_streams_while_it_is_computed() -> None:
+    clock = ManualClock()
+    timeline = Timeline(clock, num_units=4)
+    clock.advance(1)
+    timeline.settled()
+    clock.advance(2)
+    timeline.granted()
+    clock.advance(4)  # the first chunk is being computed
+    timeline.offered()
+    timeline.pushed()
+    clock.advance(8)
+    timeline.wrote(2, TransferProgress(DONE, num_bytes=10, num_messages=1, spans=Spans(0, 2, 6)))
+    clock.advance(16)  # the second one
+    timeline.offered()
+    timeline.pushed()
+    clock.advance(32)
+    timeline.wrote(2, TransferProgress(DONE, num_bytes=10, num_messages=1, spans=Spans(0, 8, 24)))
+    clock.advance(64)
+    timeline.finished()
+    times = timeline.times()
+    assert (times.handshake_s, times.reserve_s, times.waiting_s, times.verify_s) == (1, 2, 20, 64)
+    assert (times.gather_s, times.wire_s) == (10, 30)
+    assert times.exposed_s == 96
+    assert (times.num_bytes, times.num_messages) == (20, 2)
+    assert sum_of_spans(times) == times.total_s == 127
+
+
+def test_pieces_side_by_side_count_once() -> None:
+    clock = ManualClock()
+    timeline = Timeline(clock, num_units=2)
+    timeline.settled()
+    timeline.granted()
+    timeline.pushed()
+    timeline.pushed()
+    clock.advance(10)
+    for _ in range(2):
+        timeline.wrote(1, TransferProgress(DONE, spans=Spans(0, 5, 5)))
+    timeline.finished()
+    times = timeline.times()
+    assert times.total_s == 10
+    assert times.gather_s == times.wire_s == 5
+
+
+@given(st.lists(st.tuples(st.sampled_from("sgopwf"), st.floats(0, 100)), max_size=40))
+def test_spans_always_add_up(happenings: list[tuple[str, float]]) -> None:
+    clock = ManualClock()
+    timeline = Timeline(clock, num_units=3)
+    num_in_flight = 0
+    for kind, seconds in happenings:
+        clock.advance(seconds)
+        if kind == "p":
+            timeline.pushed()
+            num_in_flight += 1
+        elif kind == "w" and num_in_flight:
+            timeline.wrote(1, TransferProgress(DONE, spans=Spans(seconds, seconds / 2, seconds)))
+            num_in_flight -= 1
+        elif kind in "sgo":
+            {"s": timeline.settled, "g": timeline.granted, "o": timeline.offered}[kind]()
+    timeline.finished()
+    times = timeline.times()
+    assert sum_of_spans(times) == pytest.approx(times.total_s, abs=1e-6)
+    assert 0 <= times.exposed_s <= times.total_s

@@ -1,0 +1,170 @@
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks import digests
+from baton.kvtransfer.ranks.digests import (
+    HostDigests,
+    PartDigests,
+    StagedDigests,
+    differing_units,
+    digest_units,
+)
+from baton.kvtransfer.ranks.pages import PageMemory, packing_of
+from baton.pages import PageLayout
+
+NUM_PAGES = 8
+
+
+def layout(tp_size: int, page_size: int) -> PageLayout:
+    return PageLayout(
+        tp_size=tp_size, page_size=page_size, num_layers=2, num_kv_heads=4, head_dim=2, dtype="float32"
+    )
+
+
+def pool_of(layout: PageLayout) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    rng = np.random.default_rng(layout.page_size)
+    return rng.integers(0, 256, NUM_PAGES * layout.page_bytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("source_tp", [1, 2, 4])
+@pytest.mark.parametrize("destination_tp", [1, 2])
+@pytest.mark.parametrize(("source_page", "destination_page"), [(4, 4), (2, 4), (8, 4)])
+def test_both_ends_agree_however_their_pools_are_cut(
+    source_tp: int, destination_tp: int, source_page: int, destination_page: int
+) -> None:
+    source, destination = layout(source_tp, source_page), layout(destination_tp, destination_page)
+    plan = plan_transfer(source, destination, 0, 0)
+    sent, received = pool_of(source), np.zeros(NUM_PAGES * destination.page_bytes, dtype=np.uint8)
+    num_units = 4
+    runs = plan.runs(0, num_units, [3, 1, 4, 0], [2, 0, 5, 6])
+    for source_offset, offset in zip(runs.source_offset_N, runs.destination_offset_N, strict=True):
+        received[offset : offset + runs.run_bytes] = sent[source_offset : source_offset + runs.run_bytes]
+    expected = digest_units(sent.data, runs.source_offset_N, runs.run_bytes, num_units)
+    found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
+    assert expected == found
+    assert differing_units(expected, found) == ()
+    damaged = int(runs.destination_offset_N[-1])
+    received[damaged] ^= 1
+    found = digest_units(received.data, runs.destination_offset_N, runs.run_bytes, num_units)
+    assert differing_units(expected, found) == (num_units - 1,)
+
+
+@given(bit=st.integers(0, 64 * 8 - 1))
+def test_every_flipped_bit_is_found(bit: int) -> None:
+    sent = np.arange(64, dtype=np.uint8)
+    received = sent.copy()
+    received[bit // 8] ^= 1 << bit % 8
+    offsets = np.array([0, 16, 32, 48], dtype=np.int64)
+    expected, found = (digest_units(pool.data, offsets, 16, 2) for pool in (sent, received))
+    assert differing_units(expected, found) == (bit // 8 // 32,)
+
+
+def test_digest_is_xxh3_of_the_unit_in_plan_order() -> None:
+    pool = memoryview(bytes(range(100)))
+    offsets = np.array([50, 10], dtype=np.int64)
+    expected = xxhash.xxh3_64_digest(bytes([*range(50, 55), *range(10, 15)]))
+    assert digest_units(pool, offsets, 5, 1) == expected
+
+
+@pytest.mark.parametrize("offsets", [[10, 15, 60, 65], [10, 15, 60, 70], [15, 10, 60, 65], [10, 15, 10, 15]])
+def test_units_that_are_one_stretch_of_bytes_have_the_digests_of_their_runs(offsets: list[int]) -> None:
+    content = bytes(range(100))
+    units = [b"".join(content[start : start + 5] for start in offsets[unit : unit + 2]) for unit in (0, 2)]
+    found = digest_units(memoryview(content), np.array(offsets, dtype=np.int64), 5, 2)
+    assert found == b"".join(xxhash.xxh3_64_digest(unit) for unit in units)
+
+
+class Found(NamedTuple):
+    """A pool of bytes in four units of 16, and its digests under a key."""
+
+    pool: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+    def digests(self, key: bytes, part: int = 0, first: int = 0, stop: int = 4) -> bytes:
+        memory = PageMemory.of(torch.from_numpy(self.pool).view(4, 16))
+        plan = plan_transfer(
+            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
+            PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"),
+            0,
+            0,
+        )
+        offsets = plan.source.offsets(first, stop, range(4))
+        return PartDigests(HostDigests(memory), key, part).take(plan, offsets, first, stop)
+
+
+def test_keyed_digests_agree_under_one_key_and_find_damage() -> None:
+    sent = Found(np.arange(64, dtype=np.uint8))
+    received = Found(sent.pool.copy())
+    assert sent.digests(b"k" * 32) == received.digests(b"k" * 32)
+    received.pool[33] ^= 1
+    assert differing_units(sent.digests(b"k" * 32), received.digests(b"k" * 32)) == (2,)
+
+
+def test_nobody_without_the_key_can_tell_the_digest_of_bytes() -> None:
+    known = Found(np.zeros(64, dtype=np.uint8))
+    secret = known.digests(b"k" * 32)
+    assert secret not in (known.digests(b"x" * 32), known.digests(b"k" * 32, part=1))
+    plain = digest_units(known.pool.data, np.arange(0, 64, 16), 16, 4)
+    assert plain != secret
+    # Units that are alike do not have digests that are: what is sent says nothing of the hash under the seed.
+    assert len({secret[unit * 8 : unit * 8 + 8] for unit in range(4)}) == 4
+
+
+def test_digests_of_some_units_are_those_of_all_at_their_places() -> None:
+    num_units = 40
+    pool = torch.arange(num_units * 16, dtype=torch.int64).to(torch.uint8).view(num_units, 16)
+    cut = PageLayout(tp_size=1, page_size=1, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+    plan = plan_transfer(cut, cut, 0, 0)
+    part = PartDigests(HostDigests(PageMemory.of(pool)), b"k" * 32, 3)
+
+    def take(first: int, stop: int) -> bytes:
+        return part.take(plan, plan.source.offsets(first, stop, range(num_units)), first, stop)
+
+    whole = take(0, num_units)
+    for first, stop in [(0, 1), (7, 9), (8, 16), (13, 40), (5, 5)]:
+        assert take(first, stop) == whole[8 * first : 8 * stop]
+
+
+def test_ranks_that_share_nothing_have_digests_of_nothing() -> None:
+    nothing = np.array([], dtype=np.int64)
+    assert len(digest_units(memoryview(b""), nothing, 0, 3)) == 24
+    assert digest_units(memoryview(b""), nothing, 0, 0) == b""
+
+
+@pytest.mark.parametrize(
+    ("offsets", "num_units"), [([0, 5, 10], 2), ([0], 0), ([96], 1), ([-1], 1), ([0], -1)]
+)
+def test_runs_that_do_not_fit_are_refused(offsets: list[int], num_units: int) -> None:
+    with pytest.raises(ValueError, match="runs"):
+        digest_units(memoryview(bytes(100)), np.array(offsets, dtype=np.int64), 5, num_units)
+
+
+def test_digests_of_other_lengths_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="digests of 8 and 16 bytes"):
+        differing_units(bytes(8), bytes(16))
+
+
+@pytest.mark.parametrize("destination_tp", [1, 2])
+@pytest.mark.parametrize("destination_page", [4, 2, 8])
+@pytest.mark.parametrize("piece_bytes", [1, 300, digests.PIECE_BYTES])
+def test_pages_that_are_staged_have_the_digests_of_pages_in_place(
+    destination_tp: int, destination_page: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's pages would have, with a CPU's packing in its place."""
+    monkeypatch.setattr(digests, "PIECE_BYTES", piece_bytes)
+    source = layout(1, 4)
+    plan = plan_transfer(source, layout(destination_tp, destination_page), 0, 0)
+    pool = torch.from_numpy(pool_of(source)).view(NUM_PAGES, -1)
+    offsets = plan.source.offsets(0, 5, [3, 1, 4, 0, 6])
+    in_place, staged = HostDigests(PageMemory.of(pool)), StagedDigests(packing_of(pool))
+    expected = in_place.take(plan, offsets, 5)
+    assert staged.take(plan, offsets, 5) == expected
+    pool.view(-1)[int(offsets[-1])] ^= 1
+    assert differing_units(expected, staged.take(plan, offsets, 5)) == (4,)
+    assert staged.take(plan, offsets[:0], 0) == b""

@@ -1,0 +1,271 @@
+"""One rank's share of transfers: parts that lie side by side in the same pages."""
+
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from baton.clock import SystemClock
+from baton.kvtransfer.ranks.executor import RankExecutor
+from baton.kvtransfer.ranks.messages import (
+    ClosePart,
+    DropLink,
+    ForgetPart,
+    GrantPart,
+    OpenPart,
+    PartEvent,
+    PartHashed,
+    PartOpened,
+    PartReached,
+    PartStopped,
+    PartVerified,
+    PartWritten,
+    PeerRank,
+    PushPart,
+    ReachPeer,
+    StopPart,
+    VerifyPart,
+    WriterDied,
+    WriterStopped,
+)
+from baton.kvtransfer.ranks.pages import SharedPool
+from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.message_stream import Call
+from baton.pages import PageLayout
+from baton.rpc.connection import DroppedPeers
+
+WHOLE = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+HALVES = PageLayout(tp_size=2, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+NUM_PAGES, NUM_UNITS = 6, 3
+ALL_LAYERS = (0, 2)
+TRANSFER = b"t" * 16
+DIGEST_KEY = b"k" * 32
+PAGES = (4, 1, 3)
+GENERATIONS = (7, 8, 9)
+
+
+class Plane:
+    """A rank with a pool, whose thread is the test's."""
+
+    def __init__(self, layout: PageLayout, rank: int = 0) -> None:
+        self.shared = SharedPool()
+        shape = (NUM_PAGES, layout.num_layers, 2, layout.heads_per_rank, layout.page_size, layout.head_dim)
+        self.pool = self.shared.zeros(shape, torch.float32)
+        self.layout, self.rank = layout, rank
+        self.events: list[PartEvent] = []
+        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        settings = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=layout)
+        self.executor = RankExecutor(
+            settings.for_rank(rank),
+            self.pool,
+            self.shared,
+            bytes([rank + 1]) * 16,
+            self._inbox.put,
+            self.events.append,
+            clock=SystemClock(),
+            dropped=DroppedPeers(),
+        )
+
+    def peer(self) -> PeerRank:
+        return PeerRank(host="127.0.0.1", layout=self.layout, rank=self.rank, doors=self.executor.doors)
+
+    def hear(self, wanted: type[PartEvent]) -> PartEvent:
+        """The next event of this kind, after those before it."""
+        while not any(isinstance(event, wanted) for event in self.events):
+            self._inbox.get(timeout=5.0)()
+        index = next(index for index, event in enumerate(self.events) if isinstance(event, wanted))
+        return self.events.pop(index)
+
+    def granted(self) -> list[int]:
+        """Which pages writers of other processes may write now."""
+        words = self.shared.generations._words
+        return [page for page in range(NUM_PAGES) if words[page]]
+
+    def close(self) -> None:
+        self.executor.close()
+        self.shared.close()
+
+
+@pytest.fixture
+def destination() -> Iterator[Plane]:
+    made = Plane(WHOLE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sources() -> Iterator[list[Plane]]:
+    made = [Plane(HALVES, rank) for rank in range(2)]
+    yield made
+    for executor in made:
+        executor.close()
+
+
+def open_part(destination: Plane, source: Plane, part: int) -> None:
+    order = OpenPart(
+        transfer=TRANSFER,
+        part=part,
+        epoch=1,
+        num_units=NUM_UNITS,
+        pages=PAGES,
+        generations=GENERATIONS,
+        source=source.peer(),
+        layers=ALL_LAYERS,
+        digest_key=DIGEST_KEY,
+    )
+    destination.executor.perform(order)
+    assert destination.hear(PartOpened) == PartOpened(transfer=TRANSFER, part=part)
+
+
+def reach(source: Plane, destination: Plane, part: int, *, is_bulk: bool = False) -> None:
+    order = ReachPeer(
+        transfer=TRANSFER,
+        part=part,
+        link=1,
+        destination=destination.peer(),
+        layers=ALL_LAYERS,
+        digest_key=DIGEST_KEY,
+    )
+    source.executor.perform(order)
+    assert source.hear(PartReached) == PartReached(transfer=TRANSFER, part=part, transport="shm")
+    grant = GrantPart(
+        transfer=TRANSFER, part=part, epoch=1, pages=PAGES, generations=GENERATIONS, is_bulk=is_bulk
+    )
+    source.executor.perform(grant)
+
+
+def push(source: Plane, part: int) -> PartWritten:
+    source.executor.perform(
+        PushPart(transfer=TRANSFER, part=part, first=0, stop=NUM_UNITS, more_pages=(0, 2, 5))
+    )
+    written = source.hear(PartWritten)
+    assert isinstance(written, PartWritten)
+    return written
+
+
+def test_pages_of_two_parts_are_granted_until_the_last_of_them_closes(
+    destination: Plane, sources: list[Plane]
+) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+    assert destination.granted() == sorted(PAGES)
+    for part, left in ((0, sorted(PAGES)), (1, [])):
+        destination.executor.perform(ClosePart(transfer=TRANSFER, part=part, is_confirmed=True))
+        assert destination.hear(WriterStopped) == WriterStopped(transfer=TRANSFER, part=part)
+        assert destination.granted() == left
+
+
+def test_a_part_goes_on_when_the_other_has_ended(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        source.pool.fill_(part + 1)
+        open_part(destination, source, part)
+        reach(source, destination, part)
+    assert push(sources[0], 0).is_done
+    destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    destination.hear(WriterStopped)
+    assert push(sources[1], 1).is_done
+    for head in range(2):
+        assert (destination.pool[list(PAGES), :, :, head] == head + 1).all()
+    assert not destination.pool[[0, 2, 5]].any()
+
+
+def test_what_was_not_written_is_found(destination: Plane, sources: list[Plane]) -> None:
+    open_part(destination, sources[0], 0)
+    destination.executor.perform(ClosePart(transfer=TRANSFER, part=0, is_confirmed=True))
+    destination.hear(WriterStopped)
+    destination.executor.perform(VerifyPart(transfer=TRANSFER, part=0, digests=bytes(range(8)) * NUM_UNITS))
+    verified = destination.hear(PartVerified)
+    assert verified == PartVerified(transfer=TRANSFER, part=0, corrupt_units=tuple(range(NUM_UNITS)))
+
+
+def test_a_part_that_is_stopped_writes_no_more(destination: Plane, sources: list[Plane]) -> None:
+    source = sources[1]
+    open_part(destination, source, 1)
+    reach(source, destination, 1)
+    source.executor.perform(StopPart(transfer=TRANSFER, part=1))
+    assert source.hear(PartStopped) == PartStopped(transfer=TRANSFER, part=1)
+    source.executor.stop()
+    assert source.executor.wait_until_stopped(0.0)
+    assert not push(source, 1).is_done
+    assert not destination.pool.any()
+
+
+def test_a_link_that_ended_takes_its_transports_along(destination: Plane, sources: list[Plane]) -> None:
+    source, threads = sources[0], set(threading.enumerate())
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
+    source.executor.perform(DropLink(link=1))
+    assert not any(thread.name == "shm-source" for thread in set(threading.enumerate()) - threads)
+
+
+def test_whoever_has_a_part_open_hears_of_its_writers_death(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+    destination.executor.pool_doors.registrations.writer_came(sources[1].executor.doors.incarnation)
+    destination.executor._on_peer_death(
+        destination.executor.pool_doors.registrations.writer_died(sources[1].executor.doors.incarnation)
+    )
+    assert destination.hear(WriterDied) == WriterDied(transfer=TRANSFER, part=1)
+    assert not any(isinstance(event, WriterDied) for event in destination.events)
+
+
+def test_what_is_forgotten_leaves_nothing(destination: Plane, sources: list[Plane]) -> None:
+    for part, source in enumerate(sources):
+        open_part(destination, source, part)
+        reach(source, destination, part)
+        source.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
+        destination.executor.perform(ForgetPart(transfer=TRANSFER, part=part))
+        assert not source.executor._departing
+    assert not destination.executor._arriving
+
+
+def test_what_cannot_be_hashed_is_said(
+    destination: Plane, sources: list[Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: object) -> bytes:
+        raise MemoryError("no room for the digests")
+
+    source = sources[0]
+    monkeypatch.setattr(source.executor.pool_doors.pages.digests, "take", take)
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert push(source, 0).is_done
+    hashed = source.hear(PartHashed)
+    assert isinstance(hashed, PartHashed)
+    assert hashed.digests == b"" and "no room for the digests" in hashed.reason
+
+
+def digests_of(source: Plane) -> bytes:
+    hashed = source.hear(PartHashed)
+    assert isinstance(hashed, PartHashed) and not hashed.reason
+    return hashed.digests
+
+
+def test_a_few_digests_are_there_with_the_word_that_all_is_written(
+    destination: Plane, sources: list[Plane]
+) -> None:
+    open_part(destination, sources[0], 0)
+    reach(sources[0], destination, 0)
+    push(sources[0], 0)
+    assert [type(event) for event in sources[0].events] == [PartHashed]
+
+
+@pytest.mark.parametrize("is_inline", [True, False])
+def test_what_is_pulled_has_the_digests_of_what_is_handed_over(
+    destination: Plane, sources: list[Plane], is_inline: bool
+) -> None:
+    source = sources[0]
+    source.pool.copy_(torch.rand(source.pool.shape))
+    open_part(destination, source, 0)
+    reach(source, destination, 0)
+    assert push(source, 0).is_done
+    expected = digests_of(source)
+    source.executor.perform(ForgetPart(transfer=TRANSFER, part=0))
+    if not is_inline:
+        source.executor._hashing._inline_bytes = 0
+    reach(source, destination, 0, is_bulk=True)
+    assert push(source, 0).is_done
+    assert digests_of(source) == expected and any(expected)

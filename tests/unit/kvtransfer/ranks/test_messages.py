@@ -1,0 +1,104 @@
+"""What rank 0 and the agents of its ranks say: it comes as it was said, and nothing else comes."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.errors import WireError
+from baton.kvtransfer.protocol.messages import MAX_PAGES, RankListenerAddresses
+from baton.kvtransfer.ranks import messages as m
+from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.base import Spans
+from baton.pages import PageLayout
+from baton.rpc.connection import MAX_BODY_BYTES
+
+LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
+SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
+DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", tcp_port=7, shm_address="\0door")
+OF_PART: dict[str, Any] = {"transfer": b"t" * 16, "part": 3}
+ALL_PAGES = tuple(range(2**31 - MAX_PAGES, 2**31))
+ALL_GENERATIONS = tuple(range(2**32 - MAX_PAGES, 2**32))
+EVENTS: list[m.ToRankZero] = [
+    m.Came(rank=1),
+    m.Ready(doors=DOORS),
+    m.AllStopped(),
+    m.PartOpened(**OF_PART),
+    m.WriterStopped(**OF_PART),
+    m.WriterDied(**OF_PART),
+    m.PartVerified(**OF_PART, corrupt_units=tuple(range(MAX_PAGES))),
+    m.PartReached(**OF_PART, transport="shm"),
+    m.PartWritten(
+        **OF_PART,
+        first=0,
+        stop=MAX_PAGES,
+        is_done=False,
+        reason="r" * 256,
+        num_bytes=2**40,
+        num_messages=2**20,
+        spans=Spans(0.5, 0.25, 2.0),
+    ),
+    m.PartHashed(**OF_PART, first=0, stop=MAX_PAGES, digests=bytes(8 * MAX_PAGES)),
+    m.PartStopped(**OF_PART),
+    m.Counted(counts={f"{number:064}": 2**63 - 1 for number in range(m.MAX_COUNTS)}),
+]
+COMMANDS: list[m.ToFollower] = [
+    m.SetUp(settings=SETTINGS.for_rank(1)),
+    m.StopAll(),
+    m.TellCounts(),
+    m.DropLink(link=1),
+    m.ClosePart(**OF_PART, is_confirmed=True),
+    m.HashUnits(**OF_PART, first=1, stop=2),
+    m.VerifyPart(**OF_PART, digests=bytes(8 * MAX_PAGES)),
+    m.GrantPart(**OF_PART, epoch=9, pages=ALL_PAGES, generations=ALL_GENERATIONS, is_bulk=True),
+    m.PushPart(**OF_PART, first=0, stop=MAX_PAGES, more_pages=ALL_PAGES),
+    m.StopPart(**OF_PART),
+    m.ForgetPart(**OF_PART),
+]
+
+
+@pytest.mark.parametrize("message", COMMANDS, ids=lambda each: type(each).__name__)
+def test_a_command_comes_as_it_was_given_however_long(message: m.ToFollower) -> None:
+    body = m.encode(message)
+    assert len(body) <= MAX_BODY_BYTES
+    assert m.decode_for_follower(body) == message
+    with pytest.raises(WireError, match="none"):
+        m.decode_for_rank_zero(body)
+
+
+@pytest.mark.parametrize("message", EVENTS, ids=lambda each: type(each).__name__)
+def test_an_event_comes_as_it_was_told_however_long(message: m.ToRankZero) -> None:
+    body = m.encode(message)
+    assert len(body) <= MAX_BODY_BYTES
+    assert m.decode_for_rank_zero(body) == message
+    with pytest.raises(WireError, match="none"):
+        m.decode_for_follower(body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("transfer", b"short"),
+        ("part", -1),
+        ("part", 256),
+        ("first", -1),
+        ("stop", 0),
+        ("stop", MAX_PAGES + 1),
+        ("more_pages", [-1]),
+        ("more_pages", [2**31]),
+        ("unheard", 1),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(field: str, value: object) -> None:
+    plain = msgspec.to_builtins(
+        m.PushPart(**OF_PART, first=0, stop=1, more_pages=(0,)), builtin_types=(bytes,)
+    )
+    with pytest.raises(WireError) as refused:
+        m.decode_for_follower(msgspec.msgpack.encode({**plain, field: value}))
+    assert refused.value.reason == "malformed"
+
+
+def test_what_is_longer_than_a_frame_is_refused() -> None:
+    with pytest.raises(WireError) as refused:
+        m.decode_for_rank_zero(bytes(MAX_BODY_BYTES + 1))
+    assert refused.value.reason == "length"

@@ -1,0 +1,87 @@
+"""Runs packed out of a pool and unpacked into another, against the plan's own runs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.kernels.copy_runs import copy_runs_reference
+from baton.kvtransfer.protocol.transfer_plan import plan_transfer
+from baton.kvtransfer.ranks.pages import DevicePages, PagePacking, packing_of
+from baton.pages import PageLayout
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
+
+
+def layout(tp_size: int, page_size: int) -> PageLayout:
+    return PageLayout(
+        tp_size=tp_size, page_size=page_size, num_layers=2, num_kv_heads=6, head_dim=8, dtype="bfloat16"
+    )
+
+
+def pool_of(cut: PageLayout, num_pages: int, device: str, fill: int | None = None) -> Tensor:
+    shape = (num_pages, 2, 2, cut.heads_per_rank, cut.page_size, 8)
+    values = torch.randint(0, 2**15, shape, generator=torch.Generator().manual_seed(1))
+    content = values if fill is None else torch.full(shape, fill)
+    return content.to(torch.int16).view(torch.bfloat16).to(device)
+
+
+def raw(pool: Tensor) -> Tensor:
+    return pool.cpu().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("one", "other", "ranks"),
+    [
+        (layout(1, 16), layout(1, 16), (0, 0)),
+        (layout(2, 16), layout(3, 16), (1, 1)),
+        (layout(1, 8), layout(2, 32), (0, 1)),
+    ],
+    ids=["equal", "overlapping heads", "tp and pages"],
+)
+def test_what_is_packed_here_is_unpacked_there(
+    one: PageLayout, other: PageLayout, ranks: tuple[int, int], device: str
+) -> None:
+    plan = plan_transfer(one, other, *ranks)
+    source, destination = pool_of(one, 12, device), pool_of(other, 12, device, fill=0)
+    pages = [5, 0, 11, 7, 2, 9, 1, 3], [6, 4, 10, 8, 0, 2, 3, 1]
+    runs = plan.runs(1, 8, *pages)
+    expected = raw(destination).clone()
+    copy_runs_reference(
+        raw(source), expected, runs.source_offset_N, runs.destination_offset_N, runs.run_bytes
+    )
+    sender, receiver = packing_of(source), packing_of(destination)
+    staging = sender.staging(runs.num_bytes)
+    sender.note_written()
+    sender.pack(plan, runs.source_offset_N, staging)
+    sender.finish()
+    receiver.unpack(plan, runs.destination_offset_N, staging)
+    receiver.finish(10.0)
+    assert torch.equal(raw(destination), expected)
+
+
+def test_a_pool_must_be_contiguous() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        packing_of(torch.zeros(4, 8, 2)[:, ::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        packing_of(torch.zeros(4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_packing_waits_for_the_stream_that_wrote_the_pages() -> None:
+    pool = torch.zeros(64, 2**20, dtype=torch.uint8, device="cuda")
+    packing: PagePacking = packing_of(pool)
+    assert isinstance(packing, DevicePages)
+    cut = PageLayout(tp_size=1, page_size=16, num_layers=1, num_kv_heads=8, head_dim=2048, dtype="bfloat16")
+    plan = plan_transfer(cut, cut, 0, 0)
+    assert plan.run_bytes == 2**20
+    staging = packing.staging(64 * 2**20)
+    torch.cuda._sleep(10**8)  # the step is still computing
+    pool.fill_(7)
+    packing.note_written()
+    packing.pack(plan, plan.source.offsets(0, 64, range(64)), staging)
+    packing.finish()
+    assert bool((staging == 7).all())

@@ -1,0 +1,99 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.cache.kv_pool import KvPool
+from baton.errors import ConfigError
+from baton.kvtransfer.ranks.pages import (
+    PageMemory,
+    PeerGenerations,
+    PeerPages,
+    SharedPool,
+    as_words,
+    map_shared,
+)
+from baton.pages import PageLayout
+
+
+def test_a_shared_pool_holds_zeros_and_takes_no_memory_until_it_is_written() -> None:
+    pool = SharedPool()
+    tensor = pool.zeros((1000, 4, 1024), torch.float32)
+    assert tensor.shape == (1000, 4, 1024) and os.fstat(pool.file.descriptor).st_blocks == 0
+    assert not tensor[7].any()
+    assert (pool.memory.num_pages, pool.memory.page_bytes) == (1000, 4 * 4096)
+    pool.close()
+    tensor[999] = 1.0  # the tensor stays good
+    assert pool.memory.view()[999 * 4 * 4096 + 2 : 999 * 4 * 4096 + 4].tobytes() == b"\x80\x3f"
+
+
+def test_an_engines_pool_lives_in_shared_memory() -> None:
+    layout = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+    shared = SharedPool()
+    pool = KvPool(layout, 6, 0, torch.device("cpu"), shared.zeros)
+    assert shared.memory.page_bytes == layout.page_bytes and shared.memory.num_pages == 6
+    pages = PeerPages(shared.file.descriptor, 6, layout.page_bytes)
+    pages.memory.view()[layout.page_bytes : layout.page_bytes + 2] = b"\x80\x3f"
+    assert pool.device[1].flatten()[0] == 1.0 and int((pool.device != 0).sum()) == 1
+    pages.close()
+    pages.close()
+    shared.close()
+
+
+def test_a_child_of_a_writer_has_no_way_to_write() -> None:
+    pool = SharedPool()
+    pool.zeros((4, 4096), torch.uint8)
+    pages = PeerPages(pool.file.descriptor, 4, 4096)
+    mapped = f"{pages.memory.address:x}-"
+    smaps = Path("/proc/self/smaps").read_text()
+    flags = smaps[smaps.index(mapped) :].split("VmFlags:")[1].splitlines()[0]
+    assert "dc" in flags.split()  # not copied at a fork
+    pages.close()
+    pool.close()
+
+
+def test_nobody_can_cut_or_grow_a_shared_file() -> None:
+    pool = SharedPool()
+    pool.zeros((2, 4096), torch.uint8)
+    for size in (4096, 3 * 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.file.descriptor, size)
+    pool.close()
+
+
+def test_generations_are_read_by_peers_and_written_by_the_owner_alone() -> None:
+    pool = SharedPool()
+    pool.zeros((8, 64), torch.uint8)
+    descriptor = pool.generations.file.read_only()
+    with pytest.raises(PermissionError):
+        map_shared(descriptor, 32)
+    peer = PeerGenerations(descriptor, 8)
+    os.close(descriptor)
+    pages = np.array([3, 5])
+    assert not peer.match(pages, as_words([1, 1]))
+    pool.generations.grant([3, 5], [4, 9])
+    assert peer.match(pages, as_words([4, 9])) and not peer.match(pages, as_words([4, 8]))
+    pool.generations.revoke([5])
+    assert not peer.match(pages, as_words([4, 9])) and peer.match(pages[:1], as_words([4]))
+    pool.close()
+
+
+def test_no_generation_looks_like_revoked() -> None:
+    assert as_words([0, 1, 2**32 - 2, 2**32 - 1, 2**40]).min() > 0
+
+
+def test_pages_of_a_tensor_are_where_the_tensor_is() -> None:
+    tensor = torch.arange(24, dtype=torch.int16).view(4, 6)
+    memory = PageMemory.of(tensor)
+    assert (memory.num_pages, memory.page_bytes, memory.address) == (4, 12, tensor.data_ptr())
+    assert memory.view().tobytes() == tensor.numpy().tobytes()
+    assert memory.has([]) and memory.has([0, 3]) and not memory.has([4]) and not memory.has([-1, 2])
+    with pytest.raises(ValueError, match="contiguous"):
+        PageMemory.of(tensor[:, ::2])
+
+
+def test_a_pool_has_at_least_a_page() -> None:
+    with pytest.raises(ConfigError):
+        SharedPool().zeros((0, 16), torch.uint8)

@@ -1,0 +1,189 @@
+"""How the other ranks of a replica come to its rank 0, and who does not."""
+
+import gc
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from baton.errors import PeerGone, WireError, WorkerLost
+from baton.kvtransfer.ranks.messages import RANK_SCHEMA, Came, StopAll, encode
+from baton.kvtransfer.ranks.remote import AgentArguments, RankAgent, RankAgents, RemoteRank, _Newcomer
+from baton.kvtransfer.settings import EndpointSettings
+from baton.pages import PageLayout
+from baton.rpc.connection import Connection, Role
+from tests.transfer_ends import open_files, wait_for
+
+NUM_RANKS = 3
+NUM_PAGES = 4
+LAYOUT = PageLayout(
+    tp_size=NUM_RANKS, page_size=4, num_layers=1, num_kv_heads=NUM_RANKS, head_dim=8, dtype="float32"
+)
+OTHER_SCHEMA = b"schema-2"
+SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)
+
+
+@pytest.fixture
+def agents() -> Iterator[RankAgents]:
+    made = RankAgents(NUM_RANKS)
+    yield made
+    made.close()
+
+
+def come(agents: RankAgents, rank: int) -> RankAgent:
+    """An agent, whose process is the test's."""
+    agent = RankAgent(agents.sidecar.arguments)
+    pool = agent.zeros_on_cpu((NUM_PAGES, 1, 2, 1, 4, 8), torch.float32)
+    agent.start(rank, pool)
+    return agent
+
+
+def rendezvous_request(
+    agents: RankAgents, secret: bytes | None = None, schema: bytes = RANK_SCHEMA
+) -> Connection:
+    arguments = msgspec.json.decode(agents.sidecar.arguments, type=AgentArguments)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(arguments.address)
+    except ConnectionRefusedError:
+        sock.close()
+        raise
+    return Connection(sock, secret or arguments.secret, Role.CONNECTING, schema=schema)
+
+
+def is_reachable(rank: RemoteRank) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", rank.doors.tcp_port), timeout=5.0).close()
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it was closed meanwhile
+        return False
+    return True
+
+
+def test_every_rank_comes_and_opens_its_own_doors(agents: RankAgents) -> None:
+    come(agents, 2), come(agents, 1)
+    ranks = agents.meet(SETTINGS)
+    assert [rank.rank for rank in ranks] == [1, 2]
+    assert (
+        len({rank.doors.incarnation for rank in ranks}) == len({rank.doors.tcp_port for rank in ranks}) == 2
+    )
+    assert all(rank.doors.shm_address and is_reachable(rank) for rank in ranks)
+    with pytest.raises(ConnectionRefusedError):
+        rendezvous_request(agents)
+    for rank in ranks:
+        rank.close()
+    wait_for(lambda: not any(is_reachable(rank) for rank in ranks))
+
+
+def test_who_comes_last_is_greeted_to_the_end(agents: RankAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_in = RankAgents._let_in
+
+    def let_in_slowly(self: RankAgents, sock: socket.socket, newcomer: _Newcomer) -> None:
+        let_in(self, sock, newcomer)
+        threading.Event().wait(0.1)
+
+    monkeypatch.setattr(RankAgents, "_let_in", let_in_slowly)
+    come(agents, 1), come(agents, 2)
+    assert len(agents.meet(SETTINGS)) == 2
+
+
+def test_nothing_is_left_when_all_have_gone() -> None:
+    gc.collect()  # what other tests have left goes now, not meanwhile
+    files, threads = Counter(open_files()), set(threading.enumerate())
+    agents = RankAgents(NUM_RANKS)
+    came = [come(agents, rank) for rank in (1, 2)]
+    for rank in agents.meet(SETTINGS):
+        rank.start(lambda call: call(), lambda event: None, lambda rank: None)
+        rank.close()
+    agents.close()
+    agents.close()  # a second time is no error
+    for agent in came:
+        agent.close()
+        agent.close()
+    del came, agent, rank
+    gc.collect()  # their pools: as long as somebody has one, it is mapped
+    wait_for(lambda: set(threading.enumerate()) <= threads)
+    wait_for(lambda: Counter(open_files()) <= files)
+
+
+def test_a_replica_of_one_rank_meets_nobody() -> None:
+    threads = set(threading.enumerate())
+    agents = RankAgents(1)
+    assert agents.meet(SETTINGS) == []
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_rank_that_does_not_come_is_named(agents: RankAgents) -> None:
+    agent = come(agents, 2)
+    with pytest.raises(WorkerLost, match=r"no agent of rank \[1\] came within 0.1 s"):
+        agents.meet(SETTINGS, timeout_s=0.1)
+    agents.close()
+    agent.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1, NUM_RANKS])
+def test_a_rank_that_is_none_or_here_already_is_dropped(agents: RankAgents, rank: int) -> None:
+    first = come(agents, 1)
+    connection = rendezvous_request(agents).handshake()
+    connection.send(encode(Came(rank=rank)))
+    with pytest.raises(PeerGone):
+        connection.recv(5.0)
+    come(agents, 2)
+    assert len(agents.meet(SETTINGS)) == 2
+    first.close()
+
+
+def test_agent_of_another_build_is_refused_and_both_are_named(
+    agents: RankAgents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(WireError, match=rf"mixed builds.*{RANK_SCHEMA.hex()}.*{OTHER_SCHEMA.hex()}"):
+        rendezvous_request(agents, schema=OTHER_SCHEMA).handshake()
+    wait_for(lambda: bool(caplog.messages))
+    (complaint,) = caplog.messages
+    assert f"{OTHER_SCHEMA.hex()}, we are" in complaint and RANK_SCHEMA.hex() in complaint
+
+
+def test_who_does_not_know_the_secret_of_the_meeting_is_not_let_in(agents: RankAgents) -> None:
+    with pytest.raises(WireError):
+        rendezvous_request(agents, b"k" * 32).handshake()
+    come(agents, 1), come(agents, 2)
+    assert len(agents.meet(SETTINGS)) == 2
+
+
+def test_an_agent_that_is_not_set_up_does_nothing_else(agents: RankAgents) -> None:
+    agent = come(agents, 1)
+    wait_for(lambda: 1 in agents._newcomers)
+    connection = agents._newcomers[1].connection
+    connection.send(encode(StopAll()))
+    with pytest.raises(PeerGone):
+        connection.recv(5.0)
+    assert agent._executor is None
+
+
+def test_rank_0_that_is_gone_is_told_to_the_engine() -> None:
+    agents = RankAgents(2)
+    agents.close()
+    with pytest.raises(WorkerLost, match="rank 0 is not there"):
+        come(agents, 1)
+
+
+def test_a_secret_is_new_for_every_meeting(agents: RankAgents) -> None:
+    other = RankAgents(NUM_RANKS)
+    secrets = {msgspec.json.decode(each.sidecar.arguments)["secret"] for each in (agents, other)}
+    assert len(secrets) == 2
+    other.close()
+
+
+def test_stopping_is_heard_though_nobody_polls(agents: RankAgents) -> None:
+    come(agents, 1), come(agents, 2)
+    ranks = agents.meet(SETTINGS)
+    calls: list[object] = []
+    for rank in ranks:
+        rank.start(calls.append, lambda event: None, lambda rank: None)
+        rank.stop()
+    assert all(rank.wait_until_stopped(5.0) for rank in ranks)
+    for rank in ranks:
+        rank.close()

@@ -1,0 +1,169 @@
+"""A rank of ours in another process, as rank 0 sees it: what it is told, and what is told for it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import WorkerLost
+from baton.kvtransfer.protocol.messages import RankListenerAddresses
+from baton.kvtransfer.ranks.messages import (
+    AllStopped,
+    Came,
+    ClosePart,
+    Counted,
+    DropLink,
+    ForgetPart,
+    PartEvent,
+    PartOpened,
+    PartStopped,
+    Ready,
+    SetUp,
+    StopAll,
+    StopPart,
+    TellCounts,
+    ToFollower,
+    ToRankZero,
+    WriterStopped,
+    decode_for_follower,
+    encode,
+)
+from baton.kvtransfer.ranks.remote import RemoteRank
+from baton.kvtransfer.settings import EndpointSettings
+from baton.kvtransfer.transports.message_stream import Call
+from baton.pages import PageLayout
+from baton.rpc.connection import Connection, Role
+from tests.transfer_ends import wait_for
+
+LAYOUT = PageLayout(tp_size=2, page_size=4, num_layers=1, num_kv_heads=2, head_dim=8, dtype="float32")
+SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT).for_rank(1)
+DOORS = RankListenerAddresses(incarnation=b"i" * 16, host="h", device="cpu", tcp_port=1)
+SECRET = b"s" * 32
+ID = b"t" * 16
+
+
+class Ends:
+    """The rank, and the bare connection of its agent, which a test speaks by hand."""
+
+    def __init__(self, *first_words: ToRankZero) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.agent = Connection(theirs, SECRET, Role.CONNECTING)
+        connection = Connection(ours, SECRET, Role.ACCEPTING)
+        proving = threading.Thread(target=self.agent.handshake)
+        proving.start()
+        connection.handshake()
+        proving.join()
+        for word in first_words:
+            self.agent.send(encode(word))
+        self.calls: list[Call] = []
+        self.events: list[PartEvent] = []
+        self.losses: list[tuple[bool, bool]] = []
+        try:
+            self.rank = RemoteRank(SETTINGS, connection)
+        except WorkerLost:
+            self.agent.close()
+            raise
+        self.rank.start(self.calls.append, self.events.append, self._lose)
+
+    def _lose(self, rank: RemoteRank) -> None:
+        self.losses.append((rank.is_lost, rank.is_dead))
+
+    def poll(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+    def told(self) -> ToFollower:
+        return decode_for_follower(self.agent.recv(5.0))
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends(Ready(doors=DOORS))
+    yield made
+    made.agent.close()
+    made.rank.close()
+
+
+def test_it_is_set_up_and_then_told_what_to_do(ends: Ends) -> None:
+    assert ends.told() == SetUp(settings=SETTINGS)
+    assert ends.rank.doors == DOORS
+    for command in (DropLink(link=3), ForgetPart(transfer=ID, part=1)):
+        ends.rank.perform(command)
+        assert ends.told() == command
+
+
+def test_what_it_answers_is_told_in_the_owners_thread(ends: Ends) -> None:
+    opened = PartOpened(transfer=ID, part=0)
+    ends.agent.send(encode(opened))
+    wait_for(lambda: bool(ends.calls))
+    assert not ends.events
+    ends.poll()
+    assert ends.events == [opened]
+
+
+@pytest.mark.parametrize("word", [Came(rank=1), AllStopped()])
+def test_who_does_not_open_doors_is_lost(word: ToRankZero) -> None:
+    with pytest.raises(WorkerLost, match="rank 1 said"):
+        Ends(word)
+
+
+def test_a_connection_that_ends_is_no_death(ends: Ends) -> None:
+    ends.agent.close()
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.losses == [(True, False)]
+    ends.rank.perform(ClosePart(transfer=ID, part=0, is_confirmed=True))
+    ends.rank.perform(StopPart(transfer=ID, part=0))
+    ends.poll()
+    assert not ends.events
+    assert not ends.rank.wait_until_stopped(0.0)
+
+
+def test_what_a_dead_rank_is_asked_for_has_been_done(ends: Ends) -> None:
+    ends.rank.died()
+    assert ends.rank.wait_until_stopped(0.0)
+    ends.poll()
+    assert ends.losses == [(True, False), (True, True)]
+    ends.rank.perform(ClosePart(transfer=ID, part=0, is_confirmed=False))
+    ends.rank.perform(StopPart(transfer=ID, part=1))
+    ends.rank.perform(ForgetPart(transfer=ID, part=1))
+    assert not ends.events  # later, as any answer
+    ends.poll()
+    assert ends.events == [WriterStopped(transfer=ID, part=0), PartStopped(transfer=ID, part=1)]
+
+
+def test_that_it_has_stopped_is_known_without_a_poll(ends: Ends) -> None:
+    ends.told()
+    ends.rank.stop()
+    assert ends.told() == StopAll()
+    assert not ends.rank.wait_until_stopped(0.0)
+    ends.agent.send(encode(AllStopped()))
+    assert ends.rank.wait_until_stopped(5.0)
+
+
+def test_an_agent_that_speaks_out_of_turn_is_lost(ends: Ends) -> None:
+    ends.agent.send(encode(StopAll()))
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.losses == [(True, False)] and not ends.events
+
+
+def test_counts_are_as_they_were_said_last_and_asked_for_once(ends: Ends) -> None:
+    assert ends.rank.counts() == ends.rank.counts() == {}
+    assert [type(ends.told()), ends.told()] == [SetUp, TellCounts()]
+    ends.agent.send(encode(Counted(counts={"landed_pieces": 3})))
+    wait_for(lambda: bool(ends.calls))
+    ends.poll()
+    assert ends.rank.counts() == {"landed_pieces": 3} and not ends.events
+    ends.rank.perform(DropLink(link=9))
+    assert [ends.told(), ends.told()] == [TellCounts(), DropLink(link=9)]
+
+
+def test_what_a_lost_rank_has_counted_still_counts(ends: Ends) -> None:
+    ends.rank.counts()
+    ends.agent.send(encode(Counted(counts={"landed_pieces": 3})))
+    ends.agent.close()
+    wait_for(lambda: len(ends.calls) == 2)
+    ends.poll()
+    assert ends.losses and ends.rank.counts() == ends.rank.counts() == {"landed_pieces": 3}

@@ -1,0 +1,135 @@
+"""Which commands wait for a step, and that each part hears its own in order."""
+
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from baton.kvtransfer.protocol.messages import RankListenerAddresses
+from baton.kvtransfer.ranks.executor import StepGate
+from baton.kvtransfer.ranks.messages import OpenPart, PartCommand, PeerRank, PushPart, StopPart
+from baton.kvtransfer.transports.message_stream import Call
+from baton.pages import PageLayout
+from tests.rank_process import LateSteps
+
+LAYOUT = PageLayout(tp_size=1, page_size=4, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32")
+PEER = PeerRank(
+    host="127.0.0.1",
+    layout=LAYOUT,
+    rank=0,
+    doors=RankListenerAddresses(incarnation=b"i" * 16, host="a host", device="cpu"),
+)
+TRANSFER = b"t" * 16
+
+
+def push(after: int, part: int = 0, first: int = 0) -> PushPart:
+    return PushPart(
+        transfer=TRANSFER, part=part, first=first, stop=first + 1, more_pages=(first,), after=after
+    )
+
+
+def open_part(after: int) -> OpenPart:
+    return OpenPart(
+        transfer=TRANSFER,
+        part=0,
+        epoch=1,
+        num_units=1,
+        pages=(0,),
+        generations=(1,),
+        source=PEER,
+        layers=(0, 2),
+        digest_key=bytes(32),
+        after=after,
+    )
+
+
+class Gated:
+    """A gate whose rank's thread is the test's."""
+
+    def __init__(self, *, pushes_wait: bool = True) -> None:
+        self.steps = LateSteps()
+        self.done: list[PartCommand] = []
+        self._inbox: SimpleQueue[Call] = SimpleQueue()
+        self.gate = StepGate(self.steps, self.done.append, self._inbox.put, pushes_wait=pushes_wait)
+
+    def run_one(self, timeout_s: float = 5.0) -> None:
+        self._inbox.get(timeout=timeout_s)()
+
+    def hears_nothing(self) -> bool:
+        try:
+            self.run_one(0.1)
+        except Empty:
+            return True
+        return False
+
+
+@pytest.fixture
+def gated() -> Iterator[Gated]:
+    made = Gated()
+    yield made
+    made.gate.close()
+
+
+def test_what_no_step_is_needed_for_is_done_at_once(gated: Gated) -> None:
+    commands: list[PartCommand] = [push(0), open_part(0), StopPart(transfer=TRANSFER, part=0)]
+    for command in commands:
+        gated.gate.perform(command)
+    assert gated.done == commands
+
+
+def test_a_step_that_has_passed_holds_nothing_up(gated: Gated) -> None:
+    gated.steps.passed = 7
+    gated.gate.perform(push(7))
+    assert gated.done == [push(7)]
+
+
+@pytest.mark.parametrize("command", [push(7), open_part(7)])
+def test_a_step_that_has_not_passed_is_waited_for(gated: Gated, command: PartCommand) -> None:
+    gated.gate.perform(command)
+    gated.steps.passed = 6
+    assert gated.hears_nothing() and gated.done == []
+    gated.steps.passed = 7
+    gated.run_one()
+    assert gated.done == [command]
+
+
+def test_a_part_hears_its_commands_in_order_and_other_parts_do_not_wait(gated: Gated) -> None:
+    stop = StopPart(transfer=TRANSFER, part=0)
+    for command in (push(5), push(0, first=1), push(9, first=2), stop, push(0, part=1)):
+        gated.gate.perform(command)
+    assert gated.done == [push(0, part=1)]
+    gated.steps.passed = 5
+    gated.run_one()
+    assert gated.done[1:] == [push(5), push(0, first=1)]
+    gated.steps.passed = 9
+    gated.run_one()
+    assert gated.done[3:] == [push(9, first=2), stop]
+    gated.gate.perform(push(0, first=3))
+    assert gated.done[5:] == [push(0, first=3)]
+
+
+def test_parts_whose_steps_pass_out_of_their_order_do_not_wait_for_each_other(gated: Gated) -> None:
+    gated.gate.perform(push(9, part=0))
+    gated.gate.perform(push(5, part=1))
+    gated.steps.passed = 5
+    gated.run_one()
+    assert gated.done == [push(5, part=1)]
+    gated.steps.passed = 9
+    gated.run_one()
+    assert gated.done[1:] == [push(9, part=0)]
+
+
+def test_pushes_do_not_wait_where_the_reading_stream_does() -> None:
+    gated = Gated(pushes_wait=False)
+    gated.gate.perform(push(9))
+    gated.gate.perform(open_part(9))
+    assert gated.done == [push(9)]
+    gated.gate.close()
+
+
+def test_what_waits_at_the_end_is_never_done(gated: Gated) -> None:
+    gated.gate.perform(push(9))
+    gated.gate.close()
+    gated.steps.passed = 9
+    gated.hears_nothing()
+    assert gated.done == []

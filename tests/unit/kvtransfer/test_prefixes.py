@@ -1,0 +1,156 @@
+"""When a prefix is fetched and when not, and what is let go of. Workers' tests have real pages for it."""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.kvtransfer.links import KvLinks, Link
+from baton.kvtransfer.page_endpoint import PageEndpoint
+from baton.kvtransfer.prefixes import MAX_PULLS, PulledPrefixes
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, TransferEnded
+from baton.kvtransfer.protocol.pull import WantedPage
+from baton.messages.control import PullSource
+from baton.request import FilledPages
+from tests.endpoint_host import Host
+from tests.numbered_pages import key_of
+
+HOLDER = "5" * 32
+SOURCE = PullSource(HOLDER, 64, (1, 2, 3, 4), (7, 7, 7, 7))
+
+
+class Endpoint:
+    def __init__(self) -> None:
+        self.asked: list[Sequence[WantedPage]] = []
+        self.aborted: list[bytes] = []
+
+    def pull(
+        self, link: Link, wanted: Sequence[WantedPage], num_units: int, adopter: Owner, *, deadline_s: float
+    ) -> bytes:
+        if len(wanted) > 3:
+            raise ValueError("more than a message holds")
+        self.asked.append(wanted)
+        return len(self.asked).to_bytes(16, "big")
+
+    def abort(self, transfer: bytes, reason: str) -> None:
+        self.aborted.append(transfer)
+
+
+class Store:
+    """Of an engine: `pages` is itself, as far as the size of pages goes."""
+
+    page_size = 16
+
+    def __init__(self) -> None:
+        self.has_room = True
+        self.released: list[FilledPages] = []
+
+    @property
+    def pages(self) -> "Store":
+        return self
+
+    def make_room(self, num_pages: int) -> bool:
+        return self.has_room
+
+    def release(self, filled: FilledPages) -> None:
+        self.released.append(filled)
+
+
+class Prefix:
+    def __init__(self, owner: str = "a", num_tokens: int = 63, num_known: int = 1) -> None:
+        self.owner = owner
+        self.num_tokens = num_tokens
+        self.claimed = FilledPages(tuple(range(num_known)), 16 * num_known, owner)
+
+    def claim(self, multiple_of: int) -> FilledPages:
+        return self.claimed
+
+    def keys(self, page_size: int) -> list[bytes]:
+        return [key_of(page) for page in (11, 12, 13, 14)]
+
+
+class Bench:
+    def __init__(self, link: Link) -> None:
+        self.endpoint, self.store = Endpoint(), Store()
+        links = KvLinks(lambda address, answer: answer(link))
+        links._wanted, links._links = frozenset([HOLDER]), {HOLDER: link}
+        endpoint = cast(PageEndpoint, self.endpoint)
+        self.prefixes = PulledPrefixes[str](self.store, endpoint, links, ManualClock())
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    ours, theirs = Host(), Host()
+    yield ours.endpoint.link(theirs.address())
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture
+def bench(link: Link) -> Bench:
+    return Bench(link)
+
+
+def transfer(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def test_what_is_asked_for_follows_what_is_known_and_is_named_by_our_own_keys(bench: Bench) -> None:
+    prefix = Prefix()
+    assert bench.prefixes.begin("a", SOURCE, prefix)
+    assert bench.endpoint.asked == [(WantedPage(2, 7, key_of(12)), WantedPage(3, 7, key_of(13)))]
+    pulled = bench.prefixes.take(TransferEnded(transfer(1), HandoffOutcome.ADOPTED, "", (8, 9), None))
+    assert pulled is not None
+    assert (pulled.waiter, pulled.filled) == ("a", FilledPages((0, 8, 9), 48, "a"))
+    assert bench.prefixes.counters["pulls"] == 1 and not bench.store.released
+
+
+def test_a_pull_that_fails_leaves_nothing(bench: Bench) -> None:
+    prefix = Prefix()
+    bench.prefixes.begin("a", SOURCE, prefix)
+    pulled = bench.prefixes.take(TransferEnded(transfer(1), HandoffOutcome.RECOMPUTE, "refused", (), None))
+    assert pulled is not None and pulled.filled is None
+    assert bench.store.released == [prefix.claimed]
+    assert bench.prefixes.counters["pulls_failed"] == 1
+
+
+def test_what_comes_for_nobody_is_let_go_of(bench: Bench) -> None:
+    prefix = Prefix()
+    bench.prefixes.begin("a", SOURCE, prefix)
+    bench.prefixes.drop("a")
+    bench.prefixes.drop("a")
+    bench.prefixes.drop("somebody else")
+    assert bench.endpoint.aborted == [transfer(1)]
+    assert bench.prefixes.take(TransferEnded(transfer(1), HandoffOutcome.ADOPTED, "", (8, 9), None)) is None
+    assert bench.store.released == [prefix.claimed, FilledPages((8, 9), 32, "a")]
+
+
+@pytest.mark.parametrize("case", ["no room", "all is known", "too much", "another holder", "none is wanted"])
+def test_what_can_not_be_pulled_is_not_asked_for_and_nothing_is_held(bench: Bench, case: str) -> None:
+    prefix, source = Prefix(), SOURCE
+    bench.store.has_room = case != "no room"
+    if case == "all is known":
+        prefix = Prefix(num_known=4)
+    elif case == "too much":
+        prefix = Prefix(num_known=0, num_tokens=64)
+    elif case == "another holder":
+        source = PullSource("6" * 32, 64, SOURCE.pages, SOURCE.generations)
+    elif case == "none is wanted":
+        prefix = Prefix(num_tokens=0)
+    assert not bench.prefixes.begin("a", source, prefix)
+    assert not bench.endpoint.asked and bench.prefixes.counters["pulls_not_begun"] == 1
+    was_claimed = case in ("no room", "all is known", "too much")
+    assert bench.store.released == [prefix.claimed] * was_claimed
+
+
+def test_no_source_is_no_miss(bench: Bench) -> None:
+    assert not bench.prefixes.begin("a", None, Prefix())
+    assert not bench.prefixes.counters
+
+
+def test_so_many_go_on_at_a_time(bench: Bench) -> None:
+    names = [f"{number}" for number in range(MAX_PULLS + 1)]
+    assert [bench.prefixes.begin(name, SOURCE, Prefix(name)) for name in names] == [True] * MAX_PULLS + [
+        False
+    ]

@@ -1,0 +1,48 @@
+"""What can be said about shared GPU pools without a GPU; the rest is in test_device_transports.py."""
+
+import msgspec
+import pytest
+import torch
+
+from baton.errors import TransferFailed, WireError
+from baton.kvtransfer.transports.cuda_ipc import CudaOffer, SharedDevicePool, open_offer
+
+OFFER = CudaOffer(
+    device="GPU-00000000-no-such-device",
+    num_pages=4,
+    page_bytes=1024,
+    pool_offset=512,
+    storage_bytes=8192,
+    storage_offset=0,
+    block=b"b" * 65,
+    counter=b"/torch_counter",
+    counter_offset=0,
+    event=b"e" * 64,
+    has_event=True,
+)
+
+
+def test_a_gpu_that_this_process_cannot_see_is_no_way_to_its_pool() -> None:
+    with pytest.raises(TransferFailed, match="GPU-00000000-no-such-device"):
+        open_offer(msgspec.msgpack.encode(OFFER), 0)
+
+
+@pytest.mark.parametrize("change", [{"num_pages": 9}, {"pool_offset": 4097}, {"storage_bytes": 4096}])
+def test_a_pool_outside_its_storage_is_refused_before_it_is_mapped(change: dict[str, int]) -> None:
+    offer = msgspec.structs.replace(OFFER, **change)
+    with pytest.raises(WireError, match="not within its storage"):
+        open_offer(msgspec.msgpack.encode(offer), 0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_pages": 0}, {"page_bytes": 2**49}, {"block": b"b" * 257}, {"device": ""}, {"more": 1}]
+)
+def test_an_offer_out_of_bounds_is_refused(change: dict[str, object]) -> None:
+    message = msgspec.msgpack.encode({**msgspec.structs.asdict(OFFER), **change})
+    with pytest.raises(WireError, match="no CudaOffer"):
+        open_offer(message, 0)
+
+
+def test_a_pool_on_a_cpu_is_not_offered() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        SharedDevicePool(torch.zeros(4, 8))

@@ -1,0 +1,372 @@
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import astuple, replace
+
+from baton.clock import ManualClock
+from baton.messages.control import Heartbeat, KvEventBatch, Measured
+from baton.messages.workers import Load as WorkerLoad
+from baton.messages.workers import PrefillTimes, StepTimes, WorkerRole
+from baton.request import Request
+from baton.router.in_flight import InFlight, InFlightAttempt, num_kv_tokens
+from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.membership import Member
+from baton.router.policies.cost import (
+    MAX_COMPARED,
+    ClusterView,
+    CostPolicy,
+    KnownWorkers,
+    PromptView,
+    TenantClaim,
+)
+from baton.router.policies.cost_model import CostModel
+from baton.router.policies.costs import CandidateLoad, PairCandidate, Select, WorkerPool, cheapest
+from baton.router.policies.prompts_ahead import SchedulingClass
+from tests.node_peers import TestPeer, a_request, a_worker, id_of
+from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
+from tests.unit.router.router_cluster import cluster
+
+PROMPT_TOKENS = 400
+
+
+class World:
+    """Workers in a state that the random numbers make up."""
+
+    def __init__(self, random: Random, num_workers: int) -> None:
+        self.random = random
+        self.clock = ManualClock(1.0)
+        self.in_flight, self.model, self.keys = InFlight(self.clock), CostModel(), PromptKeys()
+        self.index = PrefixIndex(self.clock, 4096)
+        self.known = KnownWorkers(self.in_flight, self.index, self.model, self.keys)
+        router = cluster().router
+        self.request = a_request(num_tokens=PROMPT_TOKENS)
+        self.members = []
+        for number in range(num_workers):
+            fingerprint = random.choice(("f", "f", "g"))
+            name, num_pages = f"{'dp'[number % 2]}{number}", random.randint(30, 90)
+            worker = a_worker(name, num_pages=num_pages, fingerprint=fingerprint)
+            worker = replace(worker, max_num_batched_tokens=random.choice((0, 64, 256)))
+            self.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        for member in self.members:
+            self._fill(member)
+            self._measure(member)
+            self._employ(member)
+        self.clock.advance(random.random())
+
+    def join(self, name: str) -> None:
+        """It has nothing, and room for much."""
+        worker = a_worker(name, num_pages=1000, max_num_seqs=64)
+        self.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+
+    def side(self, role: WorkerRole) -> WorkerPool:
+        return WorkerPool([member for member in self.members if member.worker.role is role])
+
+    def field(self) -> ClusterView:
+        """All, and everybody reaches everybody."""
+        sides = self.side(WorkerRole.DECODE), self.side(WorkerRole.PREFILL)
+        return ClusterView(*sides, lambda decode, prefill: True)
+
+    def _fill(self, member: Member) -> None:
+        """With some of the prompt's first pages; or it is expected to have them; or it is not known."""
+        keys = self.keys.keys(family_of(member.worker), self.request)
+        num = self.random.choice((0, 0, 3, 9, 24, 25))
+        if self.random.random() < 0.9:
+            self.index.join(member.worker)
+            pages = tuple(range(num))
+            events = KvEventBatch(first=0, keys=keys[: 16 * num], pages=pages, generations=(1,) * num)
+            self.index.apply(member.id, events)
+
+    def _measure(self, member: Member) -> None:
+        random = self.random
+        for _ in range(random.randint(0, 3)):
+            times = PrefillTimes(
+                request_id=id_of("m"),
+                attempt=0,
+                waited_s=0.0,
+                computed_s=random.uniform(0.01, 0.4),
+                num_new_tokens=200,
+                num_tokens=300,
+                pulled_bytes=10**6,
+                pulled_s=random.uniform(0.001, 0.01),
+                moved_bytes=10**6,
+                exposed_s=random.uniform(0.001, 0.01),
+            )
+            step = StepTimes(2, 0, 900, random.uniform(0.01, 0.1))
+            self.model.learn(member.id, Measured(prefills=(times,), steps=(step,)))
+            other = random.choice(self.members).id
+            self.model.learn_pull(other, member.id, times)
+            self.model.learn_handoff(member.id, other, times)
+
+    def _employ(self, member: Member) -> None:
+        random, is_prefill = self.random, member.worker.role is WorkerRole.PREFILL
+        for number in range(random.choice((0, 0, 1, 4, 12))):
+            decode = id_of("d0") if is_prefill else member.id
+            prefill = member.id if is_prefill else ""
+            num_tokens, compute_s = random.randint(10, 300), random.uniform(0.01, 0.5)
+            entry = InFlightAttempt("g", decode, prefill, num_tokens, num_tokens, compute_s)
+            entry = entry._replace(num_output_tokens=random.choice((1, 10, 256)))
+            self.in_flight.enter((f"{member.id}{number}", 0), entry)
+            if random.random() < 0.4:
+                self.in_flight.started((f"{member.id}{number}", 0))
+        if random.random() < 0.3:
+            attempts = tuple((id_of(f"u{number}"), 0) for number in range(random.randint(1, 3)))
+            load = WorkerLoad(pages={"active": random.randint(0, 60)})
+            self.in_flight.beat(member.worker, Heartbeat(load=load, attempts=attempts))
+
+
+def load_of(request: Request) -> CandidateLoad:
+    """Of a chooser that has given out nothing yet."""
+    return CandidateLoad(request.num_tokens, num_kv_tokens(request) - request.num_tokens, 0.0)
+
+
+def from_one_on(members: Sequence[Member], random: Random) -> Sequence[Member]:
+    """As a chooser goes round."""
+    first = int(random.random() * len(members))
+    return [*members[first:], *members[:first]]
+
+
+def pair_of(each: PairCandidate | Weighed) -> tuple[str, str, str, int, int]:
+    return each.decode, each.prefill, each.source, each.num_held_tokens, each.num_new_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 2 * MAX_COMPARED))
+def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> None:
+    random = Random(seed)
+    world = World(random, num_workers)
+    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    strangers = {(random.choice(world.members).id, random.choice(world.members).id) for _ in range(9)}
+
+    def are_pair(decode: str, prefill: str) -> bool:
+        return (decode, prefill) not in strangers
+
+    oracle = ChoiceOracle(world.known, world.request, load_of(world.request), world.clock.now_s())
+    order = Random(seed)
+    decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
+    expected = oracle.candidates(decoding, filling, are_pair)
+    cost_policy = CostPolicy(world.clock, world.known, Random(seed))
+    choice = cost_policy.choose(world.request, ClusterView(decoders, fillers, are_pair))
+    assert list(map(pair_of, choice.candidates)) == list(map(pair_of, expected))
+    for found, weighed in zip(choice.candidates, expected, strict=True):
+        assert astuple(found.terms) == pytest.approx(astuple(weighed.terms))
+    wanted = cheapest_of(expected, order.getrandbits(32))
+    assert pair_of(choice.candidate) == pair_of(wanted)
+
+
+class Drawing(Random):
+    """Draws these, and then as ever."""
+
+    def __init__(self, drawn: Sequence[float]) -> None:
+        super().__init__(0)
+        self._drawn = list(drawn)
+
+    def random(self) -> float:
+        return self._drawn.pop(0) if self._drawn else super().random()
+
+
+def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() -> None:
+    """Beside four that hold some of the prompt, and have so much to do that nobody would take them."""
+    world, num = World(Random(0), 0), MAX_COMPARED + 4
+    router, keys = cluster().router, b""
+    for name in ("d0", *(f"p{number}" for number in range(num))):
+        worker = a_worker(name)
+        world.members.append(Member(worker, TestPeer.worker(router, worker), 0.0))
+        keys = world.keys.keys(family_of(worker), world.request)[:32]
+        world.index.join(worker)
+    for number, work_s in {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 5: 2.0, 6: 1.0}.items():
+        held = KvEventBatch(first=0, keys=keys, pages=(0, 1), generations=(1, 1))
+        if number < 4:
+            world.index.apply(id_of(f"p{number}"), held)
+        entry = InFlightAttempt("g", id_of("d0"), id_of(f"p{number}"), 10, 10, work_s)
+        world.in_flight.enter((f"{number}", 0), entry)
+    drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
+    cost_policy = CostPolicy(world.clock, world.known, Drawing(drawn))
+    sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+    choice = cost_policy.choose(world.request, ClusterView(*sides, lambda decode, prefill: True))
+    weighed = {each.prefill for each in choice.candidates if each.prefill}
+    assert weighed > {id_of("p7"), id_of("p8")} and not weighed & {id_of("p5"), id_of("p6")}
+    assert choice.candidate.prefill in ("", id_of("p7"), id_of("p8"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(seed: int) -> None:
+    world = World(Random(seed), 8)
+    decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
+
+    def choose(has_place: bool, fill: bool = True, rule: Select = cheapest) -> PairCandidate:
+        cost_policy = CostPolicy(world.clock, world.known, Random(seed))
+        cost_policy.select = rule
+        field = ClusterView(decoders, fillers, lambda decode, prefill: fill)
+        return cost_policy.choose(
+            world.request, field, TenantClaim(has_place=lambda worker: has_place)
+        ).candidate
+
+    first = choose(True)
+    assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
+    assert not first.prefill or choose(False) == first, "and whichever is cheapest"
+    assert not choose(False, fill=False).prefill, "nobody else can"
+    assert choose(False, rule=lambda *all: cheapest(*all)) == first, "another rule"
+
+
+@given(st.integers(0, 2**32), st.floats(-1e4, 1e4))
+@settings(max_examples=50, deadline=None)
+def test_who_is_owed_work_waits_no_longer_anywhere(seed: int, lead: float) -> None:
+    world = World(Random(seed), 8)
+    stations = world.side(WorkerRole.PREFILL).stations(world.index)
+    waits_s = []
+    for each in (lead, lead + 100.0):
+        load = replace(load_of(world.request), lead=each)
+        look = PromptView(world.known, world.request, load, world.clock.now_s())
+        waits_s.append([computer.wait_s for computer in look.computers(stations)])
+    assert all(sooner <= later for sooner, later in zip(*waits_s, strict=True))
+
+
+def test_who_is_owed_work_counts_no_harm_to_those_beyond_their_share() -> None:
+    """Nor to a lower class. Whoever has as much right to go on counts, and so does its own tenant."""
+    world = World(Random(3), 2)
+    world.join("d9")
+    own, equal, beyond = SchedulingClass(), SchedulingClass("equal"), SchedulingClass("beyond")
+    lower, higher = SchedulingClass("lower", rank=2), SchedulingClass("higher", rank=-1)
+    for number, scheduling_class in enumerate(
+        [own, *[equal] * 2, *[beyond] * 4, *[lower] * 8, *[higher] * 16]
+    ):
+        key = (f"new{number}", 0)
+        world.in_flight.enter(key, InFlightAttempt("g", id_of("d9"), "", 10, 20, 0.1, scheduling_class))
+        world.in_flight.started(key)
+    world.in_flight.check_integrity()
+    leads = {own: -5.0, equal: -1.0, beyond: 0.0, lower: -9.0, higher: 9.0}
+
+    def num_held_up(lead: float | None) -> int:
+        load = replace(load_of(world.request), lead=lead, lead_of=leads.get)
+        look = PromptView(world.known, world.request, load, world.clock.now_s())
+        stations = world.side(WorkerRole.DECODE).stations(world.index)
+        (decoder,) = look.decoders([worker_view for worker_view in stations if worker_view.id == id_of("d9")])
+        return decoder.num_held_up
+
+    assert num_held_up(-5.0) == 1 + 2 + 16
+    assert num_held_up(0.0) == num_held_up(None) == 1 + 2 + 4 + 8 + 16
+
+
+@pytest.mark.parametrize(("num_output_tokens", "patience"), [(20, 10.0), (200, 100.0), (2, 1.0)])
+def test_who_is_held_up_has_patience_for_what_is_left_of_the_answers(
+    num_output_tokens: int, patience: float
+) -> None:
+    """Theirs, and not of those who do not count."""
+    world = World(Random(3), 2)
+    worker = a_worker("d9", num_pages=1000, max_num_seqs=64)
+    worker = replace(worker, max_num_batched_tokens=256)
+    world.members.append(Member(worker, TestPeer.worker(cluster().router, worker), 0.0))
+    beyond = SchedulingClass("beyond")
+    answers = {SchedulingClass(): num_output_tokens, beyond: 100_000}
+    for scheduling_class, num_tokens in answers.items():
+        entry = InFlightAttempt("g", worker.id, "", 10, 20, 0.0, scheduling_class, num_tokens)
+        world.in_flight.enter((scheduling_class.tenant, 0), entry)
+        world.in_flight.started((scheduling_class.tenant, 0))
+    load = replace(load_of(world.request), lead=-1.0, lead_of={beyond: 5.0}.get)
+    look = PromptView(world.known, world.request, load, world.clock.now_s())
+    stations = world.side(WorkerRole.DECODE).stations(world.index)
+    (decoder,) = look.decoders([worker_view for worker_view in stations if worker_view.id == worker.id])
+    fixed_s, sequence_s, context_s, token_s = world.model.of(worker.id).step.coefficients
+    step_s = fixed_s + 2 * sequence_s + 40 * context_s + 256 * token_s
+    assert decoder.num_held_up == 1 and decoder.patience_s == pytest.approx(patience * step_s)
+
+
+def test_a_crowd_comes_where_prompts_are_computed() -> None:
+    """To one of two workers all, or to each of them half; and to nobody where one is gone."""
+    rates = {}
+    for num_workers in (1, 2):
+        world = World(Random(0), 0)
+        for number in range(num_workers):
+            world.join(f"d{number}")
+        cost_policy = CostPolicy(world.clock, world.known, Random(0))
+        for _ in range(40):
+            cost_policy.expect(cost_policy.choose(world.request, world.field()), PROMPT_TOKENS)
+        rates[num_workers] = cost_policy._crowd.rate(world.clock.now_s())
+        for number in range(num_workers):
+            cost_policy.forget(id_of(f"d{number}"))
+        assert cost_policy._crowd.rate(world.clock.now_s()) == 0.0
+    assert rates[1] > 1.9 * rates[2] > 0
+
+
+OWED, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
+
+
+@pytest.mark.parametrize(("turn", "is_owed"), [(OWED, True), (SERVED, False), (TenantClaim(), False)])
+def test_a_choice_says_whether_its_tenant_is_owed_work(turn: TenantClaim, is_owed: bool) -> None:
+    world = World(Random(0), 8)
+    cost_policy = CostPolicy(world.clock, world.known, Random(0))
+    assert cost_policy.choose(world.request, world.field(), turn).is_owed is is_owed
+
+
+@pytest.mark.parametrize("turn", [SERVED, TenantClaim(lead=1e6), TenantClaim()])
+def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantClaim) -> None:
+    world = World(Random(0), 8)
+    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+
+    def crowds_s(turn: TenantClaim) -> set[float]:
+        return {each.terms.crowd_s for each in cost_policy.choose(world.request, field, turn).candidates}
+
+    for _ in range(50):
+        cost_policy.expect(cost_policy.choose(world.request, field, turn), PROMPT_TOKENS)
+    assert crowds_s(OWED) == {0.0}
+    assert min(crowds_s(SERVED) | crowds_s(TenantClaim())) > 0.0
+    cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
+    assert min(crowds_s(OWED)) > 0.0
+
+
+def test_who_is_owed_work_is_in_the_way_of_all() -> None:
+    world = World(Random(0), 8)
+    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+    cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
+    for turn in (OWED, SERVED, TenantClaim()):
+        choice = cost_policy.choose(world.request, field, turn)
+        assert all(each.terms.crowd_s > 0.0 for each in choice.candidates)
+
+
+@pytest.mark.parametrize("prefill", ["p0", ""])
+def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: str) -> None:
+    """Those whose prompts are not computed yet, here or elsewhere, have no next token that would wait."""
+    world, num = World(Random(0), 0), 3
+    for name in ("d0", "p0"):
+        world.join(name)
+    keys = [(id_of(f"u{number}"), 0) for number in range(num)]
+    for key in keys:
+        world.in_flight.enter(key, InFlightAttempt("g", id_of("d0"), prefill and id_of(prefill), 10, 10))
+    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+
+    def local() -> PairCandidate:
+        choice = cost_policy.choose(world.request, field)
+        return next(each for each in choice.candidates if not each.prefill)
+
+    before = local().terms
+    for key in keys:
+        world.in_flight.started(key)
+    after, compute_s = local(), before.compute_s
+    assert compute_s > 0.0 and after.terms.harm_s == pytest.approx(before.harm_s + num * compute_s)
+    assert after.total_s == pytest.approx(after.terms.total_s)
+    world.in_flight.beat(world.members[0].worker, Heartbeat(load=WorkerLoad(), attempts=((id_of("old"), 0),)))
+    assert local().terms.harm_s > after.terms.harm_s + compute_s, "what only the worker knows of decodes"
+
+
+def test_who_had_more_than_its_share_is_not_waited_for() -> None:
+    world, other = World(Random(0), 0), SchedulingClass("another")
+    for name in ("d0", "p0"):
+        world.join(name)
+    entry = InFlightAttempt("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other, charged=1050.0)
+    for name in ("u", "v"):
+        world.in_flight.enter((id_of(name), 0), entry)
+    cost_policy = CostPolicy(world.clock, world.known, Random(0))
+
+    def queue_s(lead_of_other: float) -> float:
+        turn = TenantClaim(lead=0.0, lead_of={other: lead_of_other}.__getitem__)
+        choice = cost_policy.choose(world.request, world.field(), turn)
+        return next(each for each in choice.candidates if each.prefill).terms.queue_s
+
+    assert queue_s(0.0) == 20.0
+    charged = 2100.0  # with their answers
+    assert queue_s(charged) == pytest.approx(20.0 * PROMPT_TOKENS / 2000)
+    assert queue_s(charged + PROMPT_TOKENS) == 0.0

@@ -1,0 +1,181 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from baton.router.policies.costs import (
+    CandidateLoad,
+    DecodeCandidate,
+    FilledCandidate,
+    PairCandidate,
+    PrefillCandidate,
+    PullCandidate,
+    cheapest,
+    fill,
+    local,
+    longest,
+    remote,
+)
+
+IDLE = CandidateLoad(num_tokens=1000, num_output_tokens=100, crowd_rate=0.0)
+
+
+def compute_s(num_new: int, num_tokens: int) -> float:
+    return 0.01 + 1e-3 * num_new
+
+
+def nothing(worker: str) -> float:
+    """To nobody anything was given."""
+    return 0.0
+
+
+def a_computer(worker: str = "p", wait_s: float = 0.0, num_held: int = 0) -> PrefillCandidate:
+    return PrefillCandidate(worker, wait_s, num_held, (0.01, 1e-3, 0.0))
+
+
+def a_source(worker: str, num_tokens: int, token_s: float = 1e-4) -> PullCandidate:
+    return PullCandidate(worker, num_tokens, lambda computer, num: 0.005 + token_s * num)
+
+
+def a_decoder(
+    worker: str = "d", num_held_up: int = 0, num_held: int = 0, wait_s: float = 0.0
+) -> DecodeCandidate:
+    computer = a_computer(worker, wait_s, num_held)
+    return DecodeCandidate(computer, num_held_up, room_s=0.0, join_s=0.01, harm_s=1e-3 * num_held_up)
+
+
+def local_at(decoder: DecodeCandidate) -> PairCandidate:
+    return local(filled_at(decoder.computer), decoder)
+
+
+def filled_at(
+    computer: PrefillCandidate, sources: Sequence[PullCandidate] = (), load: CandidateLoad = IDLE
+) -> FilledCandidate:
+    (filled,) = fill([computer], load, sources)
+    return filled
+
+
+def a_candidate(total_s: float, prefill: str = "p", num_held: int = 0, queue_s: float = 0.0) -> PairCandidate:
+    """It costs nothing to decode."""
+    computer, compute_s = a_computer(prefill or "d", queue_s), total_s - queue_s
+    filled = FilledCandidate(total_s, computer, "", num_held, 100, 0.0, compute_s, 0.0)
+    decoder = DecodeCandidate(a_computer("d"), num_held_up=0, room_s=0.0, join_s=0.0, harm_s=0.0)
+    return remote(filled, decoder, 0.0) if prefill else local(filled, decoder)
+
+
+def test_only_what_is_not_held_is_computed() -> None:
+    assert filled_at(a_computer(num_held=900)).compute_s == pytest.approx(compute_s(100, 1000))
+
+
+def test_the_last_token_is_computed_whatever_is_held() -> None:
+    filled = filled_at(a_computer(num_held=1000), [a_source("q", 1000)])
+    assert filled.num_held_tokens == 999
+    assert filled.compute_s == pytest.approx(compute_s(1, 1000))
+
+
+def test_prefix_is_pulled_where_that_is_quicker_than_computing_it() -> None:
+    filled = filled_at(a_computer(), [a_source("q", 800)])
+    assert (filled.source, filled.num_held_tokens) == ("q", 800)
+    assert filled.pull_s == 0.005 + 1e-4 * 800
+    slow = filled_at(a_computer(), [a_source("q", 800, token_s=2e-3)])
+    assert (slow.source, slow.num_held_tokens) == ("", 0)
+
+
+def test_nothing_is_pulled_from_who_has_other_weights() -> None:
+    source, computer = replace(a_source("q", 800), kin=("old", "float32")), a_computer()
+    assert filled_at(replace(computer, kin=("new", "float32")), [source]).source == ""
+    assert filled_at(replace(computer, kin=("old", "float32")), [source]).source == "q"
+
+
+def test_nothing_is_pulled_from_oneself_or_that_is_there() -> None:
+    assert filled_at(a_computer("q"), [a_source("q", 800)]).source == ""
+    assert filled_at(a_computer(num_held=800), [a_source("q", 800)]).source == ""
+
+
+def test_pull_is_hidden_behind_the_queue() -> None:
+    filled = filled_at(a_computer(wait_s=10.0), [a_source("q", 800)])
+    assert (filled.source, filled.pull_s, filled.computer.wait_s) == ("q", 0.0, 10.0)
+
+
+def test_of_two_sources_the_better_one_is_taken() -> None:
+    near, far = a_source("near", 800, 1e-5), a_source("far", 900, 2e-3)
+    assert filled_at(a_computer(), [far, near]).source == "near"
+
+
+def test_crowd_makes_computing_dearer_where_there_is_a_queue() -> None:
+    crowded = replace(IDLE, crowd_rate=2.0)
+    short, long = (filled_at(a_computer(wait_s=wait_s), [], crowded).crowd_s for wait_s in (0.0, 5.0))
+    assert 0 < short < long
+
+
+def test_local_prefill_makes_the_batch_wait() -> None:
+    alone, full = local_at(a_decoder()), local_at(a_decoder(num_held_up=8))
+    assert alone.terms.harm_s == 0.0
+    assert full.terms.harm_s >= 8 * full.terms.compute_s
+    assert alone.terms.handoff_s == full.terms.handoff_s == 0.0
+
+
+def test_who_decodes_waits_until_its_end_and_no_longer() -> None:
+    compute_s = local_at(a_decoder()).terms.compute_s
+    for patience_s, waits_s in ((0.0, 0.0), (0.5 * compute_s, 0.5 * compute_s), (9.0, compute_s)):
+        decoder = replace(a_decoder(), num_held_up=8, patience_s=patience_s)
+        terms = local_at(decoder).terms
+        assert terms.harm_s == pytest.approx(decoder.harm_s + 8 * waits_s)
+        assert terms.total_s == pytest.approx(local_at(decoder).total_s)
+
+
+@pytest.mark.parametrize("is_local", (True, False))
+def test_a_candidate_costs_what_its_terms_do(is_local: bool) -> None:
+    decoder = DecodeCandidate(a_computer("d", 0.5), num_held_up=3, room_s=0.25, join_s=0.3, harm_s=0.2)
+    computer, load = decoder.computer if is_local else a_computer("p", 0.125), replace(IDLE, crowd_rate=2.0)
+    filled = filled_at(computer, [a_source("q", 800)], load)
+    candidate = local(filled, decoder) if is_local else remote(filled, decoder, 0.05)
+    assert candidate.total_s == pytest.approx(candidate.terms.total_s)
+    assert (candidate.decode, candidate.prefill) == ("d", "" if is_local else "p")
+    assert candidate.num_held_tokens + candidate.num_new_tokens == load.num_tokens
+    assert candidate.terms.handoff_s == (0.0 if is_local else 0.05)
+
+
+def test_busy_batch_sends_the_prompt_away_and_an_idle_one_keeps_it() -> None:
+    for num_held_up, expected in ((0, ""), (16, "p")):
+        decoder = a_decoder(num_held_up=num_held_up)
+        away = remote(filled_at(a_computer()), decoder, 0.05)
+        assert cheapest([local_at(decoder), away], 0, nothing).prefill == expected
+
+
+def test_hot_prefix_is_used_elsewhere_when_its_holder_is_busy() -> None:
+    sources = [a_source("holder", 900)]
+    holder, other = a_computer("holder", wait_s=3.0, num_held=900), a_computer("other")
+    filled = fill([holder, other], IDLE, sources)
+    candidates = [remote(each, a_decoder(), 0.0) for each in filled]
+    chosen = cheapest(candidates, 0, nothing)
+    assert (chosen.prefill, chosen.source) == ("other", "holder")
+
+
+@given(st.lists(st.floats(0.001, 1e4), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_cheapest_is_within_a_tie_of_the_least(totals_s: list[float], random: int) -> None:
+    chosen = cheapest([a_candidate(total_s) for total_s in totals_s], random, nothing)
+    assert chosen.terms.total_s <= min(totals_s) * 1.0201
+
+
+def test_ties_are_broken_by_chance() -> None:
+    candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
+    assert {cheapest(candidates, random, nothing).prefill for random in range(3)} == set("abc")
+
+
+def test_of_two_that_cost_the_same_the_one_that_was_given_less_is_taken() -> None:
+    candidates = [a_candidate(1.0, prefill) for prefill in "abc"]
+    lately = {"a": 3.0, "b": 1.0, "c": 2.0}
+    taken = [cheapest(candidates, random, lately.__getitem__).prefill for random in range(9)]
+    assert {name: taken.count(name) for name in "abc"} == {"a": 1, "b": 5, "c": 3}
+    dear = [a_candidate(1.0, "a"), a_candidate(1.1, "b")]
+    assert cheapest(dear, 1, lately.__getitem__).prefill == "a"
+
+
+def test_longest_looks_at_nothing_but_what_is_held() -> None:
+    candidates = [a_candidate(9.0, "p", 64), a_candidate(1.0, "q", 32), a_candidate(0.1, "", 128)]
+    assert longest(candidates, 0, nothing).prefill == "p"
+    equals = [a_candidate(1.0, "p", 64, queue_s=0.5), a_candidate(1.0, "q", 64, queue_s=0.1)]
+    assert longest(equals, 0, nothing).prefill == "q"

@@ -1,0 +1,251 @@
+import pytest
+
+from baton.messages.control import Dispatch, Ended, Heartbeat, Reachable, Rejected, Routed, Started, Submit
+from baton.messages.operations import Drain, Status
+from baton.messages.workers import Load
+from tests.node_peers import TestPeer, a_request, id_of
+from tests.unit.router.router_cluster import cluster
+
+
+def test_attempt_is_dispatched_to_a_pair_and_the_gateway_told() -> None:
+    c = cluster("p0", "d0")
+    routed = c.submit()
+    assert isinstance(routed, Routed)
+    assert (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
+    dispatch = c["d0"].only(Dispatch)
+    assert dispatch == Dispatch(request=a_request(), gateway=id_of("g"), prefill=id_of("p0"))
+    assert c["p0"].take(Dispatch) == []
+
+
+def test_short_prompt_is_computed_where_it_is_decoded() -> None:
+    c = cluster("p0", "d0", local_prefill_tokens=16)
+    short = c.submit(a_request("s", num_tokens=16))
+    longer = c.submit(a_request("l", num_tokens=17))
+    assert isinstance(short, Routed) and isinstance(longer, Routed)
+    assert (short.prefill, longer.prefill) == ("", id_of("p0"))
+
+
+def test_tokens_of_earlier_attempts_are_part_of_the_prompt() -> None:
+    c = cluster("p0", "d0", local_prefill_tokens=16)
+    replayed = a_request(num_tokens=14, attempt=1, generated_token_ids=(5, 6, 7))
+    routed = c.submit(replayed)
+    assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
+
+
+def test_without_prefill_workers_decode_workers_do_it_all() -> None:
+    c = cluster("d0")
+    routed = c.submit()
+    assert isinstance(routed, Routed) and routed.prefill == ""
+
+
+def test_without_decode_workers_it_is_rejected() -> None:
+    c = cluster("p0")
+    rejected = c.submit()
+    assert isinstance(rejected, Rejected) and rejected.retry_after_s > 0
+    assert len(c.router.in_flight) == 0
+
+
+def test_holder_of_the_prompt_gets_it_and_needs_no_prefill_worker() -> None:
+    c = cluster("p0", "d0", "d1", "d2")
+    for name in ("a", "b", "c"):
+        routed = c.submit(a_request(name), sticky_worker=id_of("d1"))
+        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), "")
+
+
+@pytest.mark.parametrize("why", ["gone", "draining", "unreached", "failed it"])
+def test_holder_that_cannot_take_it_is_passed_over(why: str) -> None:
+    c = cluster("p0", "d0", "d1")
+    avoid: tuple[str, ...] = ()
+    if why == "gone":
+        c["d1"].leave()
+    elif why == "draining":
+        c.beat("d1", is_draining=True)
+    elif why == "unreached":
+        c["g"].say(Reachable(workers=(id_of("p0"), id_of("d0"))))
+    else:
+        avoid = (id_of("d1"),)
+    routed = c.submit(sticky_worker=id_of("d1"), avoid=avoid)
+    assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d0"), id_of("p0"))
+
+
+def test_workers_that_failed_it_are_avoided_while_there_are_others() -> None:
+    c = cluster("p0", "p1", "d0", "d1")
+    for number in range(8):
+        routed = c.submit(a_request(str(number)), avoid=(id_of("d0"), id_of("p1")))
+        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), id_of("p0"))
+    c["d1"].leave()
+    c["p0"].leave()
+    routed = c.submit(a_request("last"), avoid=(id_of("d0"), id_of("p1")))
+    assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d0"), id_of("p1"))
+
+
+@pytest.mark.parametrize(
+    ("who", "reaches", "expected"),
+    [
+        ("g", ("d1", "p0", "p1"), ("d1", "p0 or p1")),  # the gateway cannot hear d0
+        ("g", ("d0", "d1", "p1"), ("d0 or d1", "p1")),
+        ("d0", ("p1",), ("d0 or d1", "p1 at d0")),
+        ("p0", ("d1",), ("d0 or d1", "p1 at d0")),  # p0 has no way for its pages
+    ],
+)
+def test_pairs_are_made_of_those_who_reach_each_other(
+    who: str, reaches: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    c = cluster("p0", "p1", "d0", "d1")
+    c[who].say(Reachable(workers=tuple(map(id_of, reaches))))
+    for number in range(8):
+        routed = c.submit(a_request(str(number)))
+        assert isinstance(routed, Routed)
+        names = {id_of(name): name for name in ("p0", "p1", "d0", "d1")}
+        decode, prefill = names[routed.decode], names[routed.prefill]
+        assert decode in expected[0]
+        if "at" not in expected[1] or decode == "d0":
+            assert prefill in expected[1]
+
+
+def test_decode_worker_with_a_partner_comes_before_one_without() -> None:
+    c = cluster("p0", "d0", "d1")
+    c["p0"].say(Reachable(workers=(id_of("d1"),)))
+    for number in range(6):
+        routed = c.submit(a_request(str(number)))
+        assert isinstance(routed, Routed) and routed.decode == id_of("d1")
+
+
+def test_other_weights_are_no_partner() -> None:
+    c = cluster("d0")
+    c.add("p0", fingerprint="another")
+    routed = c.submit()
+    assert isinstance(routed, Routed) and routed.prefill == ""
+
+
+@pytest.mark.parametrize("how", ["beat", "operator"])
+def test_draining_worker_gets_nothing_new(how: str) -> None:
+    c = cluster("p0", "p1", "d0", "d1")
+    for name in ("p0", "d0"):
+        if how == "beat":
+            c.beat(name, is_draining=True)
+        else:
+            operator = TestPeer.operator(c.router)
+            operator.say(Drain(worker=name))
+            assert c[name].only(Drain).worker == id_of(name)
+            status = operator.only(Status)
+            assert {w.worker.name for w in status.workers if w.is_draining} >= {name}
+            c.beat(name, is_draining=False)  # it was on its way
+    for number in range(8):
+        routed = c.submit(a_request(str(number)))
+        assert isinstance(routed, Routed) and (routed.decode, routed.prefill) == (id_of("d1"), id_of("p1"))
+    assert id_of("d0") in {worker.id for worker in c.router._list_members().workers}
+
+
+def test_draining_nobody_changes_nothing() -> None:
+    c = cluster("d0")
+    operator = TestPeer.operator(c.router)
+    operator.say(Drain(worker="d7"))
+    assert not any(worker.is_draining for worker in operator.only(Status).workers)
+
+
+def test_books_are_full_at_their_bound_and_free_after_the_end() -> None:
+    c = cluster("d0", max_attempts=2)
+    assert isinstance(c.submit(a_request("a")), Routed)
+    assert isinstance(c.submit(a_request("b")), Routed)
+    assert isinstance(c.submit(a_request("c")), Rejected)
+    c["g"].say(Ended(attempts=((id_of("a"), 0),)))
+    assert isinstance(c.submit(a_request("c")), Routed)
+
+
+def test_gateway_that_is_gone_frees_what_it_had() -> None:
+    c = cluster("p0", "d0")
+    c.submit()
+    c["g"].leave()
+    assert len(c.router.in_flight) == 0
+    assert c.router.in_flight.account(id_of("d0")).num_attempts == 0
+    c.router.in_flight.check_integrity()
+
+
+def test_gateway_that_connects_again_begins_anew() -> None:
+    c = cluster("p0", "d0")
+    c.submit()
+    former = c["g"]
+    c.peers["g"] = TestPeer.gateway(c.router)
+    assert not former.is_open and len(c.router.in_flight) == 0
+    c.all_reach_all()
+    assert isinstance(c.submit(), Routed)
+    former.say(Submit(request=a_request("late")))
+    former.leave()
+    assert len(c.router.in_flight) == 1
+
+
+def test_least_loaded_prefill_has_the_fewest_prompt_tokens_to_compute() -> None:
+    c = cluster("p0", "p1", "d0", policy="least-loaded")
+    first = c.submit(a_request("a", num_tokens=500))
+    assert isinstance(first, Routed)
+    others = [c.submit(a_request(f"b{number}", num_tokens=100)) for number in range(5)]
+    assert all(isinstance(other, Routed) and other.prefill != first.prefill for other in others)
+    c["g"].say(Started(attempts=((id_of("a"), 0),)))
+    routed = c.submit(a_request("c", num_tokens=100))
+    assert isinstance(routed, Routed) and routed.prefill == first.prefill
+
+
+def test_least_loaded_decode_has_the_smallest_share_of_its_pages_in_use() -> None:
+    c = cluster(policy="least-loaded")
+    c.add("d0", max_num_seqs=64)
+    c.add("d1", max_num_seqs=64, num_pages=640)
+    decoders = [c.submit(a_request(str(number), num_tokens=200)) for number in range(4)]
+    names = [answer.decode for answer in decoders if isinstance(answer, Routed)]
+    assert names.count(id_of("d1")) >= 3
+
+
+def test_round_robin_takes_turns_of_both_roles() -> None:
+    c = cluster("p0", "p1", "p2", "d0", "d1", policy="round-robin")
+    answers = [c.submit(a_request(str(number))) for number in range(6)]
+    pairs = [(answer.prefill, answer.decode) for answer in answers if isinstance(answer, Routed)]
+    expected = [(id_of(f"p{number % 3}"), id_of(f"d{number % 2}")) for number in range(6)]
+    assert pairs == expected
+
+
+def test_ties_are_broken_alike_for_one_seed_and_spread() -> None:
+    def run(seed: int) -> list[str]:
+        chosen = []
+        for number in range(12):
+            c = cluster("d0", "d1", "d2", seed=seed * 100 + number)
+            answer = c.submit()
+            assert isinstance(answer, Routed)
+            chosen.append(answer.decode)
+        return chosen
+
+    assert run(1) == run(1)
+    assert len(set(run(1))) == 3
+
+
+def test_attempts_of_an_earlier_router_weigh_by_the_workers_count() -> None:
+    c = cluster("d0", "d1")
+    c["d0"].say(Heartbeat(load=Load(pages={"active": 30}), attempts=((id_of("old"), 0), (id_of("older"), 1))))
+    for number in range(3):
+        routed = c.submit(a_request(str(number)))
+        assert isinstance(routed, Routed) and routed.decode == id_of("d1")
+    c["d0"].say(Heartbeat(load=Load(), attempts=()))
+    routed = c.submit(a_request("after"))
+    assert isinstance(routed, Routed) and routed.decode == id_of("d0")
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-loaded", "prefix", "cost"])
+def test_probe_is_computed_by_a_prefill_worker_whatever_the_policy(policy: str) -> None:
+    c = cluster("p0", "d0", "d1", policy=policy, local_prefill_tokens=64)
+    for number in range(4):
+        routed = c.submit(a_request(f"probe {number}", num_tokens=2, is_probe=True))
+        assert isinstance(routed, Routed) and routed.prefill == id_of("p0")
+
+
+def test_probe_without_a_prefill_worker_is_rejected() -> None:
+    c = cluster("d0", policy="cost")
+    rejected = c.submit(a_request(is_probe=True))
+    assert isinstance(rejected, Rejected) and rejected.reason == "no prefill worker can be reached"
+    assert len(c.router.in_flight) == 0
+
+
+def test_probe_under_pressure_is_still_computed_by_a_prefill_worker() -> None:
+    c = cluster("p0", "d0", policy="cost")
+    c.router._dispatcher._pairing.press(10_000)
+    local, probe = c.submit(a_request("local")), c.submit(a_request("probe", is_probe=True))
+    assert isinstance(local, Routed) and isinstance(probe, Routed)
+    assert (local.prefill, probe.prefill) == ("", id_of("p0"))

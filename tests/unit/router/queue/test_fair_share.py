@@ -1,0 +1,171 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.queue.fair_share import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairShare
+
+WEIGHTS = st.floats(min_value=0.1, max_value=10.0)
+COSTS = st.lists(st.floats(min_value=1.0, max_value=100.0), min_size=30, max_size=60)
+MAX_COST = 100.0
+
+
+def serve_all(share: FairShare, costs: list[float]) -> dict[str, float]:
+    """What each was served of so many turns, of tenants that never stop waiting."""
+    served: dict[str, float] = {}
+    for cost in costs:
+        tenant = share.first()
+        assert tenant is not None
+        share.serve(tenant, cost)
+        served[tenant] = served.get(tenant, 0.0) + cost
+    return served
+
+
+def test_work_is_shared_by_weight() -> None:
+    share = FairShare()
+    for tenant, weight in (("a", 1.0), ("b", 2.0), ("c", 5.0)):
+        share.join(tenant, weight)
+    served = serve_all(share, [10.0] * 800)
+    assert served == {"a": 1000.0, "b": 2000.0, "c": 5000.0}
+
+
+@given(weights=st.lists(WEIGHTS, min_size=2, max_size=6), costs=COSTS)
+def test_none_is_behind_another_by_more_than_the_largest_of_both(
+    weights: list[float], costs: list[float]
+) -> None:
+    share = FairShare()
+    for number, weight in enumerate(weights):
+        share.join(str(number), weight)
+    served = serve_all(share, costs)
+    by_weight = [(served.get(str(number), 0.0) / weight, weight) for number, weight in enumerate(weights)]
+    for mine, weight in by_weight:
+        for others, other in by_weight:
+            assert others - mine <= MAX_COST / other + MAX_COST / weight + 1e-6
+
+
+@given(weights=st.lists(WEIGHTS, min_size=2, max_size=6), costs=COSTS)
+def test_nobody_starves(weights: list[float], costs: list[float]) -> None:
+    """One that joins is served before any other has had more than its share of one turn, and one turn."""
+    share = FairShare()
+    for number, weight in enumerate(weights[1:]):
+        share.join(str(number), weight)
+    serve_all(share, costs)
+    share.join("late", weights[0])
+    before: dict[str, float] = {}
+    while (tenant := share.first()) != "late":
+        assert tenant is not None
+        share.serve(tenant, MAX_COST)
+        before[tenant] = before.get(tenant, 0.0) + MAX_COST
+    assert all(work <= MAX_COST for work in before.values())
+
+
+def after(num_ages: int) -> FairShare:
+    """Where "b" comes back after "a" had 1000 to itself, and so many ages."""
+    share = FairShare()
+    share.join("a", 1.0)
+    share.join("b", 1.0)
+    share.serve("b", 10.0)
+    share.leave("b")
+    serve_all(share, [10.0] * 101)
+    for _ in range(num_ages):
+        share.age()
+    share.join("b", 1.0)
+    return share
+
+
+def test_who_was_away_has_no_credit_for_long() -> None:
+    assert serve_all(after(CREDIT_AGES), [10.0] * 20) == {"a": 100.0, "b": 100.0}
+
+
+def test_who_was_away_a_moment_may_have_what_its_share_was() -> None:
+    assert serve_all(after(CREDIT_AGES - 1), [10.0] * 99) == {"b": 990.0}
+
+
+def test_who_owes_when_it_leaves_owes_when_it_is_back() -> None:
+    share = FairShare()
+    share.join("a", 1.0)
+    share.join("b", 1.0)
+    share.serve("a", 10.0)
+    share.serve("b", 1000.0)
+    share.leave("b")
+    share.join("b", 1.0)
+    assert serve_all(share, [10.0] * 90) == {"a": 900.0}
+
+
+def test_what_was_not_used_is_given_back() -> None:
+    share = FairShare()
+    share.join("a", 1.0)
+    share.join("b", 1.0)
+    share.serve("a", 100.0)
+    share.correct("a", -90.0)
+    assert serve_all(share, [10.0] * 9) == {"a": 40.0, "b": 50.0}
+
+
+def test_what_was_used_beyond_is_charged_to_who_has_left_too() -> None:
+    share = FairShare()
+    share.join("a", 1.0)
+    share.join("b", 1.0)
+    share.serve("a", 10.0)
+    share.leave("a")
+    share.correct("a", 90.0)
+    share.join("a", 1.0)
+    assert serve_all(share, [10.0] * 10) == {"b": 100.0}
+
+
+def test_what_was_used_beyond_is_charged_to_one_that_was_forgotten() -> None:
+    """Its credit alone is what it would have had."""
+    share = FairShare()
+    share.join("a", 1.0)
+    share.correct("b", 50.0)
+    share.join("b", 1.0)
+    assert serve_all(share, [10.0] * 15) == {"a": 100.0, "b": 50.0}
+
+
+def test_who_owes_is_not_forgotten_among_many() -> None:
+    share = FairShare()
+    share.join("stays", 1.0)
+    share.join("owes", 1.0)
+    share.serve("owes", 1000.0)
+    share.leave("owes")
+    for number in range(3 * MAX_IDLE):
+        share.join(str(number), 1.0)
+        share.leave(str(number))
+    share.join("owes", 1.0)
+    assert serve_all(share, [10.0] * 99) == {"stays": 990.0}
+
+
+def test_weights_are_of_those_that_wait() -> None:
+    share = FairShare()
+    share.join("a", 2.5)
+    share.join("b", 4.0)
+    assert share.weights == 6.5
+    share.leave("a")
+    assert share.weights == 4.0
+
+
+def test_changed_weight_holds_from_the_next_turn() -> None:
+    share = FairShare()
+    share.join("a", 1.0)
+    share.join("b", 1.0)
+    share.join("a", 3.0)
+    assert serve_all(share, [10.0] * 40) == {"a": 300.0, "b": 100.0}
+    assert share.weights == 4.0
+
+
+def test_large_clocks_stay_exact() -> None:
+    share = FairShare()
+    share.join("a", 1e-6)
+    serve_all(share, [2e3] * 20_000)
+    assert 0 <= share.present <= MAX_CLOCK
+    for _ in range(CREDIT_AGES):
+        share.age()
+    share.join("b", 1e-6)
+    assert serve_all(share, [10.0] * 400) == {"a": 1000.0, "b": 3000.0}  # "a" was 2000 ahead
+
+
+def test_those_that_owe_nothing_are_forgotten() -> None:
+    share = FairShare()
+    for number in range(3 * MAX_IDLE):
+        share.join(str(number), 1.0)
+        share.leave(str(number))
+    assert len(share._accounts) <= MAX_IDLE + 1
+    share.join("0", 1.0)
+    assert share.first() == "0" and len(share) == 1

@@ -1,0 +1,157 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.router.queue.quotas import MAX_IDLE, Bucket, QuotaRefusal, TenantQuotas
+from baton.tenants import Quotas, Refusal
+
+RATE = 10.0
+
+
+def quotas_at(now_s: float = 100.0) -> tuple[TenantQuotas, ManualClock]:
+    clock = ManualClock(now_s)
+    return TenantQuotas(clock), clock
+
+
+def refused_by(refused: QuotaRefusal | None) -> Refusal | None:
+    return refused.refusal if refused is not None else None
+
+
+def test_without_quotas_nobody_is_refused() -> None:
+    quotas, _ = quotas_at()
+    for _ in range(100):
+        assert quotas.refusal("a", Quotas(), 1e9) is None
+        quotas.enter("a", Quotas(), 1e9)
+    assert not quotas.is_full("a") and quotas.queue_refusal("a", Quotas(), 10**6) is None
+
+
+def test_concurrent_requests_are_bounded() -> None:
+    quotas, _ = quotas_at()
+    limit = Quotas(max_concurrent_requests=2)
+    for _ in range(2):
+        assert quotas.refusal("a", limit, 1) is None
+        quotas.enter("a", limit, 1)
+    refused = quotas.refusal("a", limit, 1)
+    assert refused_by(refused) is Refusal.MAX_CONCURRENT_REQUESTS
+    assert refused is not None and "2 at most" in refused.reason
+    assert quotas.refusal("b", limit, 1) is None
+    quotas.leave("a", was_active=False)
+    assert quotas.refusal("a", limit, 1) is None
+
+
+def test_tokens_a_second_are_bounded_and_the_wait_is_told_exactly() -> None:
+    quotas, clock = quotas_at()
+    limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
+    quotas.enter("a", limit, 80)
+    refused = quotas.refusal("a", limit, 50)
+    assert refused is not None and refused.refusal is Refusal.TOKENS_PER_S
+    assert refused.retry_after_s == pytest.approx(3.0)
+    clock.advance(2.99)
+    assert quotas.refusal("a", limit, 50) is not None
+    clock.advance(0.02)
+    assert quotas.refusal("a", limit, 50) is None
+
+
+def test_request_larger_than_the_burst_needs_a_full_bucket_and_leaves_it_in_debt() -> None:
+    quotas, clock = quotas_at()
+    limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
+    assert quotas.refusal("a", limit, 1000) is None
+    quotas.enter("a", limit, 1000)
+    refused = quotas.refusal("a", limit, 1)
+    assert refused is not None and refused.retry_after_s == pytest.approx(90.1)
+    clock.advance(90.2)
+    assert quotas.refusal("a", limit, 1) is None
+
+
+def test_what_was_not_used_may_be_used_later() -> None:
+    quotas, _ = quotas_at()
+    limit = Quotas(tokens_per_s=RATE, burst_tokens=100)
+    quotas.enter("a", limit, 100)
+    quotas.correct("a", -60)
+    assert quotas.refusal("a", limit, 60) is None
+    assert quotas.refusal("a", limit, 61) is not None
+
+
+def test_tenant_with_all_its_active_ones_is_full() -> None:
+    quotas, _ = quotas_at()
+    limit = Quotas(max_active_sequences=1)
+    quotas.enter("a", limit, 1)
+    quotas.enter("a", limit, 1)
+    assert not quotas.is_full("a")
+    quotas.activate("a")
+    assert quotas.is_full("a")
+    quotas.leave("a", was_active=True)
+    assert not quotas.is_full("a") and quotas.num_requests("a") == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_queued", "named"),
+    [
+        (Quotas(max_queued=2), 2, None),
+        (Quotas(max_queued=2), 3, Refusal.MAX_QUEUED),
+        (Quotas(max_queued=0, max_active_sequences=1), 1, Refusal.MAX_ACTIVE_SEQUENCES),
+        (Quotas(max_queued=0, max_active_sequences=2), 1, Refusal.MAX_QUEUED),
+        (Quotas(max_queued=2, max_active_sequences=1), 3, Refusal.MAX_QUEUED),
+    ],
+)
+def test_queue_is_bounded_and_the_refusal_names_why(
+    limit: Quotas, num_queued: int, named: Refusal | None
+) -> None:
+    quotas, _ = quotas_at()
+    quotas.enter("a", limit, 1)
+    quotas.activate("a")
+    assert refused_by(quotas.queue_refusal("a", limit, num_queued)) is named
+
+
+def test_changed_quotas_hold_at_once_and_keep_what_is_in_the_bucket() -> None:
+    quotas, _ = quotas_at()
+    quotas.enter("a", Quotas(tokens_per_s=RATE, burst_tokens=100), 90)
+    wider = Quotas(tokens_per_s=RATE, burst_tokens=1000)
+    assert quotas.refusal("a", wider, 10) is None
+    assert quotas.refusal("a", wider, 11) is not None
+    assert quotas.refusal("a", Quotas(), 10**9) is None
+
+
+def test_clock_that_goes_back_fills_no_bucket() -> None:
+    bucket = Bucket(RATE, 100.0, 50.0)
+    bucket.take(100.0)
+    assert bucket.level(10.0) == 0.0
+    assert bucket.level(51.0) == 10.0
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0, 20), st.integers(1, 150)), min_size=1, max_size=60),
+    burst=st.integers(1, 120),
+)
+def test_quota_is_never_exceeded(steps: list[tuple[float, int]], burst: int) -> None:
+    """In any span of time: no more than its rate gives, and the burst, or the one that is larger."""
+    quotas, clock = quotas_at(0.0)
+    limit = Quotas(tokens_per_s=RATE, burst_tokens=burst)
+    let_in: list[tuple[float, int]] = []
+    for wait_s, work in steps:
+        clock.advance(wait_s)
+        if quotas.refusal("a", limit, work) is None:
+            quotas.enter("a", limit, work)
+            let_in.append((clock.now_s(), work))
+    for first in range(len(let_in)):
+        total = 0
+        for at_s, work in let_in[first:]:
+            total += work
+            most = max(burst, *(each for _, each in let_in))
+            assert total <= RATE * (at_s - let_in[first][0]) + most + 1e-6
+
+
+def test_tenants_that_are_as_new_are_forgotten() -> None:
+    quotas, clock = quotas_at()
+    limit = Quotas(tokens_per_s=RATE, burst_tokens=10)
+    for number in range(MAX_IDLE + 2):
+        quotas.enter(str(number), limit, 5)
+        quotas.leave(str(number), was_active=False)
+    quotas.enter("here", limit, 5)
+    quotas.enter("owes", limit, 500)
+    quotas.leave("owes", was_active=False)
+    clock.advance(10)
+    quotas.forget_idle()
+    assert len(quotas._tenants) == 2 and quotas.num_requests("here") == 1
+    assert refused_by(quotas.refusal("owes", limit, 1)) is Refusal.TOKENS_PER_S

@@ -1,0 +1,145 @@
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.errors import ConfigError
+from baton.router.redis import server as redis_server
+from baton.router.redis.client import Names, RedisConnection
+from baton.router.redis.server import PROGRAMS, PrivateRedis, find_program
+from tests.unit.router.redis_routers import until
+
+needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
+
+
+@needs_redis
+def test_only_this_user_can_reach_it_and_nothing_is_left_of_it() -> None:
+    async def scene() -> Path:
+        async with PrivateRedis() as redis:
+            socket = Path(redis.url.removeprefix("unix://"))
+            assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+            assert stat.S_IMODE(socket.stat().st_mode) == 0o700
+            connection = RedisConnection(redis.url, Names.of("f"))
+            assert await connection.call("SET", "a", "b")
+            await connection.aclose()
+        return socket.parent
+
+    assert not asyncio.run(scene()).exists()
+
+
+@needs_redis
+def test_it_is_started_again_at_the_same_place() -> None:
+    async def scene() -> None:
+        async with PrivateRedis() as redis:
+            url, pid = redis.url, redis.pid
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not redis.is_running)
+            await redis.start()
+            assert redis.url == url
+            assert redis.pid != pid
+            assert redis.is_running
+
+    asyncio.run(scene())
+
+
+def test_without_a_program_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("no-such-server",))
+    with pytest.raises(ConfigError, match="install one, or set redis to none"):
+        asyncio.run(PrivateRedis().start())
+
+
+def test_a_program_that_ends_at_once_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "PROGRAMS", ("false",))
+    with pytest.raises(ConfigError, match="ended at once"):
+        asyncio.run(PrivateRedis().start())
+
+
+@pytest.mark.parametrize("url", ["", "http://a", "sentinel://a:1", "sentinel://a/service", "redis://a:b"])
+def test_what_is_no_url_of_redis_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="redis"):
+        RedisConnection(url, Names.of("f"))
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h:1/0", "unix:///tmp/s", "sentinel://:word@a:26379,b:26379/mymaster?db=1"]
+)
+def test_all_kinds_of_urls_are_understood(url: str) -> None:
+    RedisConnection(url, Names.of("f"))
+
+
+STARTS_ONE = """
+import asyncio
+from baton.router.redis.server import PrivateRedis
+
+async def run():
+    redis = PrivateRedis()
+    await redis.start()
+    print(redis.pid, redis.url, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(run())
+"""
+
+
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Short, as sockets lie in it. In the common one a server of another test would clear up meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@needs_redis
+def test_it_ends_when_whoever_started_it_is_killed_and_the_next_one_clears_up(own_tmp: None) -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pid, url = owner.stdout.readline().split()
+        server = psutil.Process(int(pid))
+        assert server.name() in PROGRAMS
+        owner.kill()
+    server.wait(10)
+    folder = Path(url.removeprefix("unix://")).parent
+    assert folder.exists()
+
+    async def scene() -> None:
+        async with PrivateRedis():
+            assert not folder.exists()
+
+    asyncio.run(scene())
+
+
+@needs_redis
+def test_one_that_is_in_use_is_left_whatever_process_ids_say() -> None:
+    """As in another container with the same /tmp, where its owner has an id that nobody has here."""
+
+    async def scene() -> None:
+        async with PrivateRedis() as here:
+            folder = Path(here.url.removeprefix("unix://")).parent
+            no_pid = next(number for number in range(2, 2**22) if not psutil.pid_exists(number))
+            there = folder.rename(folder.with_name(f"{redis_server.PREFIX}{no_pid}-there"))
+            async with PrivateRedis():
+                assert (there / "redis.sock").exists()
+            there.rename(folder)
+
+    asyncio.run(scene())
+
+
+def test_what_is_no_folder_of_a_redis_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    unlocked, dead = tmp_path / f"{redis_server.PREFIX}a", tmp_path / f"{redis_server.PREFIX}b"
+    for folder in (unlocked, dead):
+        folder.mkdir()
+    (dead / redis_server.LOCK).touch()
+    (tmp_path / f"{redis_server.PREFIX}c").symlink_to(unlocked)
+    (tmp_path / f"{redis_server.PREFIX}d").touch()
+    redis_server._remove_what_others_left()
+    assert {path.name[-1] for path in tmp_path.iterdir()} == {"a", "c", "d"}

@@ -1,0 +1,190 @@
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.clock import ManualClock
+from baton.messages.control import Heartbeat
+from baton.messages.workers import Load
+from baton.request import Request, SamplingParams
+from baton.router.in_flight import (
+    EXPECTED_OUTPUT_TOKENS,
+    OTHERS,
+    SILENCE_S,
+    InFlight,
+    InFlightAttempt,
+    Key,
+    num_kv_tokens,
+)
+from tests.node_peers import a_request, a_worker, id_of
+
+WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
+GATEWAYS = st.sampled_from("gh")
+KEYS = st.tuples(st.sampled_from(["a", "b", "c", "d"]), st.integers(0, 1))
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Against a list of what is open, from which all sums are made anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = InFlight()
+        self.open: dict[Key, InFlightAttempt] = {}
+        self.waiting: set[Key] = set()
+
+    @rule(key=KEYS, gateway=GATEWAYS | st.just(OTHERS), decode=WORKERS, prefill=WORKERS | st.just(""))
+    def enter(self, key: Key, gateway: str, decode: str, prefill: str) -> None:
+        if key not in self.open:
+            entry = InFlightAttempt(gateway, decode, prefill, 10 + len(self.open), 100 + len(self.open))
+            self.in_flight.enter(key, entry)
+            self.open[key] = entry
+            self.waiting.add(key)
+
+    @rule(key=KEYS)
+    def start(self, key: Key) -> None:
+        self.in_flight.started(key)
+        self.waiting.discard(key)
+
+    @rule(key=KEYS)
+    def end(self, key: Key) -> None:
+        self.in_flight.ended(key)
+        self._forget(key)
+
+    @rule(gateway=GATEWAYS)
+    def leave(self, gateway: str) -> None:
+        self.in_flight.gateway_left(gateway)
+        for key in [key for key, entry in self.open.items() if entry.gateway == gateway]:
+            self._forget(key)
+
+    @rule(worker=WORKERS)
+    def forget_worker(self, worker: str) -> None:
+        self.in_flight.forget([worker])
+        for key in [key for key, entry in self.open.items() if entry[:2] == (OTHERS, worker)]:
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        self.open.pop(key, None)
+        self.waiting.discard(key)
+
+    @invariant()
+    def accounts_are_the_sums_of_what_is_open(self) -> None:
+        self.in_flight.check_integrity()
+        assert len(self.in_flight) == len(self.open)
+        for worker in ("p0", "p1", "d0", "d1"):
+            account = self.in_flight.account(worker)
+            filling = [self.open[key] for key in self.waiting if self.open[key].prefill == worker]
+            assert [key for key, _ in self.in_flight.waiting_at(worker)] == sorted(
+                key for key in self.waiting if self.open[key].decode == worker
+            )
+            decoding = [entry for entry in self.open.values() if entry.decode == worker]
+            begun = [key for key in self.open.keys() - self.waiting if self.open[key].decode == worker]
+            assert account.num_decoding == len(begun)
+            assert account.num_prompt_tokens == sum(entry.num_prompt_tokens for entry in filling)
+            assert account.num_tokens == sum(entry.num_tokens for entry in decoding)
+            assert account.num_attempts == len(filling) + len(decoding)
+
+
+TestBooks: Any = BooksMachine.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("gateway", ["g", OTHERS])
+@pytest.mark.parametrize("prefill", ["p0", ""])
+@pytest.mark.parametrize("is_started", [False, True])
+def test_decoding_are_those_that_have_their_first_token_and_no_end(
+    gateway: str, prefill: str, is_started: bool
+) -> None:
+    in_flight, key = InFlight(), (id_of("r"), 0)
+    in_flight.enter((id_of("another"), 0), InFlightAttempt("h", "d0", prefill, 10, 10))
+    in_flight.enter(key, InFlightAttempt(gateway, "d0", prefill, 10, 10))
+    assert in_flight.account("d0").num_decoding == 0
+    if is_started:
+        in_flight.started(key)
+        in_flight.started(key)
+        assert in_flight.account("d0").num_decoding == 1
+    in_flight.check_integrity()
+    in_flight.ended(key)
+    in_flight.ended(key)
+    in_flight.started(key)
+    assert in_flight.account("d0").num_decoding == in_flight.account("p0").num_decoding == 0
+    in_flight.check_integrity()
+
+
+def test_what_a_gateway_or_another_router_had_decoded_is_not_when_that_is_gone() -> None:
+    in_flight = InFlight()
+    for gateway in ("g", "h", OTHERS):
+        for name in ("begun", "waiting"):
+            in_flight.enter((id_of(gateway + name), 0), InFlightAttempt(gateway, "d0", "p0", 10, 10))
+        in_flight.started((id_of(f"{gateway}begun"), 0))
+    assert in_flight.account("d0").num_decoding == 3
+    in_flight.gateway_left("g")
+    assert in_flight.account("d0").num_decoding == 2
+    in_flight.check_integrity()
+    in_flight.forget(["d0"])  # the gateway that is left is still to say what has ended
+    assert in_flight.account("d0").num_decoding == 1
+    in_flight.check_integrity()
+
+
+def test_share_is_of_what_is_scarcer() -> None:
+    in_flight, worker = InFlight(), a_worker("d0", num_pages=10, page_size=16, max_num_seqs=4)
+    in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 80))
+    assert in_flight.account(worker.id).share_of(worker) == 0.5
+    in_flight.enter((id_of("b"), 0), InFlightAttempt("g", worker.id, "", 1, 1))
+    in_flight.enter((id_of("c"), 0), InFlightAttempt("g", worker.id, "", 1, 1))
+    assert in_flight.account(worker.id).share_of(worker) == 0.75
+
+
+def test_what_only_the_worker_knows_of_weighs_by_its_pages() -> None:
+    in_flight, worker = InFlight(), a_worker("d0", num_pages=100, page_size=16, max_num_seqs=1000)
+    in_flight.enter((id_of("a"), 0), InFlightAttempt("g", worker.id, "", 10, 0))
+    beat = Heartbeat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0), (id_of("b"), 0)))
+    in_flight.beat(worker, beat)
+    assert in_flight.account(worker.id).share_of(worker) == 0.1
+    in_flight.beat(worker, Heartbeat(load=Load(pages={"active": 20}), attempts=((id_of("a"), 0),)))
+    assert in_flight.account(worker.id).share_of(worker) == 0.001
+
+
+def test_what_its_worker_does_not_name_for_long_has_ended() -> None:
+    clock = ManualClock()
+    in_flight, worker = InFlight(clock), a_worker("d0")
+    kept, lost = (id_of("a"), 0), (id_of("b"), 0)
+    for key in (kept, lost):
+        in_flight.enter(key, InFlightAttempt("g", worker.id, "", 10, 10))
+    beat = Heartbeat(load=Load(), attempts=(kept,))
+    clock.advance(SILENCE_S)
+    assert in_flight.beat(worker, beat) == []
+    clock.advance(0.1)
+    assert in_flight.beat(worker, beat) == [lost]
+    in_flight.ended(lost)
+    assert in_flight.beat(worker, beat) == []
+    in_flight.check_integrity()
+
+
+def test_end_that_its_worker_shows_first_is_left_to_the_gateway_to_tell() -> None:
+    """The gateway tells how many tokens there were as well: a Beat without the attempt may outrun it."""
+    clock = ManualClock()
+    in_flight, worker, key = InFlight(clock), a_worker("d0"), (id_of("a"), 0)
+    in_flight.enter(key, InFlightAttempt("g", worker.id, "", 10, 10))
+    working, idle = Heartbeat(load=Load(), attempts=(key,)), Heartbeat(load=Load())
+    for _ in range(3):
+        clock.advance(SILENCE_S)
+        assert in_flight.beat(worker, working) == []
+    clock.advance(1.0)
+    assert in_flight.beat(worker, idle) == []
+    clock.advance(SILENCE_S)
+    assert in_flight.beat(worker, idle) == [key]
+
+
+def test_expected_tokens_are_bounded_by_what_was_asked_for() -> None:
+    def expected(request: Request) -> int:
+        return num_kv_tokens(request)
+
+    few, many, any_number = (
+        a_request(num_tokens=40, sampling=SamplingParams(max_tokens=limit)) for limit in (8, 10_000, None)
+    )
+    assert expected(few) == 48
+    assert expected(many) == expected(any_number) == 40 + EXPECTED_OUTPUT_TOKENS
+    begun = a_request(num_tokens=40, generated_token_ids=(1, 2, 3), attempt=1)
+    assert expected(begun) == 48

@@ -1,0 +1,200 @@
+"""Pages that move between two simulated pools, and what can go wrong with them."""
+
+from random import Random
+
+import pytest
+
+from baton.engine.cache.page_pool import PageState
+from baton.errors import WireError
+from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.messages.codec import AnyMessage
+from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
+from baton.sim.engine import SimEngine
+from baton.sim.network import Network
+from baton.sim.process import Events, SimProcess
+from tests.numbered_pages import NumberedPages, wanted_pages
+from tests.unit.sim.machines import a_machine
+
+TRANSFER = b"t" * 16
+NUM_TOKENS = 24
+OWNER = "a sequence"
+
+
+class Side:
+    def __init__(self, pair: "Pair", name: str, page_size: int) -> None:
+        self.process = SimProcess(name, pair.events)
+        self.engine = SimEngine(a_machine(page_size=page_size), self.process.clock, self.process.spend)
+        self.endpoint = SimEndpoint(
+            self.process, self.engine, pair.network, pair.random, pair, lambda reserve, num_pages: OWNER
+        )
+        self.ended: list[TransferEnded] = []
+        self.process.turn = self._turn
+
+    def _turn(self) -> None:
+        self.ended += self.endpoint.poll()
+
+    def contents(self, pages: tuple[int, ...]) -> bytes:
+        memory = self.engine.memory
+        whole = b"".join(bytes(memory.bytes[memory.unit(page, 0, memory.page_size)]) for page in pages)
+        return whole[: NUM_TOKENS * 8]
+
+    @property
+    def num_held(self) -> int:
+        pool = self.engine.pages
+        return pool.num_pages - pool.count(PageState.FREE)
+
+
+class Pair:
+    """A source that has computed a prompt, and a destination; see `host.Trace` for the last methods."""
+
+    def __init__(self, *, is_direct: bool, page_sizes: tuple[int, int] = (4, 4)) -> None:
+        self.events, self.random = Events(), Random(7)
+        self.network = Network(self.events, Random(7))
+        self.drops: list[WireError] = []
+        self.source, self.destination = (
+            Side(self, "source", page_sizes[0]),
+            Side(self, "destination", page_sizes[1]),
+        )
+        self.link: SimLink = self.source.endpoint.connect(self.destination.endpoint, is_direct=is_direct)
+        pool = self.source.engine.pages
+        self.pages = tuple(pool.allocate(pool.pages_for(NUM_TOKENS), OWNER))
+        self.source.engine.memory.bytes[:] = Random(1).randbytes(len(self.source.engine.memory.bytes))
+        unit_tokens = min(page_sizes)
+        self.num_units = NUM_TOKENS // unit_tokens
+
+    def send(self) -> None:
+        endpoint = self.source.endpoint
+        endpoint.start(self.link, self.num_units, deadline_s=60.0, transfer=TRANSFER)
+        endpoint.offer(TRANSFER, self.pages, self.num_units)
+        self.source.engine.pages.release(self.pages, OWNER)
+
+    def run(self, seconds: float) -> None:
+        """With a turn of both every quarter of a second."""
+        for _ in range(round(4 * seconds)):
+            for side in (self.source, self.destination):
+                side.process.wake()
+            self.events.run_until(self.events.now_s + 0.25)
+
+    def message(self, sender: str, receiver: str, message: AnyMessage) -> None:
+        pass
+
+    def died(self, name: str) -> None:
+        pass
+
+    def dropped(self, host: str, error: WireError) -> None:
+        self.drops.append(error)
+
+
+@pytest.fixture(params=[False, True], ids=["receiver", "by hand"])
+def is_direct(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("page_sizes", [(4, 4), (4, 8), (8, 4)])
+def test_pages_arrive_as_they_were(is_direct: bool, page_sizes: tuple[int, int]) -> None:
+    pair = Pair(is_direct=is_direct, page_sizes=page_sizes)
+    sent = pair.source.contents(pair.pages)
+    pair.send()
+    pair.run(3.0)
+    (there,) = pair.destination.ended
+    assert there.outcome is HandoffOutcome.ADOPTED
+    assert pair.destination.contents(there.pages) == sent
+    assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.HANDED_OVER]
+    assert pair.source.num_held == 0
+    assert {pair.destination.engine.pages.owners(page) for page in there.pages} == {frozenset({OWNER})}
+    assert not pair.source.endpoint.num_open and not pair.destination.endpoint.num_open
+
+
+def test_damaged_pages_are_never_adopted(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pair.source.endpoint.pieces.faults.flip_chance = 1.0
+    pair.send()
+    pair.run(4.0)
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    assert pair.source.num_held == pair.destination.num_held == 0
+
+
+def test_pages_that_do_not_leave_come_to_nothing(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pair.source.endpoint.pieces.faults.break_chance = 1.0
+    pair.send()
+    pair.run(4.0)
+    assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    assert pair.source.num_held == pair.destination.num_held == 0
+
+
+def test_pages_are_not_free_while_a_writer_that_stands_still_may_write_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.sim.rank.NAPS_S", (1.0,))
+    pair = Pair(is_direct=True)
+    pair.send()
+    pair.run(0.5)  # it has looked, and will write when it wakes up
+    pair.source.process.pause()
+    pair.run(3 * TIMING.lease_s)
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    quarantined = pair.destination.engine.pages.count(PageState.QUARANTINED)
+    assert quarantined == len(pair.pages)
+    before = bytes(pair.destination.engine.memory.bytes)
+    pair.source.process.resume()
+    pair.run(3 * TIMING.heartbeat_s)
+    assert pair.destination.engine.memory.bytes != before
+    assert pair.source.num_held == pair.destination.num_held == 0
+
+
+def test_pages_of_a_dead_writer_are_free_soon(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pair.source.endpoint.pieces.faults.delay_s = 0.6
+    pair.send()
+    pair.run(0.5)
+    assert pair.destination.num_held == len(pair.pages)
+    pair.source.process.die()
+    pair.run(1.0)
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    assert pair.destination.num_held == 0
+
+
+def test_lost_link_ends_a_transfer_at_both_ends_and_leaves_nothing(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pair.source.endpoint.pieces.faults.delay_s = 0.6
+    pair.send()
+    pair.run(0.5)
+    (wire,) = pair.network.wires
+    wire.cut()
+    pair.run(0.5)
+    assert pair.link.is_lost
+    pair.source.endpoint.connect(pair.destination.endpoint, is_direct=is_direct)
+    pair.run(3.0)
+    assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
+    assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
+    assert pair.source.num_held == pair.destination.num_held == 0
+    assert not pair.drops
+
+
+def test_second_reservation_of_one_transfer_costs_the_link(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pair.send()
+    pair.link.send(Reserve(transfer=TRANSFER, num_units=1, deadline_ms=1000))
+    pair.run(1.0)
+    assert [error.reason for error in pair.drops] == ["protocol"]
+    assert pair.link.is_lost
+
+
+def test_known_pages_can_be_pulled_by_who_has_seen_their_generations(is_direct: bool) -> None:
+    pair = Pair(is_direct=is_direct)
+    pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
+    for page in pair.pages:
+        pool.mark_known(page)
+    pair.source.endpoint.lend = NumberedPages(pool)
+    wanted = [(page, pool.generation(page)) for page in pair.pages]
+    (back,) = pair.destination.endpoint.links
+    pair.destination.endpoint.pull(back, wanted_pages(wanted), pair.num_units, OWNER, deadline_s=60.0)
+    stale = [(page, generation + 1) for page, generation in wanted]
+    pair.destination.endpoint.pull(back, wanted_pages(stale), pair.num_units, "another", deadline_s=60.0)
+    pair.run(3.0)
+    outcomes = {each.outcome: each for each in pair.destination.ended}
+    assert set(outcomes) == {HandoffOutcome.ADOPTED, HandoffOutcome.RECOMPUTE}
+    assert pair.destination.contents(outcomes[HandoffOutcome.ADOPTED].pages) == sent
+    assert pair.destination.num_held == len(pair.pages)
