@@ -28,6 +28,7 @@ from baton.config.gateway import is_loopback
 from baton.errors import BatonError, ConfigError, PeerGone
 from baton.messages.operations import Status
 from baton.messages.workers import Address, Routers
+from baton.router.policies.registry import policy_class
 from baton.router.redis.server import find_program
 
 Verdict: TypeAlias = Literal["ok", "warning", "error"]
@@ -193,7 +194,7 @@ def redis_and_ray(config: ServeConfig) -> Iterator[Finding]:
 
 def shared_redis(config: ServeConfig) -> Iterator[Finding]:
     url = config.router.redis
-    if url == "none" or not config.router.looks_at_prompts:
+    if url == "none" or not policy_class(config.router.policy).uses_prefix_index:
         return
     if importlib.util.find_spec("redis") is None:
         verdict = _warning if url == "auto" else _error

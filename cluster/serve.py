@@ -29,6 +29,7 @@ from baton.messages.bounds import Kind
 from baton.messages.control import Members
 from baton.messages.operations import RestartWorker, Status, Undrain, WorkerRemoved
 from baton.messages.workers import Address, Routers
+from baton.router.policies.registry import policy_class
 from baton.router.redis.server import find_program
 from baton.rpc.auth import ClusterKeys, KeyRing
 
@@ -205,7 +206,7 @@ class Cluster:
 
     async def _redis_url(self) -> str:
         settings = self._config.router
-        if settings.redis != "auto" or not settings.looks_at_prompts:
+        if settings.redis != "auto" or not policy_class(settings.policy).uses_prefix_index:
             return settings.redis
         if find_program() is None or importlib.util.find_spec("redis") is None:
             return "none"  # `baton doctor` says so

@@ -23,10 +23,12 @@ from baton.router.decisions import (
 from baton.router.in_flight import InFlight, InFlightAttempt, Key
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.index.prompt_keys import PromptKeys, family_of
-from baton.router.policies.cost import CostPolicy, KnownWorkers, RoutingChoice
+from baton.router.policies.base import KnownWorkers, PolicyContext, RoutingChoice, RoutingPolicy
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.costs import PairCandidate
+from baton.router.policies.load import LeastLoaded, LoadPolicy
 from baton.router.policies.pairing import Pair
+from baton.router.policies.registry import policy_class
 from baton.router.redis.messages import AnyShared
 from baton.router.sharing import Sharing, SharingLink
 from baton.rpc.peers import Peer
@@ -43,21 +45,21 @@ class ClusterState:
         counters: Counter[str],
         max_index_pages: int,
     ) -> None:
-        max_pages = max_index_pages if config.looks_at_prompts else MIN_INDEX_PAGES
+        policy = policy_class(config.policy)
+        max_pages = max_index_pages if policy.uses_prefix_index else MIN_INDEX_PAGES
         self.index = PrefixIndex(clock, max_pages, seed=config.seed)
         self.model = CostModel()
         self.decisions = DecisionHistory(clock)
-        self.cost_policy: CostPolicy | None = None
         self.sharing: Sharing | None = None
         self._log: Callable[[bytes], object] | None = None
         self._clock = clock
         self.counters = counters
         self._in_flight = in_flight
         self._keys = PromptKeys()
-        if config.looks_at_prompts:
-            known = KnownWorkers(in_flight, self.index, self.model, self._keys)
-            only_prefix = config.policy == "prefix"
-            self.cost_policy = CostPolicy(clock, known, Random(config.seed), only_prefix=only_prefix)
+        known = KnownWorkers(in_flight, self.index, self.model, self._keys)
+        context = PolicyContext(clock, known, Random(config.seed))
+        self.policy: RoutingPolicy = policy(context)
+        self.by_load = self.policy if isinstance(self.policy, LoadPolicy) else LeastLoaded(context)
 
     def link(self, link: SharingLink) -> None:
         """From now on other routers are told, once a worker has joined and what is sent out."""
@@ -73,7 +75,7 @@ class ClusterState:
 
     def joined(self, worker: Worker, peer: Peer) -> None:
         self.model.join(worker.id, _alike(worker))
-        if self.cost_policy is not None:
+        if self.policy.uses_prefix_index:
             self.index.join(worker)
             if self.sharing is not None:
                 self.sharing.link.joined(worker)
@@ -84,15 +86,14 @@ class ClusterState:
             self.sharing.link.left(worker_id)
         self.index.forget(worker_id)
         self.model.forget(worker_id)
-        if self.cost_policy is not None:
-            self.cost_policy.forget(worker_id)
+        self.policy.forget(worker_id)
 
     def tick(self) -> None:
         self.index.tick()
 
     def pages(self, peer: Peer, events: KvEventBatch) -> None:
         """Changes of what this worker holds, of which some may have been lost."""
-        if self.cost_policy is None:
+        if not self.policy.uses_prefix_index:
             return
         if not self.index.apply(peer.hello.id, events):
             peer.send(KvEventsWanted())
@@ -150,10 +151,10 @@ class ClusterState:
         chosen = Weighed(decode=pair.decode.id, prefill=pair.prefill.id if pair.prefill else "")
         candidates: Sequence[PairCandidate] = ()
         if choice is not None:
-            assert self.cost_policy is not None, "who else has chosen?"
-            self.cost_policy.expect(choice, request.num_tokens)
-            chosen, candidates = weighed(choice.candidate), choice.candidates
-            self._count(choice)
+            self.policy.expect(choice, request.num_tokens)
+            if choice.candidate is not None:
+                chosen, candidates = weighed(choice.candidate), choice.candidates
+                self._count(choice)
         decision = Decision(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -178,7 +179,7 @@ class ClusterState:
         self.counters["decisions"] += 1
         self.counters["blind_decisions"] += choice.is_blind
         self.counters["pulls"] += choice.source is not None
-        self.counters["computed_locally"] += not choice.candidate.prefill
+        self.counters["computed_locally"] += not choice.prefill
 
 
 def _alike(worker: Worker) -> str:

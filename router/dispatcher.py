@@ -34,7 +34,7 @@ from baton.request import Request
 from baton.router.cluster_state import ClusterState
 from baton.router.in_flight import InFlightAttempt, Key, num_kv_tokens, scheduling_class_of
 from baton.router.membership import Member
-from baton.router.policies.cost import TenantClaim
+from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.pairing import NoPlace, Pair, Pairing, Unpaired
 from baton.router.queue.admission import AdmissionQueue
@@ -69,7 +69,7 @@ def entry_of(
 ) -> InFlightAttempt:
     """charged: work, to its tenant."""
     num_prompt_tokens = request.num_tokens
-    if pair.choice is not None:
+    if pair.choice is not None and pair.choice.candidate is not None:
         num_prompt_tokens -= pair.choice.candidate.num_held_tokens
         compute_s = pair.choice.candidate.terms.compute_s
     else:

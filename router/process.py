@@ -46,7 +46,7 @@ async def serve_router(
         ends.push_async_callback(rpc_server.close)
         if config.redis == "auto":
             logger.info("only `baton serve` starts a Redis: what workers hold is known to this process alone")
-        elif config.redis != "none" and config.looks_at_prompts:
+        elif config.redis != "none" and router.cluster_state.policy.uses_prefix_index:
             await _link(router, config.redis, ring, ends)
         if config.decision_log is not None:
             log = ends.enter_context(closing(DecisionLog(Path(config.decision_log))))

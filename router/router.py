@@ -73,10 +73,12 @@ class Router:
         self._readiness = Readiness(self.members)
         self.cluster_state = ClusterState(config, clock, self.in_flight, self.counters, max_index_pages)
         self._clock = clock
-        self._pairing = Pairing(config, self.members, self.in_flight, self.cluster_state.cost_policy)
+        self._pairing = Pairing(config, self.members, self.cluster_state.policy, self.cluster_state.by_load)
         self._gateways: dict[str, GatewayPeer] = {}
         self._watchers: dict[Peer, float] = {}  # operators that start workers -> Ray's head is away to them
-        capacity = Capacity(self.members, self.in_flight, decoders_compute=config.policy == "cost")
+        capacity = Capacity(
+            self.members, self.in_flight, decoders_compute=self.cluster_state.policy.weighs_local_prefill
+        )
         self.admission_queue = AdmissionQueue(clock, self.members, capacity, self.cluster_state.model)
         self._dispatcher = Dispatcher(
             self._pairing, self.cluster_state, self.admission_queue, self._gateways, config.max_attempts

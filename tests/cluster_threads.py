@@ -17,7 +17,7 @@ from baton.clock import SystemClock
 from baton.cluster.worker_process import HostedWorker
 from baton.config.cluster import TransportChoice, WorkerConfig
 from baton.config.engine import EngineConfig
-from baton.config.router import PolicyName, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.workers import WorkerRole
@@ -143,7 +143,7 @@ class Cluster:
         *,
         transport: TransportChoice = "auto",
         local_prefill_tokens: int = 0,
-        policy: PolicyName = "round-robin",
+        policy: str = "round-robin",
         step_timeout_s: float = STEP_TIMEOUT_S,
         kind: type[HostedWorker] = HostedWorker,
     ) -> None:

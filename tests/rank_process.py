@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-from baton.sidecar import RankSidecar
 from torch import Tensor
 
 from baton.engine.runner.tp_worker import make_sidecar
 from baton.pages import PageLayout
+from baton.sidecar import RankSidecar
 from tests.remote import Remote
 
 

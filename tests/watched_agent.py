@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
-from baton.sidecar import RankSidecar
 from torch import Tensor
 
 from baton.kvtransfer.ranks.executor import CompletedSteps
 from baton.kvtransfer.ranks.remote import RankAgent
+from baton.sidecar import RankSidecar
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 

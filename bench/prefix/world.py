@@ -24,12 +24,13 @@ from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.runtimes.local import LocalRuntime
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig, engine_config
-from baton.config.router import PolicyName, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError, WorkerLost
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.control import Decision
 from baton.messages.workers import WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
+from baton.router.policies.cost import CostPolicy
 from baton.router.policies.costs import PairCandidate
 from baton.router.router import Router
 from baton.rpc.server import RpcServer
@@ -65,7 +66,7 @@ Wish: TypeAlias = Callable[[PairCandidate], bool]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    policy: PolicyName
+    policy: str
     caching: tuple[WorkerRole, ...] = tuple(WorkerRole)  # whose workers keep what they have computed or got
 
 
@@ -100,9 +101,9 @@ class World:
         self.router = router
         self._frontend = frontend
         self._wish: Wish | None = None
-        cost_policy = router.cluster_state.cost_policy
-        if cost_policy is not None:
-            self._select, cost_policy.select = cost_policy.select, self._wished
+        policy = router.cluster_state.policy
+        if isinstance(policy, CostPolicy):
+            self._select, policy.select = policy.select, self._wished
 
     def worker_id(self, name: str) -> str:
         return next(each.id for each in self.router.members.all() if each.worker.name == name)

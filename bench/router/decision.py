@@ -30,7 +30,8 @@ from baton.request import Request, SamplingParams
 from baton.router.in_flight import InFlight
 from baton.router.index.prompt_keys import Family, PromptKeys
 from baton.router.membership import Member
-from baton.router.policies.cost import ClusterView, CostPolicy, KnownWorkers
+from baton.router.policies.base import ClusterView, KnownWorkers, PolicyContext
+from baton.router.policies.cost import CostPolicy
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.costs import WorkerPool
 
@@ -67,7 +68,9 @@ class KnownKeys(PromptKeys):
 def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[float]:
     """Followed as a router follows them, 100 a second by the virtual clock."""
     clock, keys = ManualClock(1.0), KnownKeys()
-    cost_policy = CostPolicy(clock, KnownWorkers(InFlight(clock), loaded.index, CostModel(), keys), Random(0))
+    cost_policy = CostPolicy(
+        PolicyContext(clock, KnownWorkers(InFlight(clock), loaded.index, CostModel(), keys), Random(0))
+    )
     members = []
     for number, worker in enumerate(loaded.workers):
         role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
@@ -78,7 +81,8 @@ def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generat
         WorkerPool([member for member in members if member.worker.role is role])
         for role in (WorkerRole.DECODE, WorkerRole.PREFILL)
     )
-    field = ClusterView(decoders, fillers, lambda decode, prefill: True)
+    everyone = frozenset(member.id for member in fillers.members)
+    field = ClusterView(decoders, fillers, {member.id: everyone for member in decoders.members})
     prompt, sampling = tuple(range(PROMPT_PAGES * 16)), SamplingParams(max_tokens=100)
     request = Request(request_id="0" * 32, token_ids=prompt, sampling=sampling)
     times_us = []

@@ -26,7 +26,6 @@ import msgspec
 from baton.bench.report import Row, at_least, at_most, print_table, write_json
 from baton.bench.router.world import Fleet, Machine, PrefillSim, RouterWorld, config_of
 from baton.bench.traces import TraceRequest, read_trace
-from baton.config.router import PolicyName
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.policies.costs import PairCandidate, Select, cheapest
@@ -158,7 +157,7 @@ WORKLOADS: Final[Mapping[str, Callable[[int, int], list[TraceRequest]]]] = {
 SCALE: Final = 32.0  # the trace's tokens in one that is replayed: a block of 512 is a page of 16
 PAGE_TOKENS: Final = 16
 BIN_S: Final = 3.0  # of the trace's arrivals
-POLICIES: Final[tuple[PolicyName, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
+POLICIES: Final[tuple[str, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
 THRESHOLDS: Final = (0, 128, 512, 2048, 2**30)  # tokens; the last: all prompts are local
 MIN_HIT: Final = 0.33
 MAX_IMBALANCE: Final = 1.10
@@ -177,7 +176,7 @@ class Result(NamedTuple):
 
 def run_trace(
     trace: Sequence[TraceRequest],
-    policy: PolicyName,
+    policy: str,
     *,
     seed: int = 0,
     fleet: Fleet | None = None,
@@ -283,7 +282,7 @@ def up_to(threshold: int) -> Select:
     return select
 
 
-def replay_rows(log: Log, policy: PolicyName, seed: int) -> list[Row]:
+def replay_rows(log: Log, policy: str, seed: int) -> list[Row]:
     """By the simulation's machines, so only the ratio of the two policies means anything."""
     fleet = Fleet(num_prefill=log.num_prefill, num_decode=max(1, log.num_decode), publishes_decode=True)
     rows = [Row("as it was: TTFT mean", log.ttft_mean_s, "s", note="measured, on the machines that ran it")]

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.bench.traces import TraceRequest
 from baton.clock import ManualClock
-from baton.config.router import PolicyName, RouterConfig
+from baton.config.router import RouterConfig
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
@@ -33,6 +33,7 @@ from baton.messages.workers import Address, Load, PrefillTimes, StepTimes, Worke
 from baton.pages import KEY_BYTES
 from baton.request import Request, SamplingParams
 from baton.router.index.prompt_keys import PromptKeys, family_of
+from baton.router.policies.cost import CostPolicy
 from baton.router.policies.costs import Select
 from baton.router.router import Router
 from baton.rpc.peers import Peer
@@ -452,9 +453,9 @@ class RouterWorld:
 
     def select(self, select: Select) -> None:
         """By this one of the candidates is taken from now on; of a policy that looks at prompts."""
-        cost_policy = self.router.cluster_state.cost_policy
-        assert cost_policy is not None, "other policies have no candidates"
-        cost_policy.select = select
+        policy = self.router.cluster_state.policy
+        assert isinstance(policy, CostPolicy), "other policies have no candidates"
+        policy.select = select
 
     # What the workers call.
 
@@ -534,7 +535,7 @@ def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
     return tuple(ids[: traced.input_tokens])
 
 
-def config_of(policy: PolicyName, seed: int = 0, local_prefill_tokens: int = 0) -> RouterConfig:
+def config_of(policy: str, seed: int = 0, local_prefill_tokens: int = 0) -> RouterConfig:
     return RouterConfig(
         policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
     )

@@ -33,7 +33,7 @@ from baton.cluster.model_directory import resolve_model
 from baton.cluster.process_spec import ProcessKind, ProcessSpec
 from baton.cluster.runtimes.local import LocalProcess, LocalRuntime
 from baton.config.gateway import GatewayConfig
-from baton.config.router import PolicyName, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError, PeerGone
 from baton.messages.workers import WorkerRole
 
@@ -80,7 +80,7 @@ class Plane(NamedTuple):
     num_prefill: int = 0  # 0: decode workers compute prompts too
     num_decode: int = 1
     step_s: float = 0.0
-    policy: PolicyName = RouterConfig().policy
+    policy: str = RouterConfig().policy
 
 
 @contextlib.asynccontextmanager

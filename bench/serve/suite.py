@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import uvloop
 
@@ -65,8 +65,9 @@ from baton.bench.serve.overhead import (
 )
 from baton.bench.traces import read_trace
 from baton.config.environment import api_key
-from baton.config.router import PolicyName, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.router.policies.registry import POLICIES
 
 # The table of bench/serve/suite.py.
 
@@ -249,7 +250,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument("--prefill", type=int, default=0, help="stub prefill workers; 0: decode alone (0)")
     overhead.add_argument("--decode", type=int, default=1, help="stub decode workers (1)")
     policy = RouterConfig().policy
-    overhead.add_argument("--policy", choices=get_args(PolicyName), default=policy, help=f"({policy})")
+    overhead.add_argument("--policy", choices=POLICIES, default=policy, help=f"({policy})")
     overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
     overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
     parser.add_argument(

@@ -10,6 +10,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
 
+from baton.errors import ConfigError
+
 # Errors in the words of the command line: the flag that was typed instead of the setting behind it.
 
 SPELLED: Final = "spelled"  # of the namespace: setting -> the flag that set it
@@ -152,6 +154,17 @@ def stop_string(text: str) -> str:
 
 def dtype(text: str) -> str:
     return DTYPE_NAMES.get(text, text)
+
+
+def routing_policy(text: str) -> str:
+    """The name of a routing policy that exists, or package.module:Class of one that can be imported."""
+    from baton.router.policies.registry import policy_class  # numpy: --help does not wait for it
+
+    try:
+        policy_class(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("router.policy: ")) from error
+    return text
 
 
 def load_format(text: str) -> str:

@@ -15,6 +15,7 @@ from baton.cluster.cli.options import (
     integers,
     load_format,
     part_of,
+    routing_policy,
 )
 from baton.cluster.cli.settings import Settings, flags_given
 from baton.cluster.cluster_key import Keys, read_keys
@@ -121,7 +122,10 @@ SERVE_OPTIONS: Final = (
     Option("--prefill-block-size --prefill-page-size", "prefill.page_size", int, "N", "of prefill workers"),
     Option("--decode-block-size --decode-page-size", "decode.page_size", int, "N", "of decode workers"),
     Option("--transport", "transport", str, "NAME", "of KV pages: auto, shm, cuda_ipc, nccl, gloo or tcp"),
-    Option("--router-policy", "router.policy", str, "NAME", "round-robin, least-loaded, prefix (cost)"),
+    Option(
+        *("--router-policy", "router.policy", routing_policy, "NAME"),
+        "round-robin, least-loaded, prefix, or package.module:Class (cost)",
+    ),
     Option("--redis", "router.redis", str, "URL", "of what workers hold; auto: one of its own; none (auto)"),
     Option("--decision-log", "router.decision_log", str, "FILE", "to append what the router decides to"),
     Option(

@@ -5,28 +5,31 @@ Each worker is asked what the prompt would cost there: all of them, or, where th
 hold most of it and some others by chance. Then the best of either role are combined.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from operator import attrgetter
-from random import Random
-from typing import Final, NamedTuple, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
-from baton.clock import Clock
 from baton.messages.control import PullSource
 from baton.request import Request
 from baton.router.in_flight import (
     EXPECTED_OUTPUT_TOKENS,
     Decoding,
-    InFlight,
     WorkerInFlight,
     num_kv_tokens,
     scheduling_class_of,
 )
 from baton.router.index.match import Holdings
-from baton.router.index.prefix_index import PrefixIndex
-from baton.router.index.prompt_keys import Family, PromptKeys
-from baton.router.policies.cost_model import CostModel, DecayedSum, Speeds
+from baton.router.index.prompt_keys import Family
+from baton.router.policies.base import (
+    NO_TURN,
+    ClusterView,
+    KnownWorkers,
+    PolicyContext,
+    RoutingChoice,
+    TenantClaim,
+)
+from baton.router.policies.cost_model import DecayedSum, Speeds
 from baton.router.policies.costs import (
     CandidateLoad,
     DecodeCandidate,
@@ -43,21 +46,11 @@ from baton.router.policies.costs import (
     longest,
     remote,
 )
-from baton.router.policies.prompts_ahead import Claim, LeadOf, SchedulingClass
+from baton.router.policies.prompts_ahead import Claim, SchedulingClass
 
 # One prompt as it would be at each worker: what is held there, what it would wait for and take.
 
 MAX_SOURCES: Final = 2
-
-
-@dataclass(frozen=True)
-class KnownWorkers:
-    """What is known of all workers."""
-
-    in_flight: InFlight
-    index: PrefixIndex
-    model: CostModel
-    keys: PromptKeys
 
 
 class PromptView:
@@ -240,70 +233,21 @@ BALANCE_S: Final = 300.0  # over which workers that cost the same are to be give
 MOST_BUSY: Final = 0.9
 EXPECTED_FOR_S: Final = 2.0  # after the prompt should be there
 
-Worth: TypeAlias = float | tuple[float, float]  # of one kind where they are compared
-ArePair: TypeAlias = Callable[[str, str], bool]  # ids of a decode and a prefill worker
-HasPlace: TypeAlias = Callable[[str], bool]  # id of a worker
-
-
-class RoutingChoice(NamedTuple):
-    """`candidates` are all that were weighed."""
-
-    candidate: PairCandidate
-    candidates: Sequence[PairCandidate]
-    source: PullSource | None
-    keys: Mapping[str, bytes]  # of the prompt's pages, by each worker that will have them
-    is_blind: bool  # what the worker that computes the prompt holds is unknown
-    is_owed: bool  # its tenant has had less than others
-
-
-class ClusterView(NamedTuple):
-    """Who could serve an attempt: at least one decode worker, and those that could fill its pages."""
-
-    decoders: WorkerPool
-    fillers: WorkerPool
-    are_pair: ArePair
-    left_out: Collection[str] = ()  # decode workers that may not take it; never all
-    avoided: Collection[str] = ()  # workers that are not to fill its pages
-
-    def worker_view(self, worker_id: str) -> WorkerView:
-        """Of one that was compared."""
-        return self.decoders.by_id.get(worker_id) or self.fillers.by_id[worker_id]
-
-
-class TenantClaim(NamedTuple):
-    """What a request's tenant is due."""
-
-    lead: float | None = None  # see router/policies/prompts_ahead.py
-    lead_of: LeadOf | None = None  # the same
-    has_place: HasPlace | None = None  # to compute it at once; a decode worker without one computes no prompt
-    needs_place: bool = False  # at a prefill worker too: it waits where that is best and has none
-    wanted: Collection[str] = ()  # workers where others wait for a place, before it: it has none there
-
-    def has_place_at(self, worker_id: str) -> bool:
-        return worker_id not in self.wanted and (self.has_place is None or self.has_place(worker_id))
-
-    @property
-    def is_owed(self) -> bool:
-        """Its tenant has had less than others."""
-        return self.lead is not None and self.lead < 0
-
-
-NO_TURN: Final = TenantClaim()
+Rank: TypeAlias = float | tuple[float, float]  # one policy uses one of the two
 _TOTAL_S: Final = attrgetter("total_s")
 
 
 class CostPolicy:
-    def __init__(
-        self, clock: Clock, known: KnownWorkers, random: Random, *, only_prefix: bool = False
-    ) -> None:
-        """only_prefix: wherever most of the prompt is held, whatever the cost."""
-        self._clock = clock
-        self._known = known
-        self._random = random
-        self._only_prefix = only_prefix
-        self.select: Select = longest if only_prefix else cheapest
-        self._worth: Callable[[FilledCandidate], Worth] = _most_held if only_prefix else _TOTAL_S
-        now_s = clock.now_s()
+    """Chooses the pair with the lowest predicted cost in seconds (router/policies/costs.py)."""
+
+    uses_prefix_index: ClassVar[bool] = True
+    weighs_local_prefill: ClassVar[bool] = True
+    pulls_prefixes: ClassVar[bool] = True  # a worker may fetch a prefix from a peer
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._clock, self._known, self._random = context
+        self.select: Select = cheapest
+        now_s = self._clock.now_s()
         self._crowd = _Crowd(now_s)
         self._owed_crowd = _Crowd(now_s)  # of tenants that were owed work: those alone wait behind each other
         self._tokens: dict[str, DecayedSum] = {}  # by worker
@@ -317,7 +261,7 @@ class CostPolicy:
         decoding, filling = look.decoders(decoders), look.computers(fillers)
         random, source = self._random.getrandbits(32), None
         for _ in range(MAX_SOURCES + 1):
-            candidates = self._candidates(look, decoding, filling, field.are_pair)
+            candidates = self._candidates(look, decoding, filling, field.partners)
             candidates = self._placed(candidates, turn)
             chosen = self.select(candidates, random, lambda worker_id: self._given(worker_id).at(now_s))
             source = look.locate(field.worker_view(chosen.source)) if chosen.source else None
@@ -325,13 +269,16 @@ class CostPolicy:
                 break  # else it is only expected to hold so much: look knows that now
         keys = {each: look.keys(field.worker_view(each)) for each in (chosen.prefill, chosen.decode) if each}
         is_known = self._known.index.is_known(chosen.computer)
-        return RoutingChoice(chosen, candidates, source, keys, not is_known, turn.is_owed)
+        return RoutingChoice(
+            chosen.decode, chosen.prefill, chosen, candidates, source, keys, not is_known, turn.is_owed
+        )
 
     def expect(self, choice: RoutingChoice, num_tokens: int) -> None:
         """A prompt of so many tokens was sent there: its siblings find its pages, and what is there already
         stays young.
         """
         chosen, now_s = choice.candidate, self._clock.now_s()
+        assert chosen is not None, "this policy predicts the cost of what it chooses"
         self._crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
         if choice.is_owed:
             self._owed_crowd.add(chosen.computer, chosen.filled.compute_s, now_s)
@@ -345,6 +292,10 @@ class CostPolicy:
         self._tokens.pop(worker_id, None)
         for crowd in (self._crowd, self._owed_crowd):
             crowd.forget(worker_id, self._clock.now_s())
+
+    def rank(self, filled: FilledCandidate) -> Rank:
+        """The sort key of a worker that could compute the prompt; the lowest is best."""
+        return filled.total_s
 
     def _given(self, worker_id: str) -> DecayedSum:
         if worker_id not in self._tokens:
@@ -383,20 +334,20 @@ class CostPolicy:
         look: PromptView,
         decoders: Sequence[DecodeCandidate],
         computers: Sequence[PrefillCandidate],
-        are_pair: ArePair,
+        partners: Mapping[str, Collection[str]],
     ) -> list[PairCandidate]:
         load, handoff_s_of = look.load, self._known.model.handoff_s
         there = [decoder.computer for decoder in decoders]
-        sources = [] if self._only_prefix else look.sources([*there, *computers])
+        sources = look.sources([*there, *computers]) if self.pulls_prefixes else []
         by_itself = map(local, fill(there, load, sources), decoders)
         candidates = sorted(by_itself, key=_TOTAL_S)[:MAX_COMBINED]
-        best = sorted(fill(computers, load, sources), key=self._worth)[:MAX_COMBINED]
+        best = sorted(fill(computers, load, sources), key=self.rank)[:MAX_COMBINED]
         for decoder in sorted(decoders, key=_TOTAL_S)[:MAX_COMBINED]:
             computer = decoder.computer
             decode, num_moved = computer.worker, max(0, load.num_tokens - computer.num_held_tokens)
             for each in best:
                 prefill = each.computer.worker
-                if are_pair(decode, prefill):
+                if prefill in partners[decode]:
                     candidates.append(remote(each, decoder, handoff_s_of(prefill, decode, num_moved)))
         return candidates
 
@@ -411,6 +362,20 @@ class CostPolicy:
         wanted, has_place_at = turn.wanted, turn.has_place_at
         placed = [each for each in candidates if each.prefill or has_place_at(each.decode)]
         return [each for each in placed if each.computer not in wanted] or placed or candidates
+
+
+class PrefixPolicy(CostPolicy):
+    """Chooses the workers that hold most of the prompt, whatever else they have to do. Nothing is pulled."""
+
+    weighs_local_prefill: ClassVar[bool] = False
+    pulls_prefixes: ClassVar[bool] = False
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.select = longest
+
+    def rank(self, filled: FilledCandidate) -> Rank:
+        return -filled.num_held_tokens, filled.total_s
 
 
 class _Crowd:
@@ -436,7 +401,3 @@ class _Crowd:
 
 def _without(left_out: Collection[str], stations: Sequence[WorkerView]) -> list[WorkerView]:
     return [each for each in stations if each.id not in left_out] if left_out else list(stations)
-
-
-def _most_held(filled: FilledCandidate) -> tuple[float, float]:
-    return -filled.num_held_tokens, filled.total_s

@@ -7,25 +7,21 @@
 4. Else the policy chooses among the decode workers that have a partner, then among its partners: prefill
    workers that the gateway and the decode worker reach, that reach it, and that have the same weights.
 
-The policies that look at prompts (router/policies/cost.py) choose both at once, and `cost` whether a prompt
-is short. One that is best computed by a worker that has others before may have to wait.
+A policy that weighs local prefill decides itself which prompts its decode workers compute. A prompt whose
+best worker has others to compute first may have to wait.
 """
 
 from collections.abc import Collection, Sequence
 from enum import Enum
-from random import Random
 from typing import NamedTuple
 
 from baton.config.router import RouterSettings
 from baton.messages.control import Submit
 from baton.messages.workers import WorkerRole
-from baton.request import Request
-from baton.router.in_flight import InFlight, scheduling_class_of
 from baton.router.membership import Member, Membership
-from baton.router.policies.cost import NO_TURN, ClusterView, CostPolicy, RoutingChoice, TenantClaim
+from baton.router.policies.base import NO_TURN, ClusterView, RoutingChoice, RoutingPolicy, TenantClaim
 from baton.router.policies.costs import WorkerPool
-from baton.router.policies.load import POLICIES, Draw, LoadView, least_loaded
-from baton.router.policies.prompts_ahead import Claim
+from baton.router.policies.load import LoadPolicy, without
 
 
 class Pair(NamedTuple):
@@ -61,23 +57,19 @@ class Pairing:
         self,
         config: RouterSettings,
         members: Membership,
-        in_flight: InFlight,
-        cost_policy: CostPolicy | None = None,
+        policy: RoutingPolicy,
+        by_load: LoadPolicy,
     ) -> None:
-        """chooser: of the policies that look at the prompt."""
+        """by_load: chooses for probes, and for prompts that any decode worker may compute."""
         self._pressed_tokens = 0
         self._config = config
-        self._cost_policy = cost_policy
-        self._policy = POLICIES.get(config.policy, least_loaded)
+        self._policy = policy
+        self._by_load = by_load
         self._members = members
-        self._in_flight = in_flight
-        self._random = Random(config.seed)
-        self._turns = {WorkerRole.PREFILL: 0, WorkerRole.DECODE: 0}
         self._version = -1
+        self._local_tokens = 0 if policy.weighs_local_prefill else config.local_prefill_tokens
         self._decoders: dict[frozenset[str], list[Member]] = {}
-        self._paired: dict[frozenset[str], frozenset[str]] = {}
-        self._partners: dict[tuple[frozenset[str], str], list[Member]] = {}
-        self._fields: dict[frozenset[str], ClusterView] = {}
+        self._views: dict[frozenset[str], ClusterView] = {}
 
     def pair(
         self,
@@ -96,7 +88,7 @@ class Pairing:
         holder = next((member for member in decoders if member.id == submit.sticky_worker), None)
         if holder is not None and holder.id not in submit.avoid:
             return Pair(holder, None, "it holds the prompt")
-        decoders = _without(decoders, submit.avoid)
+        decoders = without(decoders, submit.avoid)
         if not decoders:
             return Unpaired.UNREACHED
         if full:
@@ -104,94 +96,65 @@ class Pairing:
             if not decoders:
                 return Unpaired.FULL
         if submit.request.is_probe:
-            return self._pair_apart(submit, decoders, reached)
-        num_tokens = submit.request.num_tokens
-        if num_tokens <= self._pressed_tokens:
-            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
-        if self._cost_policy is not None and self._config.policy == "cost":
-            return self._choose_both(submit, decoders, reached, turn)
-        if num_tokens <= self._config.local_prefill_tokens:
-            return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "a short prompt")
-        if self._cost_policy is not None:
-            paired = [member for member in decoders if member.id in self._paired_for(reached)]
-            if paired:
-                return self._choose_both(submit, paired, reached, turn)
-        pair = self._pair_apart(submit, decoders, reached)
-        if isinstance(pair, Pair):
-            return pair
-        return Pair(self._choose(decoders, WorkerRole.DECODE, submit.request), None, "no prefill worker")
+            paired = self._paired(decoders, reached)
+            if not paired:
+                return Unpaired.NO_PREFILL
+            return self._choose(self._by_load, "a probe", submit, paired, reached, NO_TURN)
+        if submit.request.num_tokens <= max(self._pressed_tokens, self._local_tokens):
+            return self._compute_locally(submit, decoders, "a short prompt")
+        if self._policy.weighs_local_prefill:
+            return self._choose(self._policy, self._config.policy, submit, decoders, reached, turn)
+        paired = self._paired(decoders, reached)
+        if not paired:
+            return self._compute_locally(submit, decoders, "no prefill worker")
+        return self._choose(self._policy, self._config.policy, submit, paired, reached, turn)
 
     def press(self, local_prefill_tokens: int) -> None:
         """Prompts up to so many tokens are computed where they are decoded, whatever the policy says."""
         self._pressed_tokens = local_prefill_tokens
 
     def forget(self) -> None:
-        """What a gateway reaches has changed."""
+        """Drop what was remembered of the workers that a gateway reaches."""
         self._decoders.clear()
-        self._paired.clear()
-        self._partners.clear()
-        self._fields.clear()
+        self._views.clear()
 
-    def _pair_apart(self, submit: Submit, decoders: list[Member], reached: frozenset[str]) -> Pair | Unpaired:
-        """A decode worker that has a partner, and one of its partners; by their load alone."""
-        paired = [member for member in decoders if member.id in self._paired_for(reached)]
-        if not paired:
-            return Unpaired.NO_PREFILL
-        decode = self._choose(paired, WorkerRole.DECODE, submit.request)
-        partners = _without(self._partners_of(decode, reached), submit.avoid)
-        prefill = self._choose(partners, WorkerRole.PREFILL, submit.request)
-        return Pair(decode, prefill, "a probe" if submit.request.is_probe else self._config.policy)
+    def _compute_locally(self, submit: Submit, decoders: Sequence[Member], reason: str) -> Pair:
+        return Pair(self._by_load.choose_worker(decoders, WorkerRole.DECODE, submit.request), None, reason)
 
-    def _choose_both(
-        self, submit: Submit, decoders: list[Member], reached: frozenset[str], turn: TenantClaim
+    def _choose(
+        self,
+        policy: RoutingPolicy,
+        reason: str,
+        submit: Submit,
+        decoders: Sequence[Member],
+        reached: frozenset[str],
+        turn: TenantClaim,
     ) -> Pair | NoPlace:
-        """decoders: those that may take it, of all that the gateway reaches."""
-        assert self._cost_policy is not None, self._config.policy
-        if reached not in self._fields:
-            self._fields[reached] = self._field(reached)
-        field = self._fields[reached]
-        if len(decoders) < len(field.decoders):
+        """decoders: those that may take the attempt, of all that the gateway reaches."""
+        view = self._view_of(reached)
+        if len(decoders) < len(view.decoders):
             taking = {member.id for member in decoders}
-            left_out = {member.id for member in field.decoders.members if member.id not in taking}
-            field = field._replace(left_out=left_out)
-        if submit.avoid and any(member.id not in submit.avoid for member in field.fillers.members):
-            field = field._replace(avoided=submit.avoid)
-        choice = self._cost_policy.choose(submit.request, field, turn)
-        if turn.needs_place and not turn.has_place_at(choice.candidate.computer):
-            return NoPlace(choice.candidate.computer)
-        decode = self._members.get(choice.candidate.decode)
-        assert decode is not None, "the field has members alone"
-        prefill = self._members.get(choice.candidate.prefill)
-        return Pair(decode, prefill, self._config.policy, choice)
+            view = view._replace(
+                left_out={each.id for each in view.decoders.members if each.id not in taking}
+            )
+        if submit.avoid and any(member.id not in submit.avoid for member in view.fillers.members):
+            view = view._replace(avoided=submit.avoid)
+        choice = policy.choose(submit.request, view, turn)
+        if choice.candidate is not None and turn.needs_place and not turn.has_place_at(choice.computer):
+            return NoPlace(choice.computer)
+        decode = self._members.get(choice.decode)
+        assert decode is not None, "the view has members alone"
+        is_own = policy is self._policy  # else the policy has nothing to take note of
+        return Pair(decode, self._members.get(choice.prefill), reason, choice if is_own else None)
 
-    def _field(self, reached: frozenset[str]) -> ClusterView:
-        decoders = self._decoders_for(reached)
-        partners = {each.id: self._partners_of(each, reached) for each in decoders}
-        fillers = {member.id: member for each in partners.values() for member in each}
-        ids = {decode: {member.id for member in each} for decode, each in partners.items()}
-        return ClusterView(
-            WorkerPool(decoders),
-            WorkerPool(list(fillers.values())),
-            lambda decode, prefill: prefill in ids[decode],
-        )
-
-    def _choose(self, members: Sequence[Member], role: WorkerRole, request: Request) -> Member:
-        turn = self._turns[role]
-        self._turns[role] = turn + 1
-        if len(members) == 1:
-            return members[0]
-        views = [LoadView(member.id, self._load(member, role, request)) for member in members]
-        chosen = self._members.get(self._policy(views, Draw(turn, self._random.getrandbits(32))).worker)
-        assert chosen is not None, "the views are of members"
-        return chosen
-
-    def _load(self, member: Member, role: WorkerRole, request: Request) -> float:
-        """Of prompts, those that would be computed before this one."""
-        account = self._in_flight.account(member.id)
-        if role is WorkerRole.DECODE:
-            return account.share_of(member.worker)
-        claim = Claim(scheduling_class_of(request), request.num_tokens)
-        return account.num_prompt_tokens * account.prompts.part_before(claim)
+    def _view_of(self, reached: frozenset[str]) -> ClusterView:
+        if reached not in self._views:
+            decoders = self._decoders_for(reached)
+            partners = {each.id: self._partners_of(each, reached) for each in decoders}
+            fillers = {member.id: member for each in partners.values() for member in each}
+            ids = {decode: frozenset(member.id for member in each) for decode, each in partners.items()}
+            self._views[reached] = ClusterView(WorkerPool(decoders), WorkerPool(list(fillers.values())), ids)
+        return self._views[reached]
 
     def _decoders_for(self, reached: frozenset[str]) -> list[Member]:
         if reached not in self._decoders:
@@ -200,30 +163,18 @@ class Pairing:
             self._decoders[reached] = usable
         return self._decoders[reached]
 
-    def _paired_for(self, reached: frozenset[str]) -> frozenset[str]:
-        """The decode workers among them that have a partner."""
-        if reached not in self._paired:
-            decoders = self._decoders_for(reached)
-            self._paired[reached] = frozenset(
-                each.id for each in decoders if self._partners_of(each, reached)
-            )
-        return self._paired[reached]
+    def _paired(self, decoders: Sequence[Member], reached: frozenset[str]) -> list[Member]:
+        """The decode workers that have a partner."""
+        partners = self._view_of(reached).partners
+        return [member for member in decoders if partners[member.id]]
 
     def _partners_of(self, decode: Member, reached: frozenset[str]) -> list[Member]:
-        key = (reached, decode.id)
-        if key not in self._partners:
-            self._partners[key] = [
-                member
-                for member in self._members.of_role(WorkerRole.PREFILL)
-                if member.id in reached
-                and member.id in decode.reached
-                and decode.id in member.reached
-                and member.worker.fingerprint == decode.worker.fingerprint
-                and not member.is_draining
-            ]
-        return self._partners[key]
-
-
-def _without(members: list[Member], avoided: Sequence[str]) -> list[Member]:
-    """Those not to be avoided; all, when nobody else is left."""
-    return [member for member in members if member.id not in avoided] or members if avoided else members
+        return [
+            member
+            for member in self._members.of_role(WorkerRole.PREFILL)
+            if member.id in reached
+            and member.id in decode.reached
+            and decode.id in member.reached
+            and member.worker.fingerprint == decode.worker.fingerprint
+            and not member.is_draining
+        ]

@@ -25,7 +25,7 @@ from baton.request import Request, SamplingParams
 from baton.router.capacity import Capacity
 from baton.router.in_flight import Key, scheduling_class_of
 from baton.router.membership import Membership
-from baton.router.policies.cost import TenantClaim
+from baton.router.policies.base import TenantClaim
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.forecast import Forecast
 from baton.router.policies.prompts_ahead import Claim

@@ -28,8 +28,7 @@ SETTLE_S: Final = 0.3
 
 @asynccontextmanager
 async def traced_cluster(folder: Path) -> AsyncIterator[str]:
-    """Serve the tiny model with one prefill and one decode worker whose modules are recorded; yield the URL.
-    """
+    """Serve the tiny model with one prefill and one decode worker, both recorded; yield the URL."""
     key = secrets.token_bytes(32)
     # The policy `prefix` never computes a prompt of this length on the decode worker.
     router = RouterConfig(redis="none", policy="prefix", local_prefill_tokens=0)

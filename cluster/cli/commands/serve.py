@@ -28,6 +28,7 @@ from baton.config.cluster import ServeConfig
 from baton.config.environment import cluster_key_file
 from baton.config.gateway import OPERATOR_HOST
 from baton.errors import ConfigError
+from baton.router.policies.registry import policy_class
 
 RECALL_TOKENS: Final = 250
 RECALL_SEED: Final = 11
@@ -111,6 +112,7 @@ def _check(config: ServeConfig) -> None:
     check_tenants(config)
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
+        policy_class(config.router.policy)
         if speech_of(directory, config.gateway.chat_template) == "token ids":
             say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 

@@ -1,6 +1,6 @@
 """What every pair of workers would cost, worker by worker and term by term: slow, and plainly right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -11,7 +11,8 @@ from baton.request import Request
 from baton.router.in_flight import EXPECTED_OUTPUT_TOKENS, num_kv_tokens, scheduling_class_of
 from baton.router.index.prompt_keys import family_of, kin_of
 from baton.router.membership import Member
-from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES, ArePair, KnownWorkers
+from baton.router.policies.base import KnownWorkers
+from baton.router.policies.cost import MAX_COMBINED, MAX_SOURCES
 from baton.router.policies.costs import TIE, CandidateLoad, CostTerms
 from baton.router.policies.prompts_ahead import Claim
 
@@ -46,7 +47,7 @@ class ChoiceOracle:
         self._now_s = now_s
 
     def candidates(
-        self, decoding: Sequence[Member], filling: Sequence[Member], are_pair: ArePair
+        self, decoding: Sequence[Member], filling: Sequence[Member], are_pair: Callable[[str, str], bool]
     ) -> list[Weighed]:
         everybody = [*decoding, *filling]
         held = sorted(((self._held(each), each.id) for each in everybody if self._held(each)), reverse=True)

@@ -127,8 +127,7 @@ def test_who_waits_for_full_workers_costs_no_comparison_and_counts_nowhere(
     assert 4 <= num_routed <= 8
     while submit(c, asked(f"more{num_routed}", num_tokens=20)):
         num_routed += 1
-    cost_policy = c.router.cluster_state.cost_policy
-    assert cost_policy is not None
+    cost_policy = c.router.cluster_state.policy
     chosen: list[object] = []
     monkeypatch.setattr(cost_policy, "choose", lambda *arguments: chosen.append(arguments))
     for _ in range(10):

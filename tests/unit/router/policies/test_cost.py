@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -15,14 +15,8 @@ from baton.router.in_flight import InFlight, InFlightAttempt, num_kv_tokens
 from baton.router.index.prefix_index import PrefixIndex
 from baton.router.index.prompt_keys import PromptKeys, family_of
 from baton.router.membership import Member
-from baton.router.policies.cost import (
-    MAX_COMPARED,
-    ClusterView,
-    CostPolicy,
-    KnownWorkers,
-    PromptView,
-    TenantClaim,
-)
+from baton.router.policies.base import ClusterView, KnownWorkers, PolicyContext, TenantClaim
+from baton.router.policies.cost import MAX_COMPARED, CostPolicy, PromptView
 from baton.router.policies.cost_model import CostModel
 from baton.router.policies.costs import CandidateLoad, PairCandidate, Select, WorkerPool, cheapest
 from baton.router.policies.prompts_ahead import SchedulingClass
@@ -31,6 +25,19 @@ from tests.unit.router.choice_oracle import ChoiceOracle, Weighed, cheapest_of
 from tests.unit.router.router_cluster import cluster
 
 PROMPT_TOKENS = 400
+
+
+def view_of(
+    decoders: WorkerPool,
+    fillers: WorkerPool,
+    are_pair: Callable[[str, str], bool] = lambda decode, prefill: True,
+) -> ClusterView:
+    """A view in which these decode and prefill workers reach each other."""
+    partners = {
+        decode.id: {prefill.id for prefill in fillers.members if are_pair(decode.id, prefill.id)}
+        for decode in decoders.members
+    }
+    return ClusterView(decoders, fillers, partners)
 
 
 class World:
@@ -68,7 +75,7 @@ class World:
     def field(self) -> ClusterView:
         """All, and everybody reaches everybody."""
         sides = self.side(WorkerRole.DECODE), self.side(WorkerRole.PREFILL)
-        return ClusterView(*sides, lambda decode, prefill: True)
+        return view_of(*sides)
 
     def _fill(self, member: Member) -> None:
         """With some of the prompt's first pages; or it is expected to have them; or it is not known."""
@@ -148,13 +155,13 @@ def test_candidates_are_those_of_the_slow_way(seed: int, num_workers: int) -> No
     order = Random(seed)
     decoding, filling = (from_one_on(side.members, order) for side in (decoders, fillers))
     expected = oracle.candidates(decoding, filling, are_pair)
-    cost_policy = CostPolicy(world.clock, world.known, Random(seed))
-    choice = cost_policy.choose(world.request, ClusterView(decoders, fillers, are_pair))
+    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(seed)))
+    choice = cost_policy.choose(world.request, view_of(decoders, fillers, are_pair))
     assert list(map(pair_of, choice.candidates)) == list(map(pair_of, expected))
     for found, weighed in zip(choice.candidates, expected, strict=True):
         assert astuple(found.terms) == pytest.approx(astuple(weighed.terms))
     wanted = cheapest_of(expected, order.getrandbits(32))
-    assert pair_of(choice.candidate) == pair_of(wanted)
+    assert choice.candidate is not None and pair_of(choice.candidate) == pair_of(wanted)
 
 
 class Drawing(Random):
@@ -184,12 +191,12 @@ def test_of_those_drawn_by_chance_the_ones_with_the_least_to_do_are_weighed() ->
         entry = InFlightAttempt("g", id_of("d0"), id_of(f"p{number}"), 10, 10, work_s)
         world.in_flight.enter((f"{number}", 0), entry)
     drawn = [0.0, 0.0, *((number + 0.5) / num for number in (5, 7, 6, 8))]
-    cost_policy = CostPolicy(world.clock, world.known, Drawing(drawn))
+    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Drawing(drawn)))
     sides = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
-    choice = cost_policy.choose(world.request, ClusterView(*sides, lambda decode, prefill: True))
+    choice = cost_policy.choose(world.request, view_of(*sides))
     weighed = {each.prefill for each in choice.candidates if each.prefill}
     assert weighed > {id_of("p7"), id_of("p8")} and not weighed & {id_of("p5"), id_of("p6")}
-    assert choice.candidate.prefill in ("", id_of("p7"), id_of("p8"))
+    assert choice.prefill in ("", id_of("p7"), id_of("p8"))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -198,12 +205,12 @@ def test_a_decode_worker_without_a_place_leaves_a_prompt_to_a_prefill_worker(see
     decoders, fillers = world.side(WorkerRole.DECODE), world.side(WorkerRole.PREFILL)
 
     def choose(has_place: bool, fill: bool = True, rule: Select = cheapest) -> PairCandidate:
-        cost_policy = CostPolicy(world.clock, world.known, Random(seed))
+        cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(seed)))
         cost_policy.select = rule
-        field = ClusterView(decoders, fillers, lambda decode, prefill: fill)
-        return cost_policy.choose(
-            world.request, field, TenantClaim(has_place=lambda worker: has_place)
-        ).candidate
+        field = view_of(decoders, fillers, lambda decode, prefill: fill)
+        choice = cost_policy.choose(world.request, field, TenantClaim(has_place=lambda worker: has_place))
+        assert choice.candidate is not None
+        return choice.candidate
 
     first = choose(True)
     assert choose(False).prefill, "who computes prompts alone is chosen with or without a place"
@@ -282,7 +289,7 @@ def test_a_crowd_comes_where_prompts_are_computed() -> None:
         world = World(Random(0), 0)
         for number in range(num_workers):
             world.join(f"d{number}")
-        cost_policy = CostPolicy(world.clock, world.known, Random(0))
+        cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
         for _ in range(40):
             cost_policy.expect(cost_policy.choose(world.request, world.field()), PROMPT_TOKENS)
         rates[num_workers] = cost_policy._crowd.rate(world.clock.now_s())
@@ -298,14 +305,14 @@ OWED, SERVED = TenantClaim(lead=-1.0), TenantClaim(lead=0.0)
 @pytest.mark.parametrize(("turn", "is_owed"), [(OWED, True), (SERVED, False), (TenantClaim(), False)])
 def test_a_choice_says_whether_its_tenant_is_owed_work(turn: TenantClaim, is_owed: bool) -> None:
     world = World(Random(0), 8)
-    cost_policy = CostPolicy(world.clock, world.known, Random(0))
+    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
     assert cost_policy.choose(world.request, world.field(), turn).is_owed is is_owed
 
 
 @pytest.mark.parametrize("turn", [SERVED, TenantClaim(lead=1e6), TenantClaim()])
 def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantClaim) -> None:
     world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
 
     def crowds_s(turn: TenantClaim) -> set[float]:
         return {each.terms.crowd_s for each in cost_policy.choose(world.request, field, turn).candidates}
@@ -320,7 +327,7 @@ def test_who_is_owed_work_is_not_held_up_by_a_flood_of_who_is_not(turn: TenantCl
 
 def test_who_is_owed_work_is_in_the_way_of_all() -> None:
     world = World(Random(0), 8)
-    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
     cost_policy.expect(cost_policy.choose(world.request, field, OWED), PROMPT_TOKENS)
     for turn in (OWED, SERVED, TenantClaim()):
         choice = cost_policy.choose(world.request, field, turn)
@@ -336,7 +343,7 @@ def test_computing_where_it_is_decoded_harms_those_that_decode_there(prefill: st
     keys = [(id_of(f"u{number}"), 0) for number in range(num)]
     for key in keys:
         world.in_flight.enter(key, InFlightAttempt("g", id_of("d0"), prefill and id_of(prefill), 10, 10))
-    field, cost_policy = world.field(), CostPolicy(world.clock, world.known, Random(0))
+    field, cost_policy = world.field(), CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
 
     def local() -> PairCandidate:
         choice = cost_policy.choose(world.request, field)
@@ -359,7 +366,7 @@ def test_who_had_more_than_its_share_is_not_waited_for() -> None:
     entry = InFlightAttempt("g", id_of("d0"), id_of("p0"), 1000, 1000, 10.0, other, charged=1050.0)
     for name in ("u", "v"):
         world.in_flight.enter((id_of(name), 0), entry)
-    cost_policy = CostPolicy(world.clock, world.known, Random(0))
+    cost_policy = CostPolicy(PolicyContext(world.clock, world.known, Random(0)))
 
     def queue_s(lead_of_other: float) -> float:
         turn = TenantClaim(lead=0.0, lead_of={other: lead_of_other}.__getitem__)

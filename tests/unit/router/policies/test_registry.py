@@ -1,0 +1,65 @@
+"""A routing policy from outside the tree, by `package.module:Class`, and names that are none."""
+
+from typing import ClassVar
+
+import pytest
+
+from baton.errors import ConfigError
+from baton.messages.control import Routed
+from baton.request import Request
+from baton.router.policies.base import NO_TURN, ClusterView, PolicyContext, RoutingChoice, TenantClaim
+from baton.router.policies.registry import POLICIES, policy_class
+from tests.node_peers import a_request, id_of
+from tests.unit.router.router_cluster import cluster
+
+OUTSIDE = f"{__name__}:LastByName"
+
+
+class LastByName:
+    """Always the workers whose ids sort last."""
+
+    uses_prefix_index: ClassVar[bool] = False
+    weighs_local_prefill: ClassVar[bool] = False
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.expected: list[int] = []
+        self.forgotten: list[str] = []
+
+    def choose(self, request: Request, view: ClusterView, claim: TenantClaim = NO_TURN) -> RoutingChoice:
+        decode = max(member.id for member in view.open_decoders())
+        return RoutingChoice(decode, max(view.partners[decode]))
+
+    def expect(self, choice: RoutingChoice, num_tokens: int) -> None:
+        self.expected.append(num_tokens)
+
+    def forget(self, worker_id: str) -> None:
+        self.forgotten.append(worker_id)
+
+
+def test_policy_from_outside_the_tree_routes_requests() -> None:
+    c = cluster("p0", "p1", "d0", "d1", policy=OUTSIDE)
+    for number in range(3):
+        routed = c.submit(a_request(f"r{number}", num_tokens=50))
+        assert isinstance(routed, Routed)
+        assert (routed.decode, routed.prefill) == (id_of("d1"), id_of("p1"))
+    policy = c.router.cluster_state.policy
+    assert isinstance(policy, LastByName) and policy.expected == [50, 50, 50]
+
+
+def test_every_policy_of_the_registry_is_whole() -> None:
+    assert all(policy_class(name) is made for name, made in POLICIES.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("least-loded", "did you mean 'least-loaded'"),
+        ("no.such.module:Policy", "cannot be imported"),
+        ("math:NoSuchPolicy", "cannot be imported"),
+        ("math:floor", "is no RoutingPolicy: it lacks choose"),
+        (":", "cannot be imported"),
+    ],
+)
+def test_name_of_no_policy_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        policy_class(name)
