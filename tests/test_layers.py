@@ -37,6 +37,27 @@ MAY_IMPORT: Final = {
     "bench": EVERYTHING,
     "tests": EVERYTHING,
 }
+# folder -> its modules that other folders may import; a folder that is not here is open. The simulator, the
+# benches and the tests may import any module: they replace or measure parts.
+FACADES: Final = {
+    "engine": frozenset(
+        {"engine", "loading", "replica", "models.checkpoint", "models.registry", "models.weights"}
+        | {"scheduler.plan", "scheduler.sequence", "scheduler.step_planner", "scheduler.validation"}
+    ),
+    "kvtransfer": frozenset(
+        {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.pages", "ranks.remote"}
+        | {"protocol.handoff", "protocol.messages"}
+    ),
+    "prefill_worker": frozenset({"worker", "prefill_job"}),
+    "decode_worker": frozenset({"worker"}),
+    "router": frozenset({"decisions", "process", "policies.registry", "redis.client", "redis.server"}),
+    "gateway": frozenset(
+        {"process", "api.prompt_reader", "tenants.file", "tenants.tenants"}
+        | {"text.chat_template", "text.detokenizer", "text.model_files", "text.tokenizer"}
+    ),
+    "cluster": frozenset[str](),
+}
+MAY_REACH_INSIDE: Final = frozenset({"sim", "bench", "tests"})
 # library -> the folders that may import it; the tests may import any
 ONLY_IN: Final = {
     "fastapi": {"gateway"},
@@ -100,9 +121,17 @@ def _import_offence(path: Path, name: str) -> str | None:
         return None
     if top == "baton" and rest and rest[0] != folder and rest[0] not in MAY_IMPORT[folder]:
         return f"imports {name}: {folder} may not"
+    if top == "baton" and rest and rest[0] != folder and not _is_open(folder, rest):
+        return f"imports {name}: no facade of {rest[0]}"
     if folder != "tests" and folder not in ONLY_IN.get(top, {folder}):
         return f"imports {name}: only {', '.join(sorted(ONLY_IN[top]))} may"
     return None
+
+
+def _is_open(folder: str, rest: list[str]) -> bool:
+    if folder in MAY_REACH_INSIDE or rest[0] not in FACADES or len(rest) == 1:
+        return True
+    return ".".join(rest[1:]) in FACADES[rest[0]]
 
 
 def _print_offence(path: Path, node: ast.AST) -> str | None:
@@ -126,6 +155,18 @@ def _environment_offence(path: Path, node: ast.AST) -> str | None:
 def test_every_module_keeps_to_its_layer() -> None:
     found = [line for path in modules() for line in offences(path, (ROOT / path).read_text())]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_every_facade_exists_and_is_used() -> None:
+    imported = {
+        name
+        for path in modules()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        for name in _imported_names(node)
+        if path.parts[0] not in MAY_REACH_INSIDE and not name.startswith(f"baton.{path.parts[0]}.")
+    }
+    facades = {f"baton.{folder}.{module}" for folder, names in FACADES.items() for module in names}
+    assert not facades - imported
 
 
 def test_every_module_is_looked_at() -> None:

@@ -16,12 +16,12 @@ import msgspec
 from baton.bench.router.world import DecodeSim, Job, Machine, PrefillSim, SimWorker, World
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
+from baton.fair_queue import FairShare
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Dispatch, Ended, Hello, Reachable, Rejected, Started, Submit
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import Request, SamplingParams
-from baton.router.queue.fair_share import FairShare
 from baton.router.router import Router
 from baton.rpc.peers import TICK_S, Peer
 from baton.tenants import Refusal, SchedulingKey, Sla

@@ -1,7 +1,7 @@
 """The ledger of host-memory pages, where KV pages wait outside the device.
 
 A host page is free, cached (the content of one evicted device page, found by its key;
-engine/cache/fair_lru.py says which goes first), pinned (cached content that is about to return to the
+baton/fair_queue.py says which goes first), pinned (cached content that is about to return to the
 device), swapped (owned by one preempted sequence) or leaving (its last reader is the batch now being
 executed).
 
@@ -11,11 +11,11 @@ one rule necessary: a host page that is read by a batch is not written by the sa
 "leaving" until the next one (`begin_step`).
 """
 
-from baton.engine.cache.fair_lru import FairLru, Group
 from baton.engine.cache.page_events import ChangedKeys
 from baton.engine.cache.page_pool import Owner
 from baton.engine.scheduler.plan import PageCopy
 from baton.errors import IntegrityError
+from baton.fair_queue import FairLru, Group
 
 
 class HostTier:

@@ -6,7 +6,7 @@ The life of a page:
 2. `allocate` makes it ACTIVE for one owner (a sequence); `share` adds owners. Each owner releases once.
 3. `mark_known` says that the prefix cache can find its contents. When the last owner of a known page lets go
    it is CACHED: kept, but the first to be taken when pages are short, oldest release first
-   (engine/cache/fair_lru.py).
+   (baton/fair_queue.py).
 4. `forget` makes a CACHED page FREE; `share` makes any CACHED page ACTIVE again.
 5. `reserve` and `lease` hold pages until a deadline: LEASED is a page that only leases hold, so time alone
    frees it. `reserve` takes free pages for data that will arrive, `adopt` hands them to a sequence;
@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeAlias
 
-from baton.engine.cache.fair_lru import FairLru, Group
 from baton.engine.cache.step_marks import NOTHING, StepMarks
 from baton.errors import IntegrityError
+from baton.fair_queue import FairLru, Group
 
 
 class PageState(IntEnum):

@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
-from baton.engine.cache.fair_lru import Group
 from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_events import NOWHERE, PageChange, PageChanges
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
+from baton.fair_queue import Group
 from baton.pages import PageKeys, without_public
 
 _NO_PAGE = -1

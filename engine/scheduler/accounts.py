@@ -28,9 +28,7 @@ from typing import Final, NamedTuple, Protocol
 
 from baton.tenants import SchedulingKey
 
-HALF_LIFE_S: Final = (
-    3.0  # as far back as a tenant's credit at the router reaches (router/queue/fair_share.py)
-)
+HALF_LIFE_S: Final = 3.0  # as far back as a tenant's credit at the router reaches (baton/fair_queue.py)
 PART: Final = 1 / 64  # of what all have had of late: nobody who comes has had less
 FORGET_S: Final = 6 * HALF_LIFE_S  # whoever has been away for longer has had less
 MAX_AWAY: Final = 4096  # accounts without sequences that are remembered

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from baton.errors import InvalidRequest, Overloaded
+from baton.fair_queue import FairShare
 from baton.gateway.api.call import Prompt
 from baton.gateway.api.prompt_reader import Chat, Kind, PromptReader, ReadCall, ReadTerms, TextAnswer
 from baton.gateway.streams.request_stream import Service
@@ -37,7 +38,6 @@ from baton.gateway.text.helper import (
 from baton.gateway.text.model_files import SamplingDefaults
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tools import ToolForm
-from baton.router.queue.fair_share import FairShare
 from baton.tenants import has_place
 
 MAX_WAITING: Final = 256
@@ -58,7 +58,7 @@ class TextTurns:
     1. `take`: a place at once, if one is free; else it waits, behind its tenant's own. Too many wait, or too
        many of its tenant's: it is sent away.
     2. Whoever leaves gives its place to the tenant that has had least of those that wait
-       (router/queue/fair_share.py).
+       (baton/fair_queue.py).
     3. Who is cancelled meanwhile takes nothing: a place that it was just given goes on to the next.
     """
 

@@ -3,7 +3,7 @@
 The life of one that waits:
 
 1. It is added. Strictly first comes the class of the lowest rank, within a rank the tenant whose turn it is
-   (router/queue/fair_share.py), of a tenant's own requests the one of lowest priority number, then the one
+   (baton/fair_queue.py), of a tenant's own requests the one of lowest priority number, then the one
    that is due first, then the one that came first.
 2. It is taken when it is its turn, and its tenant charged for its work; or removed, whatever the reason.
 3. A tenant that has all that it may have is held: its requests stay, others' go past them. Released, it goes
@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from baton.fair_queue import FairShare
 from baton.messages.control import Submit
 from baton.router.in_flight import Key
 from baton.router.policies.prompts_ahead import SchedulingClass
-from baton.router.queue.fair_share import FairShare
 from baton.tenants import MAX_CLASSES, SchedulingKey
 
 Item = TypeVar("Item")

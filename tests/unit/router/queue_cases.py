@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
+from baton.fair_queue import CREDIT_AGES
 from baton.messages.control import Submit
 from baton.request import Request, SamplingParams
-from baton.router.queue.fair_share import CREDIT_AGES
 from baton.router.queue.tenant_queues import Waiting
 from baton.tenants import Degradation, Quotas, SchedulingKey, Sla
 from tests.node_peers import id_of

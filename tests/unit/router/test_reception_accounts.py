@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.fair_queue import CREDIT_AGES
 from baton.messages.control import Ended, Measured, Rejected, Routed, Started, Submit
 from baton.messages.workers import PrefillTimes
-from baton.router.queue.fair_share import CREDIT_AGES
 from baton.tenants import Quotas, Sla
 from tests.node_peers import TestPeer, id_of
 from tests.unit.router.queue_cases import asked

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton.errors import Overloaded
+from baton.fair_queue import CREDIT_AGES
 from baton.gateway.text.work import MAX_WAITING, TextTurns
-from baton.router.queue.fair_share import CREDIT_AGES
 
 Order = list[str]
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.router.queue.fair_share import CREDIT_AGES
+from baton.fair_queue import CREDIT_AGES
 from baton.router.queue.tenant_queues import TenantQueues, Waiting
 from tests.unit.router.queue_cases import PlainQueues, waits
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.queue.fair_share import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairShare
+from baton.fair_queue import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairShare
 
 WEIGHTS = st.floats(min_value=0.1, max_value=10.0)
 COSTS = st.lists(st.floats(min_value=1.0, max_value=100.0), min_size=30, max_size=60)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.cache.fair_lru import FairLru
+from baton.fair_queue import FairLru
 
 GROUPS = [b"a", b"b", b"c"]
 WEIGHTS = {b"a": 1.0, b"b": 3.0, b"c": 0.5}

@@ -1,0 +1,202 @@
+"""Weighted fair shares among opaque keys: of work that waits (`FairShare`), of room that is kept (`FairLru`).
+
+The router's queues and the gateway's tokenising share work by `FairShare`; the page pool, the prefix cache
+and the host tier evict by `FairLru`. Neither knows tenants: a key is a string or bytes.
+
+`FairShare` is start-time fair queueing (Goyal, Vin, Cheng 1996) with the corrections of the virtual token
+counter (Sheng et al. 2024):
+
+1. A key that begins to wait joins. Each key has a virtual clock, in work divided by weight, which stands
+   while the key is not served. A key that was away starts at the present of CREDIT_AGES ages ago: it may use
+   at once what its share would have been since then, which is what a burst is, and has no credit for the time
+   before.
+2. The key with the earliest clock comes next; the present is that clock. Served work is charged: the clock
+   advances by the work divided by the weight.
+3. Work is charged as it is expected, and corrected once it is known.
+4. A key that waits no more leaves. Its debt is remembered until the present has passed it.
+
+Of two keys that wait all the time, the work served divided by weight differs by no more than the largest item
+served to either, divided by its weight, and the credit that one of them began with: no key starves. Every
+operation takes O(log keys) and moves at most eight bytes a key.
+"""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from typing import Final, Generic, TypeAlias, TypeVar
+
+MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
+CREDIT_AGES: Final = 12  # some seconds: an age is a tick of the router
+MAX_IDLE: Final = 1024  # keys that do not wait, above which those without debt are dropped
+Turn: TypeAlias = tuple[float, int, str]  # clock, serial number, key: the least is first
+
+
+class _Account:
+    __slots__ = ("clock", "turn", "weight")
+
+    def __init__(self, clock: float) -> None:
+        self.clock = clock
+        self.weight = 1.0
+        self.turn: Turn | None = None  # None: the key does not wait
+
+
+class FairShare:
+    """Decides which of the waiting keys is served next, by weighted shares of work."""
+
+    def __init__(self) -> None:
+        self.present = 0.0
+        self._past = deque(
+            [0.0], maxlen=CREDIT_AGES
+        )  # the present at the last CREDIT_AGES ages, oldest first
+        self.weights = 0.0  # sum over the waiting keys
+        self._accounts: dict[str, _Account] = {}
+        self._turns: list[Turn] = []  # of the waiting keys, in order
+        self._num_turns = 0
+
+    def __len__(self) -> int:
+        """The number of waiting keys."""
+        return len(self._turns)
+
+    def join(self, key: str, weight: float, *, was_away: bool = True) -> None:
+        """Let a key wait, or change the weight of a waiting key.
+
+        was_away: False for a key that never stopped waiting and was only skipped.
+        """
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = _Account(self._past[0])
+        if account.turn:
+            self.weights += weight - account.weight
+            account.weight = weight
+            return
+        account.weight = weight
+        if was_away:
+            account.clock = max(account.clock, self._past[0])
+        self.weights += weight
+        self._queue(key, account)
+
+    def leave(self, key: str) -> None:
+        """Stop waiting. The key must be waiting."""
+        account = self._accounts[key]
+        assert account.turn, key
+        self._unqueue(account)
+        self.weights = self.weights - account.weight if self._turns else 0.0
+        if len(self._accounts) > 2 * len(self._turns) + MAX_IDLE:
+            self._forget_even()
+
+    def first(self) -> str | None:
+        """The key to serve next; None when no key waits."""
+        return self._turns[0][2] if self._turns else None
+
+    def serve(self, key: str, work: float) -> None:
+        """Charge a waiting key for being served `work`."""
+        account = self._accounts[key]
+        assert account.turn, key
+        self.present = max(self.present, account.clock)
+        self._move(key, account, work)
+        if self.present > MAX_CLOCK:
+            self._rebase()
+
+    def correct(self, key: str, work: float) -> None:
+        """Charge `work` more than was charged before; less if negative."""
+        account = self._accounts.get(key)
+        if account is None:
+            if work <= 0:
+                return
+            account = self._accounts[key] = _Account(self._past[0])
+        self._move(key, account, work)
+
+    def age(self) -> None:
+        """Advance one age. Call at even intervals."""
+        self._past.append(self.present)
+
+    def clock(self, key: str) -> float:
+        """The virtual clock of a key, or the clock it would start with if it joined now."""
+        account = self._accounts.get(key)
+        return self._past[0] if account is None else max(account.clock, self._past[0])
+
+    def is_known(self, key: str) -> bool:
+        """Whether the key waits or has a debt that is remembered."""
+        return key in self._accounts
+
+    def _move(self, key: str, account: _Account, work: float) -> None:
+        waits = account.turn is not None
+        if waits:
+            self._unqueue(account)
+        account.clock += work / account.weight
+        if waits:
+            self._queue(key, account)
+
+    def _queue(self, key: str, account: _Account) -> None:
+        self._num_turns += 1
+        account.turn = (account.clock, self._num_turns, key)
+        insort(self._turns, account.turn)
+
+    def _unqueue(self, account: _Account) -> None:
+        assert account.turn is not None
+        del self._turns[bisect_left(self._turns, account.turn)]
+        account.turn = None
+
+    def _forget_even(self) -> None:
+        kept = self._accounts.items()
+        self._accounts = {
+            key: account for key, account in kept if account.turn or account.clock > self._past[0]
+        }
+
+    def _rebase(self) -> None:
+        for account in self._accounts.values():
+            account.clock = max(account.clock - self.present, -MAX_CLOCK)
+            if account.turn is not None:
+                account.turn = (account.clock, *account.turn[1:])
+        self._turns = sorted(account.turn for account in self._accounts.values() if account.turn is not None)
+        self._past = deque((past - self.present for past in self._past), maxlen=CREDIT_AGES)
+        self.present = 0.0
+
+
+Item = TypeVar("Item")
+Group: TypeAlias = bytes  # an opaque key, such as a cache salt
+
+
+class FairLru(Generic[Item]):
+    """Items to evict, oldest first, in groups that cannot push each other out.
+
+    The next item to go is the oldest of the group that holds most for its weight. A group therefore keeps at
+    least its share of the room, however fast others fill theirs; a single group has all of it.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[Group, float] = {}  # 1.0 for groups that are absent
+        self._groups: dict[Group, OrderedDict[Item, None]] = {}  # oldest first, none empty
+
+    def add(self, item: Item, group: Group) -> None:
+        """Add as the newest of the group. The item must be in no group."""
+        try:
+            self._groups[group][item] = None
+        except KeyError:
+            self._groups[group] = OrderedDict(((item, None),))
+
+    def remove(self, item: Item, group: Group) -> None:
+        items = self._groups[group]
+        del items[item]
+        if not items:
+            del self._groups[group]
+
+    def clear(self) -> None:
+        self._groups.clear()
+
+    def has(self, item: Item, group: Group) -> bool:
+        return item in self._groups.get(group, ())
+
+    def num_of(self, group: Group) -> int:
+        return len(self._groups.get(group, ()))
+
+    def next_out(self) -> Item | None:
+        """The item to evict next; None when there is none."""
+        groups = self._groups
+        if len(groups) > 1:
+            return next(iter(groups[max(groups, key=self._num_for_weight)]))
+        for items in groups.values():
+            return next(iter(items))
+        return None
+
+    def _num_for_weight(self, group: Group) -> float:
+        return len(self._groups[group]) / self.weights.get(group, 1.0)
