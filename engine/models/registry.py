@@ -5,19 +5,18 @@ transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens 
 refused, never ignored.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from baton.config.engine import EngineSettings
+from baton.engine.models.architecture import Architecture
 from baton.engine.models.json_file import JsonObject, read_json
-from baton.engine.models.llama import llama
-from baton.engine.models.mistral import mistral
-from baton.engine.models.qwen2 import qwen2
-from baton.engine.models.qwen3 import qwen3
-from baton.engine.models.traits import Traits
+from baton.engine.models.llama import LLAMA
+from baton.engine.models.mistral import MISTRAL
+from baton.engine.models.qwen2 import QWEN2
+from baton.engine.models.qwen3 import QWEN3
 from baton.errors import ConfigError, ModelError
 from baton.kernels.rope import ROPE_TYPES, RopeScaling
 from baton.pages import DTYPE_BYTES
@@ -123,20 +122,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     initializer_range: float = 0.02  # standard deviation of dummy weights
 
 
-_TRAITS: Final[dict[str, Callable[[JsonObject, int], Traits]]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
+# class name in `architectures` -> architecture
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
 }
-# A config.json saved without a model has a model_type and no architectures.
-_MODEL_TYPES: Final = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-ARCHITECTURES: Final = tuple(_TRAITS)
 MAX_LAYERS: Final = 4096  # bounds what a damaged file can make us allocate
 
 
@@ -151,7 +143,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     vocab_size = keys.count("vocab_size")
     num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
-    traits = _TRAITS[architecture](keys, num_layers)
+    traits = ARCHITECTURES[architecture].read_traits(keys, num_layers)
     tokens = _generation_config(directory).merged(keys)
     return ModelConfig(
         architecture=architecture,
@@ -178,8 +170,9 @@ def _architecture(keys: JsonObject) -> str:
     model_type = keys.get("model_type", str)
     if named is None and model_type is None:
         raise ModelError(f"{keys.source}: key 'architectures' is missing")
-    architecture = named[0] if named else _MODEL_TYPES.get(model_type or "", str(model_type))
-    if architecture not in _TRAITS:
+    by_type = {each.model_type: name for name, each in ARCHITECTURES.items()}
+    architecture = named[0] if named else by_type.get(model_type or "", str(model_type))
+    if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{keys.source}: architecture {architecture!r} is not known; known are {known}")
     return architecture
