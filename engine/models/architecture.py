@@ -1,7 +1,7 @@
 """What an architecture is: the traits of its layers, read from a model's `config.json`.
 
-Every architecture runs as the shared decoder (engine/models/decoder.py). What sets one apart is in a module of its
-own beside this one, which engine/models/registry.py lists.
+Every architecture runs as the shared decoder (engine/models/decoder.py). What sets one apart is in a module
+of its own beside this one, which engine/models/registry.py lists.
 """
 
 from collections.abc import Callable
