@@ -42,7 +42,6 @@ from baton.prefill_worker.prefill_job import num_layer_groups
 from baton.prefill_worker.worker import PrefillWorker
 from baton.rpc import process
 from baton.rpc.auth import ClusterKeys, KeyRing
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import PeerRegistry
 from baton.rpc.server import RpcThread
@@ -150,16 +149,16 @@ class HostedWorker:
         config, engine, endpoint = self._config, self.engine, self.endpoint
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         peer_registry = PeerRegistry(self._hello(), config.routers, thread.dial, wanted)
-        beats = HeartbeatSender(peer_registry, SystemClock())
         links = KvLinks(partial(_connect, endpoint))
         if config.role is WorkerRole.PREFILL:
             num_groups = num_layer_groups(engine.runner.layout)
-            return PrefillWorker(engine, endpoint, peer_registry, beats, links, num_layer_groups=num_groups)
+            clock = SystemClock()
+            return PrefillWorker(engine, endpoint, peer_registry, clock, links, num_layer_groups=num_groups)
         return DecodeWorker(
             engine,
             endpoint,
             peer_registry,
-            beats,
+            SystemClock(),
             links,
             local_prefill_tokens=config.local_prefill_tokens,
             prefill_patience_s=config.link_timeout_s / 2,

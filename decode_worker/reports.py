@@ -11,7 +11,7 @@ from baton.engine.scheduler.sequence import SequenceProgress, SequenceStatus
 from baton.messages.workers import PrefillTimes
 from baton.request import StepOutput
 from baton.rpc.peers import PeerRegistry
-from baton.rpc.worker_node import Reported, WorkerReports
+from baton.rpc.reports import ReportedEngine, WorkerReports
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -41,7 +41,7 @@ class DecodeReports(WorkerReports):
         stamps.progress = progress
         self._computing[attempt.engine_id] = stamps
 
-    def step_ended(self, engine: Reported) -> None:
+    def step_ended(self, engine: ReportedEngine) -> None:
         super().step_ended(engine)
         for engine_id, stamps in list(self._computing.items()):
             if stamps.progress is not None and stamps.progress.status not in _QUEUED:
@@ -56,7 +56,7 @@ class DecodeReports(WorkerReports):
         self._computing.pop(attempt.engine_id, None)
         pull = attempt.pull
         started_s = self.step_began_s if stamps.started_s is None else stamps.started_s
-        self.measurements.prefilled(
+        self.prefilled(
             PrefillTimes(
                 attempt.request_id,
                 attempt.number,

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from baton.clock import Clock
 from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission
 from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.decode_worker.reports import DecodeReports
@@ -32,15 +33,14 @@ from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.prefixes import PulledPrefixes
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import TOO_LARGE, AnyMessage, fits
 from baton.messages.control import Cancel, Dispatch, Failure, Prefilled, PrefillFailed, with_arrival
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import REMOTE_PREFILLS, Load
 from baton.request import FinishReason, Request, StepOutput, TokenEvent
-from baton.rpc.heartbeat import HeartbeatSender, load_of
-from baton.rpc.liveness import LINK_TIMEOUT_S
 from baton.rpc.peers import Peer, PeerRegistry
+from baton.rpc.reports import load_of
 from baton.rpc.worker_node import WorkerNode
 
 
@@ -141,7 +141,7 @@ class DecodeWorker(WorkerNode):
         engine: Replica,
         endpoint: PageEndpoint,
         peer_registry: PeerRegistry,
-        beats: HeartbeatSender,
+        clock: Clock,
         links: KvLinks,
         *,
         local_prefill_tokens: int,
@@ -154,18 +154,16 @@ class DecodeWorker(WorkerNode):
         no less than MIN_PREFILL_PATIENCE_S, so that routers have removed a dead worker before.
         """
         self.counters: Counter[str] = Counter()
-        self._clock = beats.clock
-        self._reports = DecodeReports(peer_registry, beats.clock)
-        super().__init__(peer_registry, links, beats, self._reports)
+        self._clock = clock
+        self._reports = DecodeReports(peer_registry, clock)
+        super().__init__(peer_registry, links, self._reports)
         self._engine = engine
         self._endpoint = endpoint
         self._local_prefill_tokens = local_prefill_tokens
         self._prefill_patience_s = max(prefill_patience_s, MIN_PREFILL_PATIENCE_S)
         self._admission = DecodeAdmission(engine)
-        self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, beats.clock)
-        self._prompts = RemotePrompts(
-            engine, endpoint, peer_registry, self._admission, self._prefixes, beats.clock
-        )
+        self._prefixes = PulledPrefixes[Attempt](engine, endpoint, links, clock)
+        self._prompts = RemotePrompts(engine, endpoint, peer_registry, self._admission, self._prefixes, clock)
         self.admit = self._prompts.admit
         self._answers = Answers(engine, peer_registry, self._reports)
         self._attempts: dict[str, Attempt] = {}  # request_id -> the attempt at it that goes on here

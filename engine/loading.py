@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from baton.clock import Clock, SystemClock
-from baton.config.engine import EngineConfig
+from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory, prepare_nccl
 from baton.engine.cache.kv_pool import ZerosOnCpu
 from baton.engine.engine import Engine
@@ -22,7 +22,6 @@ from baton.engine.runner.tp_worker import TpWorkers
 from baton.errors import ConfigError, ModelError
 from baton.kernels import native
 from baton.kernels.huge_pages import huge_zeros
-from baton.sidecar import RankSidecar
 
 
 def load_engine(

@@ -20,11 +20,10 @@ from baton.kvtransfer.transports.group_receiver import RendezvousReply, Rendezvo
 from baton.kvtransfer.transports.listener import Listener
 from baton.kvtransfer.transports.message_stream import Call, MessageStream, Post
 from baton.kvtransfer.transports.shm import PoolOffer
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import LINK_TIMEOUT_S, schema_hash
 from baton.messages.workers import Address, Worker
 from baton.rpc.auth import LinkSecret
 from baton.rpc.connection import HANDSHAKE_TIMEOUT_S, Connection, DroppedPeers, Role
-from baton.rpc.liveness import LINK_TIMEOUT_S
 
 # Whether two replicas may move pages between each other: decided from their first messages, before any page.
 #

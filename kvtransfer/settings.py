@@ -10,9 +10,9 @@ from baton.kvtransfer.protocol.messages import PROTOCOL, EndpointHello, Reserve
 from baton.kvtransfer.protocol.transfer_plan import plan_transfer
 from baton.kvtransfer.ranks.messages import PartRanks, RankSettings, parts_of
 from baton.kvtransfer.transports.registry import AUTO
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
-from baton.rpc.auth import PAGES, KeyRing, LinkSecret, PurposeKeys
-from baton.rpc.liveness import LINK_TIMEOUT_S
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 
 
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def secret(self) -> LinkSecret:
         """What links to other replicas are proved with."""
-        return self.key if isinstance(self.key, bytes) else PurposeKeys(self.key, PAGES)
+        return self.key if isinstance(self.key, bytes) else LinkKeys(self.key, PAGES)
 
     def for_rank(self, rank: int) -> RankSettings:
         return RankSettings(

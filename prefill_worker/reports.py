@@ -14,7 +14,7 @@ from baton.messages.workers import PrefillTimes
 from baton.prefill_worker.prefill_job import PrefillJob
 from baton.request import StepOutput
 from baton.rpc.peers import PeerRegistry
-from baton.rpc.worker_node import WorkerReports
+from baton.rpc.reports import WorkerReports
 
 _QUEUED = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
@@ -63,7 +63,7 @@ class PrefillReports(WorkerReports):
         if stamps is None or stamps.started_s is None or stamps.computed_s is None or not is_handed_over:
             return
         request = prefill_job.request
-        self.measurements.prefilled(
+        self.prefilled(
             PrefillTimes(
                 request.request_id,
                 request.attempt,

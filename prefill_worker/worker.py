@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from baton.clock import Clock
 from baton.engine.replica import Replica, SoughtPrefix
 from baton.engine.scheduler.step_planner import pressure_mode_at
 from baton.errors import InvalidRequest, ProtocolError
@@ -29,8 +30,8 @@ from baton.messages.workers import Load
 from baton.prefill_worker.prefill_job import LayerwiseSend, PrefillJob, PrefillStage, refusal
 from baton.prefill_worker.reports import PrefillReports
 from baton.request import FilledPages, FinishReason, StepOutput, TokenEvent
-from baton.rpc.heartbeat import HeartbeatSender, load_of
 from baton.rpc.peers import Peer, PeerRegistry
+from baton.rpc.reports import load_of
 from baton.rpc.worker_node import WorkerNode
 
 TRANSFER_TIMEOUT_S: Final = 600.0  # from the reservation on, time in the queue included
@@ -42,19 +43,19 @@ class PrefillWorker(WorkerNode):
         engine: Replica,
         endpoint: PageEndpoint,
         peer_registry: PeerRegistry,
-        beats: HeartbeatSender,
+        clock: Clock,
         links: KvLinks,
         *,
         num_layer_groups: int = 1,
     ) -> None:
         """num_layer_groups: in how many groups of layers the last pages of a prompt leave."""
-        self._clock = beats.clock
-        self._reports = PrefillReports(peer_registry, beats.clock)
-        super().__init__(peer_registry, links, beats, self._reports)
+        self._clock = clock
+        self._reports = PrefillReports(peer_registry, clock)
+        super().__init__(peer_registry, links, self._reports)
         self._engine = engine
         self._endpoint = endpoint
         self._links = links
-        self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, beats.clock)
+        self._prefixes = PulledPrefixes[PrefillJob](engine, endpoint, links, clock)
         self._prefill_jobs: dict[bytes, PrefillJob] = {}  # by transfer, until that has ended
         self._by_engine_id: dict[str, PrefillJob] = {}  # those that are COMPUTING
         self._num_layer_groups = num_layer_groups

@@ -20,8 +20,7 @@ from baton.clock import Clock
 from baton.errors import ProtocolError, WireError
 from baton.messages.bounds import MAX_WORKERS
 from baton.messages.control import Alive, Heartbeat
-from baton.messages.workers import Load, Worker, WorkerRole
-from baton.rpc.liveness import RunningStep
+from baton.messages.workers import Load, RunningStep, Worker, WorkerRole
 from baton.rpc.peers import Peer
 
 BEAT_TIMEOUT_S: Final = 3.0

@@ -9,12 +9,12 @@ import msgspec
 from msgspec.structs import replace
 
 from baton.config.environment import node_name
+from baton.messages.bounds import MAX_BODY_BYTES
 from baton.messages.operations import Status
 from baton.messages.status import QueueStatus, RouterStatus, RoutingTimes
 from baton.messages.workers import WorkerStatus
 from baton.router.in_flight import InFlight
 from baton.router.membership import Membership
-from baton.rpc.frames import MAX_BODY_BYTES
 
 
 class SharingStatus(Protocol):

@@ -26,9 +26,9 @@ from baton.router.decisions import DecisionLog
 from baton.router.redis.messages import AnyShared, Codec
 from baton.router.router import Router
 from baton.rpc.connection import HANDSHAKE_TIMEOUT_S
-from baton.rpc.heartbeat import BEAT_S, HeartbeatSender
 from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import PeerRegistry, new_router_id
+from baton.rpc.reports import BEAT_S
 from baton.sim.endpoint import SimEndpoint
 from baton.sim.engine import FINGERPRINT, SimEngine, TokenMachine
 from baton.sim.host import Directory, Host, Trace
@@ -245,13 +245,13 @@ class WorkerLife:
         is_prefill = self.plan.role is WorkerRole.PREFILL
         wanted = () if is_prefill else (WorkerRole.PREFILL,)
         peer_registry = PeerRegistry(hello, self._site.routers, self._host.dial, wanted)
-        beats = HeartbeatSender(peer_registry, self.process.clock)
+        clock = self.process.clock
         links = KvLinks(self._connect)
         if is_prefill:
-            return PrefillWorker(self.engine, self.endpoint, peer_registry, beats, links)
+            return PrefillWorker(self.engine, self.endpoint, peer_registry, clock, links)
         num_local = self.plan.local_prefill_tokens
         return DecodeWorker(
-            self.engine, self.endpoint, peer_registry, beats, links, local_prefill_tokens=num_local
+            self.engine, self.endpoint, peer_registry, clock, links, local_prefill_tokens=num_local
         )
 
     def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:

@@ -16,7 +16,7 @@ from baton.engine.cache.page_pool import PageState
 from baton.errors import InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.streams.request_stream import MAX_STRIKES, ReplayLimits
 from baton.router.in_flight import SILENCE_S
-from baton.rpc.heartbeat import BEAT_S
+from baton.rpc.reports import BEAT_S
 from baton.sim.clients import ILL_CHANCE, ClientLoad, ClientVisit, SimClient
 from baton.sim.deployment import Deployment
 from baton.sim.faults import Faults, Trouble

@@ -20,10 +20,10 @@ from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.gateway.streams.frontend import Frontend
+from baton.messages.bounds import STEP_TIMEOUT_S
 from baton.messages.workers import WorkerRole
 from baton.request import Request, TokenEvent
 from baton.router.router import Router
-from baton.rpc.liveness import STEP_TIMEOUT_S
 from baton.rpc.server import RpcThread
 
 KEY: Final = b"the key of a cluster for tests"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.config.engine import RankSidecar
 from baton.engine.runner.tp_worker import make_sidecar
 from baton.pages import PageLayout
-from baton.sidecar import RankSidecar
 from tests.remote import Remote
 
 

@@ -78,6 +78,8 @@ ONLY_IN: Final = {
 }
 # Reading any of these can run code that the bytes carry.
 NOWHERE: Final = {"cloudpickle", "dill", "marshal", "pickle", "shelve"}
+# Modules that only baton/rpc may import, of all modules of the contract; the environment names the host.
+NOT_IN_VALUES: Final = {"asyncio", "multiprocessing", "select", "socket", "subprocess", "threading"}
 MAY_PRINT: Final = {"cluster", "bench", "tests"}
 MAY_READ_ENVIRONMENT: Final = {"baton/config/environment.py"}
 MAY_READ_ENVIRONMENT_FOLDERS: Final = {"bench", "tests"}
@@ -155,6 +157,21 @@ def _environment_offence(path: Path, node: ast.AST) -> str | None:
 def test_every_module_keeps_to_its_layer() -> None:
     found = [line for path in modules() for line in offences(path, (ROOT / path).read_text())]
     assert not found, "\n" + "\n".join(found)
+
+
+def test_values_import_neither_sockets_nor_threads() -> None:
+    values = [path for path in modules() if path.parts[0] == "baton" and path not in FRONT_DOORS]
+    for path in (path for path in values if path.parts[1] != "rpc"):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            for name in _imported_names(node):
+                is_own = name.startswith("baton.")
+                assert not (is_own and name.startswith("baton.rpc")), f"{path} imports {name}"
+                assert name.partition(".")[0] not in NOT_IN_VALUES or str(path) in MAY_READ_ENVIRONMENT, path
+
+
+def test_contract_holds_values_config_messages_and_rpc() -> None:
+    folders = {path.parts[1] for path in modules() if path.parts[0] == "baton" and len(path.parts) > 2}
+    assert folders == {"config", "messages", "rpc"}
 
 
 def test_every_facade_exists_and_is_used() -> None:

@@ -9,9 +9,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from baton.config.engine import RankSidecar
 from baton.kvtransfer.ranks.executor import CompletedSteps
 from baton.kvtransfer.ranks.remote import RankAgent
-from baton.sidecar import RankSidecar
 
 FACTORY = "tests.watched_agent:WatchedAgent"
 

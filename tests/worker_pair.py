@@ -26,7 +26,6 @@ from baton.messages.control import AttemptFailed, Cancel, Dispatch, Hello, Membe
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, TokenEvent
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.peers import PeerRegistry
 from tests.endpoint_host import FaultyEndpoint
 from tests.fakes import Letter, Post, PostedPeer
@@ -166,7 +165,7 @@ class WorkerPair:
             self.decode.engine,
             self.decode.endpoint,
             peer_registry,
-            HeartbeatSender(peer_registry, SystemClock()),
+            SystemClock(),
             KvLinks(self.decode.connect),
             local_prefill_tokens=local_prefill_tokens,
         )
@@ -186,7 +185,7 @@ class WorkerPair:
             host.engine,
             host.endpoint,
             peer_registry,
-            HeartbeatSender(peer_registry, SystemClock()),
+            SystemClock(),
             KvLinks(host.connect),
         )
         return host

@@ -10,9 +10,16 @@ from baton.config.engine import EngineConfig, EngineSettings
 from baton.config.gateway import GatewaySettings, is_loopback
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.messages.bounds import MAX_ROUTERS, MAX_WORKERS, LinkTimeout, Name, StepTimeout
+from baton.messages.bounds import (
+    LINK_TIMEOUT_S,
+    MAX_ROUTERS,
+    MAX_WORKERS,
+    STEP_TIMEOUT_S,
+    LinkTimeout,
+    Name,
+    StepTimeout,
+)
 from baton.messages.workers import Address, Routers, WorkerRole
-from baton.rpc.liveness import LINK_TIMEOUT_S, STEP_TIMEOUT_S
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 

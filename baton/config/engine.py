@@ -97,3 +97,13 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 def _at_least(key: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value >= low):
         raise ConfigError(f"{key}: expected at least {low}, got {value}")
+
+
+class RankSidecar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Code that runs beside each rank that is a process of its own: see engine/runner/tp_worker.py.
+
+    Every rank's process imports the factory itself; only the two strings cross to the process.
+    """
+
+    factory: str  # "package.module:name"; called with `arguments`, it returns the sidecar of one rank
+    arguments: str

@@ -7,9 +7,8 @@ import msgspec
 
 from baton.config.loader import check_between
 from baton.errors import ConfigError
-from baton.messages.bounds import LinkTimeout
+from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout
 from baton.messages.workers import Routers
-from baton.rpc.liveness import LINK_TIMEOUT_S
 
 OPERATOR_HOST: Final = "127.0.0.1"
 MAX_CONNECTIONS: Final = 2**16

@@ -6,8 +6,7 @@ import msgspec
 
 from baton.config.loader import check_between
 from baton.errors import ConfigError
-from baton.messages.bounds import LinkTimeout
-from baton.rpc.liveness import LINK_TIMEOUT_S
+from baton.messages.bounds import LINK_TIMEOUT_S, LinkTimeout
 
 MAX_ATTEMPTS: Final = 2**20
 REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", "sentinel://")

@@ -1,4 +1,4 @@
-"""Bounds of what crosses between processes: a value beyond them is refused while it is decoded."""
+"""Bounds of the values that cross between processes. A decoder refuses a value outside its bounds."""
 
 import hashlib
 import json
@@ -13,6 +13,11 @@ MAX_WORKERS: Final = 1024
 MAX_ROUTERS: Final = 8  # of one cluster
 MAX_EVENTS: Final = 16_384  # in one message
 MAX_PULLED_PAGES: Final = 28_672  # as kvtransfer allows
+MAX_FRAME_BYTES: Final = 1 << 20  # the largest length that a frame's header may announce
+SEAL_BYTES: Final = 16  # at the end of each frame
+MAX_BODY_BYTES: Final = MAX_FRAME_BYTES - 1 - SEAL_BYTES  # of one message: see baton/rpc/session.py
+LINK_TIMEOUT_S: Final = 8.0  # default of the setting `link_timeout_s`
+STEP_TIMEOUT_S: Final = 30.0  # default of the setting `step_timeout_s`
 Name: TypeAlias = Annotated[str, Meta(max_length=128)]
 Id: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 TransferId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -28,26 +33,24 @@ StepTimeout: TypeAlias = Annotated[float, Meta(ge=1, le=86_400)]  # seconds; see
 
 
 class Kind(StrEnum):
-    """What a process is to the others."""
+    """The kind of a process of the cluster."""
 
     GATEWAY = "gateway"
     ROUTER = "router"
     WORKER = "worker"
-    OPERATOR = "operator"  # the command line: it asks, and serves nothing
+    OPERATOR = "operator"  # the command line, which sends queries and serves nothing
 
-
-# A hash of the types of messages: two builds whose hashes are equal can decode each other's messages.
 
 SCHEMA_BYTES: Final = 8
-_SEALS: Final = "keyed BLAKE2b"  # of the links that carry the messages: see baton/rpc/frames.py
+_SEALS: Final = "keyed BLAKE2b"  # how links seal messages: see baton/rpc/session.py
 _NO_MEANING: Final = frozenset({"description", "title"})  # prose, and names that no message carries
 
 
 @cache
 def schema_hash(*types: Any) -> bytes:
-    """Hash the fields of these types and of all that they hold: names, types, tags, bounds, defaults.
+    """Hash the fields of these message types and of the types they contain: names, tags, bounds, defaults.
 
-    The way in which links seal messages is hashed as well.
+    Two builds with equal hashes can decode each other's messages. The hash covers the sealing method too.
     """
     schemas, components = msgspec.json.schema_components(types)
     described = json.dumps([_SEALS, *map(_bare, (*schemas, components))], sort_keys=True)
@@ -55,7 +58,7 @@ def schema_hash(*types: Any) -> bytes:
 
 
 def _bare(value: Any) -> Any:
-    """The schema without its prose. A field may have the name of a keyword: those under `properties` stay."""
+    """Remove the prose from a schema. Keys under `properties` are field names and stay."""
     if isinstance(value, list):
         return [_bare(each) for each in value]
     if not isinstance(value, dict):

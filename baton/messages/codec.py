@@ -5,7 +5,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.errors import WireError
-from baton.messages.bounds import schema_hash
+from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
 from baton.messages.control import (
     Alive,
     AttemptFailed,
@@ -45,7 +45,6 @@ from baton.messages.operations import (
     WorkerRemoved,
 )
 from baton.request import Request, TokenEvent
-from baton.rpc.frames import MAX_BODY_BYTES
 
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 

@@ -41,9 +41,8 @@ from baton.messages.bounds import (
     TransferId,
 )
 from baton.messages.status import OverloadLevel
-from baton.messages.workers import Load, PrefillTimes, StepTimes, Tier, Worker
+from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, Tier, Worker
 from baton.request import Request, TokenEvent
-from baton.rpc.liveness import RunningStep
 from baton.tenants import Refusal
 
 # Where a router sends an attempt, out of what, and what came of it.

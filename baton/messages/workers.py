@@ -1,4 +1,4 @@
-"""What the cluster knows of a worker: who it is, and what it has."""
+"""Descriptions of workers: identity, load, the running step, and measured times."""
 
 from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
@@ -10,6 +10,8 @@ from baton.messages.bounds import MAX_ROUTERS, Attempt, Count, Id, Name, Seconds
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A TCP address."""
+
     host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65_535)]
 
@@ -18,22 +20,24 @@ Routers: TypeAlias = Annotated[tuple[Address, ...], Meta(min_length=1, max_lengt
 
 
 class WorkerRole(StrEnum):
+    """The phase of inference that a worker computes."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker says of itself; it holds for one life of its process, which `id` names."""
+    """A worker's description of itself. `id` names one life of the worker's process."""
 
     id: Id
-    name: Name  # the operator's, as "decode-0": the same after a restart
-    # The number of the start. The supervisor's first has the milliseconds since 1970, each later one
-    # has one more; 0: the process was started by hand. Of two processes of one name the one with the higher
-    # number is the worker; of equal numbers, the one that joins last.
+    name: Name  # given by the operator, such as "decode-0"; a restart keeps it
+    # The number of the start. The supervisor's first start has the milliseconds since 1970, each later start
+    # one more; 0: the process was started by hand. Of two processes of one name, the process with the higher
+    # number is the worker; of equal numbers, the process that joins last.
     incarnation: Count = 0
     role: WorkerRole
-    model: Name  # as the API names it
-    fingerprint: Name  # of the weights; requests move only between equal ones
+    model: Name  # the model's name in the API
+    fingerprint: Name  # of the weights; requests move only between equal fingerprints
     address: Address  # of its control connections
     kv_address: Address
     page_size: Count
@@ -41,72 +45,92 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_num_seqs: Count
     max_model_len: Count
     tensor_parallel_size: Count = 1
-    kv_dtype: Name = ""  # of the elements in its pages: part of their names
+    kv_dtype: Name = ""  # element type of the KV pages; page keys depend on it
     num_host_pages: Count = 0
-    max_num_batched_tokens: Count = 0  # that a step computes; 0: it does not say
-    node: Name = ""  # the machine, by the name that operators know
-    pid: Count = 0  # of the process, on that machine
+    max_num_batched_tokens: Count = 0  # in one step; 0: unknown
+    node: Name = ""  # name of the machine, for operators
+    pid: Count = 0  # process id on that machine
 
 
-REMOTE_PREFILLS: Final = "remote_prefills"  # of a decode worker's counters: prompts whose pages all came
+REMOTE_PREFILLS: Final = "remote_prefills"  # counter of a decode worker: prompts whose pages all arrived
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker's own count of what it has, for operators and for a router that has just started."""
+    """A worker's own count of its load, for operators and for a router that has just started."""
 
     num_running: Count = 0
-    num_waiting: Count = 0  # sequences that have no pages yet
+    num_waiting: Count = 0  # sequences without pages
     num_incoming: Count = 0  # transfers that hold pages here
     num_outgoing: Count = 0
     pages: dict[Annotated[str, Meta(max_length=16)], Count] = {}  # by state: free, active, cached ...
-    prefix_queries_tokens: Count = 0  # in all, and of these the ones found
+    prefix_queries_tokens: Count = 0  # since the worker's start, as are all counts below
     prefix_hits_tokens: Count = 0
     num_preemptions: Count = 0
-    num_tokens: Count = 0  # generated in all
-    kv_bytes: Count = 0  # moved in all, out of this worker
-    counters: dict[
-        Annotated[str, Meta(max_length=64)], Count
-    ] = {}  # of transports, fall-backs, dropped peers
+    num_tokens: Count = 0  # generated
+    kv_bytes: Count = 0  # sent to other workers
+    # Transports, fall-backs, dropped peers.
+    counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
 
 
 class Tier(StrEnum):
-    """Where a worker keeps a page."""
+    """The memory in which a worker keeps a page."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker as a router sees it."""
+
     worker: Worker
     load: Load
-    num_attempts: Count  # by the router's own books
-    beat_age_s: Seconds
+    num_attempts: Count  # in flight by the router's own count
+    beat_age_s: Seconds  # since the last heartbeat
     is_draining: bool = False
 
 
-# What work has taken: workers measure it, the router predicts from it.
+class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's current step: see baton/rpc/liveness.py."""
+
+    age_s: Seconds
+    num_tokens: Count = 0  # in the batch; 0: there is no batch yet
+    bound_s: Seconds
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.age_s > self.bound_s
+
+    @property
+    def complaint(self) -> str:
+        """The reason to remove a worker with an overdue step."""
+        return (
+            f"a step of {self.num_tokens} tokens takes {self.age_s:.0f} s, its bound is {self.bound_s:.0f} s"
+        )
 
 
 class PrefillTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a prompt has taken where it was computed."""
+    """Times and sizes of one computed prompt.
+
+    Workers measure them; the router's cost model learns from them.
+    """
 
     request_id: Id
     attempt: Attempt
-    waited_s: Seconds  # from its arrival until its first step
-    computed_s: Seconds  # from then to its first token
+    waited_s: Seconds  # from the arrival to the first step
+    computed_s: Seconds  # from the first step to the first token
     num_new_tokens: Count  # computed
     num_tokens: Count  # of the prompt
     pulled_bytes: Count = 0
     pulled_s: Seconds = 0.0
-    moved_bytes: Count = 0  # handed to the decode worker
-    exposed_s: Seconds = 0.0  # of the hand-off: after the first token
-    own_s: Seconds = 0.0  # of computed_s: its part, where others were computed too; 0: not known
+    moved_bytes: Count = 0  # sent to the decode worker
+    exposed_s: Seconds = 0.0  # of the hand-off after the first token
+    own_s: Seconds = 0.0  # this prompt's part of computed_s in shared steps; 0: unknown
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One step of an engine, of those that a worker tells of."""
+    """Size and duration of one step of an engine."""
 
     num_sequences: Count
-    num_new_tokens: Count  # of prompts, computed in it
-    num_context_tokens: Count  # that its sequences attend to
+    num_new_tokens: Count  # of prompts, computed in the step
+    num_context_tokens: Count  # that the sequences attend to
     step_s: Seconds

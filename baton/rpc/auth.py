@@ -1,6 +1,16 @@
-"""The handshake of a connection: both ends prove the cluster's keys and compare their message schemas.
+"""Keys of processes, and the handshake in which both ends of a connection prove their keys.
 
-The life of a challenge, sans-io; each step is one small message:
+Keys, one for each purpose and for each pair of process kinds, are derived from the cluster key:
+
+1. The launcher of a process derives the keys of its kind: a `KeyRing`. The process gets the ring and never
+   the cluster key, so a gateway can neither pose as a worker nor read page links.
+2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B).
+3. A ring may hold several generations, the current one first. The connecting end proves itself with its
+   current generation; the accepting end takes every generation that it holds.
+4. `replace` changes the generations of a running process, for `baton cluster-key rotate` and `retire`.
+   Existing connections are kept.
+
+The handshake (`Challenge`), sans-io; each step is one small message:
 
 1. The connecting end sends 32 random bytes, its nonce, and its preface.
 2. The accepting end answers with a nonce and a preface of its own and HMAC(key, "accepting" || both nonces ||
@@ -18,7 +28,7 @@ any two builds can name each other. The preface, 64 bytes:
 
     magic      4 bytes  b"BTN2"
     kind       1 byte   the process kind, see `_KINDS`; 0 where both ends are of one kind that a key is for
-    key        8 bytes  id of the key generation that the connecting end proves itself with (keys.py)
+    key        8 bytes  id of the key generation that the connecting end proves itself with
     schema     8 bytes  hash of the message types that follow (baton/messages/bounds.py); zeros: none
     build     43 bytes  version of the build, UTF-8, padded with zeros
 """
@@ -28,8 +38,7 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import cache
-from typing import Annotated, Final, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -38,25 +47,16 @@ import baton
 from baton.errors import ConfigError, WireError
 from baton.messages.bounds import Kind
 
-# Keys derived from the cluster key, one for each purpose and for each pair of process kinds.
-#
-# 1. The launcher of a process derives the keys of its kind from the cluster key: a `KeyRing`. The process
-#    gets the ring and never the cluster key, so a gateway can neither pose as a worker nor read page links.
-# 2. A link between a process of kind A and one of kind B is proved with the key of the pair (A, B).
-# 3. A ring may hold several generations, the current one first. The connecting end names its generation,
-#    which is the current one; the accepting end takes every generation that it holds.
-# 4. `replace` changes the generations of a running process, as `baton cluster-key rotate` and `retire` have
-#    it done; existing connections are kept.
-
 MIN_KEY_BYTES: Final = 16
 ID_BYTES: Final = 8
 _KEY_CONTEXT: Final = b"baton key 1 "
-CACHE_SALTS: Final = "cache salts"  # of tenants, and with them the names of pages
+CACHE_SALTS: Final = "cache salts"  # salts of tenants, on which the names of their pages depend
 EVENT_IDS: Final = "event ids"  # of streams that another gateway can continue
-GATEWAYS: Final = "gateways"  # what gateways of one port ask each other
+GATEWAYS: Final = "gateways"  # queries between gateways of one port
 REDIS_NAMES: Final = "redis names"
-REDIS_VALUES: Final = "redis values"  # the seals of what routers keep there
-PAGES: Final = "pages"  # links that pages are agreed on and travel over
+REDIS_VALUES: Final = "redis values"  # seals of the values that routers keep in Redis
+PAGES: Final = "pages"  # links that carry pages and the messages about pages
+_SHARED: Final = "shared"  # of `LinkKeys.shared`
 _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
     Kind.GATEWAY: (CACHE_SALTS, EVENT_IDS, GATEWAYS),
     Kind.ROUTER: (REDIS_NAMES, REDIS_VALUES),
@@ -66,17 +66,16 @@ _PURPOSES: Final[Mapping[Kind, tuple[str, ...]]] = {
 
 
 def derive(key: bytes, purpose: str) -> bytes:
-    """Return the 32-byte key for one purpose; it tells nothing about `key`, nor of other purposes' keys."""
+    """Return the 32-byte key for one purpose. It reveals neither `key` nor the keys of other purposes."""
     return hmac.digest(key, _KEY_CONTEXT + purpose.encode(), "sha256")
 
 
-def check_cluster_key(key: bytes) -> None:
-    """Raise ConfigError for a cluster key that is too short."""
+def _check_key(key: bytes) -> None:
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(f"the cluster key needs {MIN_KEY_BYTES} bytes or more, it has {len(key)}")
 
 
-def link_purpose(one: Kind, other: Kind) -> str:
+def _link_purpose(one: Kind, other: Kind) -> str:
     """Name the key of control links between processes of two kinds; the order does not matter."""
     return "link " + " ".join(sorted((one.value, other.value)))
 
@@ -92,9 +91,9 @@ Generations: TypeAlias = tuple[KeyGeneration, ...]
 
 
 def generation(cluster_key: bytes, kind: Kind) -> KeyGeneration:
-    """Derive what a process of this kind needs. ConfigError for a cluster key that is too short."""
-    check_cluster_key(cluster_key)
-    purposes = (*_PURPOSES[kind], *(link_purpose(kind, other) for other in Kind))
+    """Derive the keys of a process of this kind. ConfigError for a cluster key that is too short."""
+    _check_key(cluster_key)
+    purposes = (*_PURPOSES[kind], *(_link_purpose(kind, other) for other in Kind))
     return KeyGeneration(
         id=derive(cluster_key, "id")[:ID_BYTES],
         secrets={purpose: derive(cluster_key, purpose) for purpose in purposes},
@@ -102,15 +101,14 @@ def generation(cluster_key: bytes, kind: Kind) -> KeyGeneration:
 
 
 class KeyRing:
-    """The keys of one process. Threads may share it."""
+    """The keys of one process. Threads may share a ring."""
 
     def __init__(self, kind: Kind, generations: Generations) -> None:
         """generations: the current one first."""
-        if not generations:
-            raise ConfigError("expected a cluster key, got none")
         self.kind = kind
-        self.generations = generations
+        self.generations: Generations = ()
         self._followers: list[Callable[[], None]] = []
+        self.replace(generations)
 
     @classmethod
     def of(cls, keys: "ClusterKeys", kind: Kind) -> "KeyRing":
@@ -123,18 +121,18 @@ class KeyRing:
         return cls(kind, tuple(generation(key, kind) for key in each))
 
     def derived(self, purpose: str) -> bytes:
-        """Return the current generation's key for this purpose. ConfigError: this process kind has none."""
+        """Return the current generation's key for a purpose. ConfigError: this process kind has none."""
         return self.all_derived(purpose)[0]
 
     def all_derived(self, purpose: str) -> tuple[bytes, ...]:
-        """Return the key for this purpose of each generation, the current one first."""
+        """Return the key for a purpose of each generation, the current one first."""
         try:
             return tuple(each.secrets[purpose] for each in self.generations)
         except KeyError:
             raise ConfigError(f"a {self.kind.value} has no key for {purpose!r}") from None
 
     def replace(self, generations: Generations) -> None:
-        """Use these from now on. Connections that were proved before are kept."""
+        """Use these generations from now on. Connections that were proved before are kept."""
         if not generations:
             raise ConfigError("expected a cluster key, got none")
         self.generations = generations
@@ -142,12 +140,56 @@ class KeyRing:
             follow()
 
     def follow(self, call: Callable[[], None]) -> None:
-        """Have this called after each `replace`, by the thread that replaces."""
+        """Call this function after each `replace`, on the thread that replaces."""
         self._followers.append(call)
 
 
-# A ring of one process kind, or the cluster key itself, or several of them, the current one first.
+# A ring of one process kind, or the cluster key itself, or several cluster keys, the current one first.
 ClusterKeys: TypeAlias = bytes | Sequence[bytes] | KeyRing
+
+
+class LinkKeys:
+    """The keys that one end of a link may use, and the process kind that this end proves to be."""
+
+    def __init__(self, ring: KeyRing, purpose: str | None = None) -> None:
+        """purpose: of links between processes of one kind; None: control links, with a key for each pair of
+        kinds. ConfigError: processes of the ring's kind have no key for the purpose.
+        """
+        if purpose is not None:
+            ring.derived(purpose)
+        self._ring = ring
+        self._purpose = purpose
+
+    @classmethod
+    def shared(cls, key: bytes) -> "LinkKeys":
+        """Return the keys of links whose ends share one secret and need no kind. ConfigError: it is short."""
+        _check_key(key)
+        only = KeyGeneration(id=derive(key, "id")[:ID_BYTES], secrets={_SHARED: key})
+        return cls(KeyRing(Kind.OPERATOR, (only,)), _SHARED)
+
+    @property
+    def kind(self) -> Kind | None:
+        """The process kind that this end proves to be; None: both ends are of one kind."""
+        return self._ring.kind if self._purpose is None else None
+
+    @property
+    def current_id(self) -> bytes:
+        """Id of the generation that a connecting end uses."""
+        return self._ring.generations[0].id
+
+    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
+        """Return the key of a generation for a peer of that kind, or None where this end has none."""
+        if self._purpose is not None:
+            purpose = self._purpose if peer is None else ""
+        else:
+            purpose = "" if peer is None else _link_purpose(self._ring.kind, peer)
+        for each in self._ring.generations:
+            if each.id == key_id:
+                return each.secrets.get(purpose)
+        return None
+
+
+LinkSecret: TypeAlias = bytes | LinkKeys  # bytes: see LinkKeys.shared
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -170,8 +212,10 @@ _KIND_OF: Final = {number: kind for kind, number in _KINDS.items()}
 
 
 class Role(Enum):
+    """The part of one end in the handshake."""
+
     CONNECTING = b"connecting"
-    ACCEPTING = b"accepting "  # as long as the other: no two inputs of the HMAC run into each other
+    ACCEPTING = b"accepting "  # as long as the other value: no two inputs of the HMAC run into each other
 
 
 class Preface(NamedTuple):
@@ -183,136 +227,43 @@ class Preface(NamedTuple):
     build: str
 
     def encode(self) -> bytes:
+        """Return the preface as PREFACE_BYTES bytes."""
         build = self.build.encode()[:43].decode(errors="ignore").encode()
         return _PREFACE.pack(_MAGIC, _KINDS[self.kind], self.key_id, self.schema, build)
 
     @classmethod
     def decode(cls, body: bytes) -> "Preface":
-        """WireError for what is no preface."""
+        """Return the preface in PREFACE_BYTES bytes. WireError: the bytes are no preface."""
         magic, kind, key_id, schema, build = _PREFACE.unpack(body)
         if magic != _MAGIC or kind not in _KIND_OF:
             raise WireError("the peer is no process of Baton that we understand", reason="version")
         return cls(_KIND_OF[kind], key_id, schema, build.rstrip(b"\0").decode(errors="replace"))
 
     def describe(self) -> str:
+        """Name the build and the schema, for error messages."""
         return f"build {self.build!r} with message schema {self.schema.hex()}"
 
 
-class LinkKeys(Protocol):
-    """The keys that one end may use."""
-
-    @property
-    def kind(self) -> Kind | None:
-        """The process kind that the end proves to be."""
-
-    @property
-    def current_id(self) -> bytes:
-        """Names the generation that a connecting end uses."""
-
-    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
-        """The key for a peer of that kind, or None where this end has none."""
-
-
-LinkSecret: TypeAlias = "bytes | LinkKeys"  # bytes: one key, shared by processes of all kinds
-
-
-class SharedKey:
-    """One key, whose holders are all alike. A LinkKeys."""
-
-    kind: Final = None
-
-    def __init__(self, key: bytes) -> None:
-        """ConfigError for a key that is too short."""
-        check_cluster_key(key)
-        self._key = key
-        self.current_id = derive(key, "id")[:ID_BYTES]
-
-    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
-        return self._key if key_id == self.current_id and peer is None else None
-
-
-class ControlKeys:
-    """The keys of a process for control links: one a pair of process kinds. A LinkKeys."""
-
-    def __init__(self, ring: KeyRing) -> None:
-        self._ring = ring
-
-    @property
-    def kind(self) -> Kind | None:
-        return self._ring.kind
-
-    @property
-    def current_id(self) -> bytes:
-        return self._ring.generations[0].id
-
-    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
-        if peer is None:
-            return None
-        for each in self._ring.generations:
-            if each.id == key_id:
-                return each.secrets.get(link_purpose(self._ring.kind, peer))
-        return None
-
-
-class PurposeKeys:
-    """The keys of a process for links between processes of its own kind, for one purpose. A LinkKeys."""
-
-    kind: Final = None
-
-    def __init__(self, ring: KeyRing, purpose: str) -> None:
-        """ConfigError: processes of this kind have no such key."""
-        ring.derived(purpose)
-        self._ring = ring
-        self._purpose = purpose
-
-    @property
-    def current_id(self) -> bytes:
-        return self._ring.generations[0].id
-
-    def find(self, key_id: bytes, peer: Kind | None) -> bytes | None:
-        for each in self._ring.generations:
-            if each.id == key_id and peer is None:
-                return each.secrets.get(self._purpose)
-        return None
-
-
-def link_keys(secret: LinkSecret) -> LinkKeys:
-    return SharedKey(secret) if isinstance(secret, bytes) else secret
-
-
-@cache
-def build_version() -> str:
-    """Return the version of this build, for prefaces."""
-    return baton.__version__
-
-
 class Challenge:
-    """One end of the exchange. `session_key` is None until the peer has proved itself."""
+    """One end of the handshake. `session_key` is None until the peer has proved itself."""
 
-    def __init__(
-        self,
-        secret: LinkSecret,
-        role: Role,
-        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
-        *,
-        schema: bytes = NO_SCHEMA,
-    ) -> None:
+    def __init__(self, secret: LinkSecret, role: Role, *, schema: bytes = NO_SCHEMA) -> None:
         """schema: hash of the messages that will follow. ConfigError for a key that is too short."""
-        self._keys = link_keys(secret)
+        self._keys = LinkKeys.shared(secret) if isinstance(secret, bytes) else secret
         self._key = b""  # once the peer's preface is known
         self._role = role
-        self._nonce = random_bytes(NONCE_BYTES)
-        self._own = Preface(self._keys.kind, self._keys.current_id, schema, build_version())
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._own = Preface(self._keys.kind, self._keys.current_id, schema, baton.__version__)
         self._transcript = b""  # nonce and preface of the connecting end, then of the accepting end
         self.peer: Preface | None = None
         self.session_key: bytes | None = None
 
     def first(self) -> bytes:
-        """What the connecting end opens with."""
+        """Return the first message of the connecting end."""
         return self._nonce + self._own.encode()
 
     def receive(self, message: bytes) -> bytes | None:
-        """The answer to send, None when there is none. WireError: the peer must be dropped."""
+        """Return the answer to a message, if there is one. WireError: the peer must be dropped."""
         if self.session_key is not None:
             raise WireError("a message of the challenge came after its end", reason="handshake")
         if self._role is Role.CONNECTING:
@@ -323,7 +274,7 @@ class Challenge:
         return None
 
     def check_version(self) -> None:
-        """WireError, once the peer has proved itself, when its messages have another schema than ours."""
+        """Raise WireError when the proven peer's messages have another schema."""
         assert self.peer is not None and self.session_key is not None
         if self.peer.schema != self._own.schema:
             raise WireError(
@@ -336,15 +287,12 @@ class Challenge:
         _check_length(opening, OPENING_BYTES)
         self.peer = Preface.decode(opening[NONCE_BYTES:])
         key_id = self.peer.key_id
-        key = self._keys.find(key_id, self.peer.kind)
-        if key is None:
-            # A random key makes a proof that fails, which tells the peer that its key is refused.
-            key = secrets.token_bytes(PROOF_BYTES)
-        self._key = key
+        # A random key makes a proof that fails, which tells the peer that its key is refused.
+        self._key = self._keys.find(key_id, self.peer.kind) or secrets.token_bytes(PROOF_BYTES)
         self._own = self._own._replace(key_id=key_id)
-        answer = self._nonce + self._own.encode()
+        answer = self.first()
         self._transcript = opening + answer
-        return answer + self._prove(Role.ACCEPTING)
+        return answer + self._digest(Role.ACCEPTING.value)
 
     def _finish_connecting(self, message: bytes) -> bytes:
         _check_length(message, ANSWER_BYTES)
@@ -358,14 +306,11 @@ class Challenge:
         self._key = key
         self._transcript = self.first() + opening
         self._check_proof(proof, Role.ACCEPTING)
-        return self._prove(Role.CONNECTING)
-
-    def _prove(self, role: Role) -> bytes:
-        return self._digest(role.value)
+        return self._digest(Role.CONNECTING.value)
 
     def _check_proof(self, proof: bytes, role: Role) -> None:
         _check_length(proof, PROOF_BYTES)
-        if not hmac.compare_digest(proof, self._prove(role)):
+        if not hmac.compare_digest(proof, self._digest(role.value)):
             assert self.peer is not None
             raise _stranger(self.peer)
         self.session_key = self._digest(b"session   ")
@@ -385,7 +330,7 @@ def _stranger(peer: Preface) -> WireError:
 def _check_length(message: bytes, expected: int) -> None:
     if len(message) != expected:
         raise WireError(
-            f"a challenge of {expected} bytes was due, {len(message)} came: the peer may be another program, "
+            f"expected a challenge of {expected} bytes, got {len(message)}: the peer may be another program, "
             "or an earlier build",
             reason="handshake",
         )

@@ -1,13 +1,25 @@
-"""Liveness of one connection between two processes: when to send a ping, and when to drop the peer.
+"""Liveness of a connection (`LinkLife`) and of an engine's step (`StepWatchdog`).
+
+A connection:
 
 1. Each end pings every PING_S, also when other frames leave. A ping says for how long its sender has heard
    nothing, so that an end also learns that its own frames do not arrive.
-2. Any byte counts as life. A link over which nothing came, or over which nothing arrived, for `timeout_s` is
-   dropped by the end that notices.
+2. Any received byte counts as life. An end drops a link after `timeout_s` in which nothing came from the peer
+   or nothing reached the peer.
 3. Time in which this process itself did not run (SIGSTOP, a starved machine) does not count as the peer's
    silence: bytes that arrived meanwhile are unread.
 
-The module does no I/O and reads no clock: the owner of the connection calls `tick` several times a second.
+A step:
+
+1. The engine's thread calls `begin` at the head of each turn of its loop and `sized` once the batch is known.
+   Any other thread may read `present`: one immutable value, replaced as a whole.
+2. A step's bound is the longest of `timeout_s` and FACTOR times the expected duration. The expected duration
+   comes from this process's own steps, by size in powers of two: the slowest recent step of the nearest
+   measured size, scaled up from a smaller size by the number of tokens.
+3. The first step of a process may compile kernels, so it may take FIRST_STEP_S.
+
+The module does no I/O, and `LinkLife` reads no clock: the owner of the connection calls `tick` several times
+a second.
 """
 
 import struct
@@ -17,9 +29,9 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import WireError
-from baton.messages.bounds import Count, Seconds
+from baton.messages.bounds import STEP_TIMEOUT_S
+from baton.messages.workers import RunningStep
 
-LINK_TIMEOUT_S: Final = 8.0  # the default of the setting `link_timeout_s`
 PING_S: Final = 0.5
 LATE_TICK_S: Final = 1.0
 
@@ -35,16 +47,15 @@ def is_ping(body: bytes) -> bool:
 
 
 class LinkLife:
-    """One end of one connection, from its handshake on."""
+    """Liveness of one connection at one of its ends, from the handshake on."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
         self._timeout_s = timeout_s
-        self._heard_s = self._looked_s = now_s
-        self._pinged_s = now_s
-        self._unheard_s = 0.0  # how long the peer had heard nothing, when it last said so
+        self._heard_s = self._looked_s = self._pinged_s = now_s
+        self._unheard_s = 0.0  # how long the peer had heard nothing, by its last ping
 
     def heard(self, now_s: float) -> None:
-        """Bytes have come."""
+        """Record that bytes have come from the peer."""
         self._heard_s = now_s
 
     def take_ping(self, body: bytes) -> bool:
@@ -55,62 +66,29 @@ class LinkLife:
         return True
 
     def silence_s(self, now_s: float) -> float:
-        """Seconds since a byte came from the peer, or since one reached the peer: the longer of both."""
+        """Return the seconds since a byte came from the peer or reached the peer, the longer of both."""
         return max(now_s - self._heard_s, self._unheard_s, 0.0)
 
     def tick(self, now_s: float) -> bytes | None:
-        """The body of a ping that is due, None while none is. Raises WireError for a link to be dropped."""
+        """Return the body of a ping when one is due. Raises WireError when the link must be dropped."""
         held_up_s, self._looked_s = now_s - self._looked_s, now_s
         if held_up_s > LATE_TICK_S:
             self._heard_s = min(now_s, self._heard_s + held_up_s)
             self._unheard_s = 0.0
-        self._check(now_s)
+        if now_s - self._heard_s > self._timeout_s:
+            raise WireError(f"nothing has come from the peer for {self._timeout_s:g} s", reason="silent")
+        if self._unheard_s > self._timeout_s:
+            raise WireError(f"nothing has reached the peer for {self._timeout_s:g} s", reason="unheard")
         if now_s - self._pinged_s < PING_S:
             return None
         self._pinged_s = now_s
         return _PING.pack(_MARK, min(_MAX_MS, max(0, round((now_s - self._heard_s) * 1000))))
 
-    def _check(self, now_s: float) -> None:
-        if now_s - self._heard_s > self._timeout_s:
-            raise WireError(f"nothing has come from the peer for {self._timeout_s:g} s", reason="silent")
-        if self._unheard_s > self._timeout_s:
-            raise WireError(f"nothing has reached the peer for {self._timeout_s:g} s", reason="unheard")
 
-
-# The age of a worker's current step, and the bound that the age may reach before the worker counts as hung.
-#
-# The engine's thread calls `begin` at the head of each turn of its loop and `sized` once the batch is known.
-# Any other thread may read `present`: it is one immutable value, replaced as a whole.
-#
-# A step's bound is the longest of `timeout_s` and FACTOR times what a step of its size should take. That is
-# learnt from this process's own steps, by size in powers of two: the slowest of late in the nearest size that
-# was measured, scaled up from a smaller one by the number of tokens. The first step of a process may compile
-# kernels, so it may take FIRST_STEP_S.
-
-STEP_TIMEOUT_S: Final = 30.0  # the default of the setting `step_timeout_s`
 FACTOR: Final = 8.0
 FIRST_STEP_S: Final = 600.0
 MAX_BOUND_S: Final = 86_400.0
-_FADE: Final = 0.02  # of the slowest step, with each faster one of its size
-
-
-class RunningStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The current step as a worker reports it."""
-
-    age_s: Seconds
-    num_tokens: Count = 0  # computed in it; 0: the batch is not made yet, or there is none
-    bound_s: Seconds
-
-    @property
-    def is_overdue(self) -> bool:
-        return self.age_s > self.bound_s
-
-    @property
-    def complaint(self) -> str:
-        """The reason to remove a worker whose step is overdue."""
-        return (
-            f"a step of {self.num_tokens} tokens takes {self.age_s:.0f} s, its bound is {self.bound_s:.0f} s"
-        )
+_FADE: Final = 0.02  # of the slowest step, with each faster step of its size
 
 
 class _Present(msgspec.Struct, frozen=True):
@@ -120,17 +98,17 @@ class _Present(msgspec.Struct, frozen=True):
 
 
 class StepWatchdog:
-    """Measures steps on the engine's thread; the thread that sends signs of life reads `present`."""
+    """Measures steps on the engine's thread. The thread that sends signs of life reads `present`."""
 
     def __init__(self, clock: Clock, timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._clock = clock
         self._timeout_s = timeout_s
         self._slowest_s: dict[int, float] = {}  # bit length of the number of tokens -> seconds
-        # Outside a batch there is work too, such as copies: it gets the room of a first step until one ended.
+        # Work outside a batch, such as copies, may take as long as a first step until a step has ended.
         self._present = _Present(clock.now_s(), 0, self.bound_s(1))
 
     def begin(self) -> None:
-        """Begin a turn of the engine's loop, and learn from the duration of the last one."""
+        """Begin a turn of the engine's loop, and learn from the duration of the last step."""
         now_s, before = self._clock.now_s(), self._present
         if before.num_tokens:
             self._learn(before.num_tokens, now_s - before.began_s)
@@ -149,11 +127,10 @@ class StepWatchdog:
         return RunningStep(age_s=age_s, num_tokens=present.num_tokens, bound_s=present.bound_s)
 
     def bound_s(self, num_tokens: int) -> float:
-        """Seconds that a step of so many tokens may take."""
+        """Return the seconds that a step of this many tokens may take."""
         expected_s = self._expected_s(num_tokens)
-        if expected_s is None:
-            return min(MAX_BOUND_S, max(self._timeout_s, FIRST_STEP_S))
-        return min(MAX_BOUND_S, max(self._timeout_s, FACTOR * expected_s))
+        allowed_s = FIRST_STEP_S if expected_s is None else FACTOR * expected_s
+        return min(MAX_BOUND_S, max(self._timeout_s, allowed_s))
 
     def _learn(self, num_tokens: int, step_s: float) -> None:
         size = num_tokens.bit_length()
@@ -161,7 +138,7 @@ class StepWatchdog:
         self._slowest_s[size] = max(step_s, slowest_s + _FADE * (step_s - slowest_s))
 
     def _expected_s(self, num_tokens: int) -> float | None:
-        """None: no step has ended yet. Never less than what fewer tokens took."""
+        """Return None before the first step has ended. The result is never less than that of fewer tokens."""
         size = num_tokens.bit_length()
         if size in self._slowest_s:
             return self._slowest_s[size]

@@ -1,20 +1,21 @@
-"""Hosts a node on an asyncio loop: listens, dials, and carries messages between it and its peers.
+"""Hosts a node on an event loop: listens, dials, and carries messages between the node and its peers.
 
 The life of a connection, at either end:
 
-1. A socket is accepted, or one that `dial` asked for is connected. Both ends prove that they hold the
-   cluster's key (baton/rpc/auth.py), then say Hello; all within HANDSHAKE_TIMEOUT_S, or the socket is closed.
+1. A socket is accepted, or connected for `dial`. Both ends prove that they hold the cluster's key
+   (baton/rpc/session.py), then say Hello; all within HANDSHAKE_TIMEOUT_S, or the socket is closed.
 2. The node hears `joined`, then `received` for every message, in order.
-3. A peer that breaks a rule, or lets more than MAX_UNSENT_BYTES wait for it, is dropped, and counted by
-   reason. The node hears `left`, as it does for a peer that went by itself.
-4. Both ends ping, and drop a peer of which nothing comes for `link_timeout_s` (baton/rpc/liveness.py). All of
-   that is done on the loop's thread: where the node has another, a busy node does not make its own links look
-   dead.
-5. `close` sends what is unsent; a peer that takes none of it for CLOSE_TIMEOUT_S loses it.
+3. A peer that breaks a rule, or leaves more than MAX_UNSENT_BYTES unread, is dropped and counted by reason.
+   The node hears `left`, as it does for a peer that closes.
+4. Both ends ping, and drop a peer that is silent for `link_timeout_s` (baton/rpc/liveness.py). The loop's
+   thread does that, so a node with a thread of its own may be busy without losing its links.
+5. `close` sends the unsent frames; a peer that takes none of them for CLOSE_TIMEOUT_S loses them.
 
-At most MAX_STRANGERS sockets may be without a Hello; a further one costs the oldest of them its place.
+At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces the oldest of them. Frames
+that are sent during one turn of the loop leave in one write.
 
-Frames that are sent during one turn of the loop leave in one write.
+`RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a node whose
+thread must never wait for the network.
 """
 
 import asyncio
@@ -24,30 +25,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from baton.errors import WireError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.messages.control import Hello
 from baton.messages.workers import Address
-from baton.rpc.auth import MAX_CHALLENGE_BYTES, Challenge, ClusterKeys, ControlKeys, KeyRing, Role
-from baton.rpc.connection import FRAME_TIMEOUT_S, HANDSHAKE_TIMEOUT_S, DroppedPeers, keep_alive
-from baton.rpc.frames import FrameReader, Seals, encode_frame
-from baton.rpc.heartbeat import SignsOfLife
-from baton.rpc.liveness import LINK_TIMEOUT_S, LinkLife, StepWatchdog
+from baton.rpc.auth import ClusterKeys, KeyRing, LinkKeys, Role
+from baton.rpc.connection import DroppedPeers, keep_alive
+from baton.rpc.liveness import LinkLife, StepWatchdog
 from baton.rpc.peers import TICK_S, Node, Peer
+from baton.rpc.reports import SignsOfLife
+from baton.rpc.session import HANDSHAKE_TIMEOUT_S, Session
 
 MAX_UNSENT_BYTES: Final = 16 << 20
 MAX_STRANGERS: Final = 256
 CLOSE_TIMEOUT_S: Final = 2.0
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0  # of a DialPause
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _DialPause:
+    """The growing pause before an address is dialled again whose handshakes fail."""
+
+    pause_s: float = 0.0
+    not_before_s: float = 0.0  # by the loop's clock
+
+
 class RpcServer:
-    """Of one node; made and used on its loop's thread."""
+    """Serves one node. Made and used on its loop's thread."""
 
     def __init__(
         self,
@@ -56,15 +66,14 @@ class RpcServer:
         dropped: DroppedPeers | None = None,
         link_timeout_s: float = LINK_TIMEOUT_S,
     ) -> None:
-        """Raises ConfigError for a key that is too short."""
-        KeyRing.of(keys, keys.kind if isinstance(keys, KeyRing) else Kind.OPERATOR)  # refuses them now
+        """keys: of the node's process kind."""
         self.dropped = dropped or DroppedPeers()
         self.link_timeout_s = link_timeout_s
-        self._given_keys = keys
-        self._keys: ControlKeys | None = None  # of the node's kind
-        self._pauses: dict[Address, DialPause] = {}
-        self._complaints: dict[str, None] = {}  # those that were logged
-        self._node: Node | None = None
+        self.node: Node | None = None
+        self.keys: LinkKeys | None = None  # as long as there is a node
+        self._cluster_keys = keys
+        self._pauses: dict[Address, _DialPause] = {}
+        self._complaints: dict[str, None] = {}  # that were logged
         self._server: asyncio.Server | None = None
         self._links: set[RpcLink] = set()
         self._strangers: dict[RpcLink, None] = {}  # accepted, without a Hello yet, oldest first
@@ -73,9 +82,9 @@ class RpcServer:
         self._ticker: asyncio.Task[None] | None = None
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Where the node is reached from now on; `serve` must follow before anybody is answered.
+        """Return the address that peers reach from now on. They are dropped until `serve` is called.
 
-        Raises OSError when the port is somebody else's.
+        Raises OSError when another process has the port.
         """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: RpcLink(self, Role.ACCEPTING), host, port)
@@ -83,21 +92,13 @@ class RpcServer:
         return Address(bound[0], bound[1])
 
     def serve(self, node: Node) -> None:
-        self._node = node
-        self._keys = ControlKeys(KeyRing.of(self._given_keys, node.hello.process))
+        """Let peers in. ConfigError when the keys are not those of the node's kind."""
+        self.node = node
+        self.keys = LinkKeys(KeyRing.of(self._cluster_keys, node.hello.process))
         self._ticker = asyncio.get_running_loop().create_task(self._tick(node))
 
-    @property
-    def node(self) -> Node | None:
-        return self._node
-
-    @property
-    def keys(self) -> ControlKeys | None:
-        """None until there is a node to serve."""
-        return self._keys
-
     def dial(self, address: Address) -> None:
-        """See node.Dial."""
+        """See Dial in baton/rpc/peers.py."""
         if address in self._dialing or self._is_closed:
             return
         pause = self._pauses.get(address)
@@ -120,37 +121,30 @@ class RpcServer:
         if self._server is not None:
             await self._server.wait_closed()
 
+    # Called by links.
+
     def opened(self, link: "RpcLink") -> None:
+        """Take in a link whose socket is connected."""
         self._links.add(link)
         if link.role is Role.ACCEPTING:
             self._strangers[link] = None
             if len(self._strangers) > MAX_STRANGERS:
                 oldest = next(iter(self._strangers))
-                del self._strangers[oldest]  # its end is told later than that of others who come now
+                del self._strangers[oldest]  # at once: further sockets may come before its end is reported
                 oldest.drop(WireError(f"{MAX_STRANGERS} others have not said Hello yet", reason="crowd"))
 
     def introduced(self, link: "RpcLink") -> None:
+        """The link's peer has said Hello."""
         self._strangers.pop(link, None)
 
     def closed(self, link: "RpcLink") -> None:
+        """Forget a link whose socket is closed."""
         self._links.discard(link)
         self._strangers.pop(link, None)
 
-    async def _connect(self, address: Address) -> None:
-        loop = asyncio.get_running_loop()
-        link = RpcLink(self, Role.CONNECTING)
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await loop.create_connection(lambda: link, address.host, address.port)
-            await link.ended.wait()
-            self._remember(address, link)
-        except (OSError, TimeoutError) as error:
-            logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
-        finally:
-            del self._dialing[address]
-
     def complain(self, name: str, error: WireError) -> None:
-        """Log why a peer is dropped; of mixed builds and keys once, however often they meet."""
+        """Count a dropped peer and log the reason; mixed builds and keys are logged once a message."""
+        self.dropped.add(error.reason)
         message = str(error)
         if error.reason not in ("version", "key"):
             logger.warning("%s was dropped: %s", name, message)
@@ -160,14 +154,27 @@ class RpcServer:
                 del self._complaints[next(iter(self._complaints))]
             logger.error("a peer is refused: %s", message)
 
-    def _remember(self, address: Address, link: "RpcLink") -> None:
+    async def _connect(self, address: Address) -> None:
+        loop = asyncio.get_running_loop()
+        link = RpcLink(self, Role.CONNECTING)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await loop.create_connection(lambda: link, address.host, address.port)
+            await link.ended.wait()
+            self._set_pause(address, link)
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s:%d cannot be reached: %s", address.host, address.port, error)
+        finally:
+            del self._dialing[address]
+
+    def _set_pause(self, address: Address, link: "RpcLink") -> None:
         """Lengthen an address's pause after each failed handshake but the first; a good one ends it."""
-        if link.is_introduced or self._keys is None:
+        if link.is_introduced or self.keys is None:
             self._pauses.pop(address, None)
             return
         pause = self._pauses.get(address)
         if pause is None:
-            self._pauses[address] = DialPause()
+            self._pauses[address] = _DialPause()
             return
         pause.pause_s = min(MOST_PAUSE_S, max(LEAST_PAUSE_S, 2 * pause.pause_s))
         pause.not_before_s = asyncio.get_running_loop().time() + pause.pause_s
@@ -178,17 +185,9 @@ class RpcServer:
                 link.tick()
             try:
                 node.tick()
-            except Exception:  # a bug of ours: the next tick may do better, none at all surely would not
+            except Exception:  # a bug of ours: later ticks may succeed, and the node needs them
                 logger.exception("a tick of %s failed", type(node).__name__)
             await asyncio.sleep(TICK_S)
-
-
-class DialPause:
-    """The growing pause before an address is dialled again whose handshakes fail."""
-
-    def __init__(self) -> None:
-        self.pause_s = 0.0
-        self.not_before_s = 0.0  # by the loop's clock
 
 
 class RpcLink(asyncio.Protocol):
@@ -198,14 +197,13 @@ class RpcLink(asyncio.Protocol):
         self.ended = asyncio.Event()
         self.role = role
         self._rpc_server = rpc_server
-        self._challenge: Challenge | None = None  # from the connection on, if the node is there
-        self._reader = FrameReader(MAX_CHALLENGE_BYTES + 1)
-        self._seals: Seals | None = None
+        self._session: Session | None = None  # from the connection on, if the server has a node
+        self._has_said_hello = False
         self._hello: Hello | None = None
+        self._life: LinkLife | None = None  # from the peer's Hello on
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._life: LinkLife | None = None  # from the peer's Hello on
+        self._handshake_timer: asyncio.TimerHandle | None = None
 
     @property
     def silence_s(self) -> float:
@@ -214,146 +212,96 @@ class RpcLink(asyncio.Protocol):
 
     @property
     def is_introduced(self) -> bool:
-        """True once the peer's Hello was accepted."""
+        """The peer's Hello was accepted."""
         return self._hello is not None
 
     @property
     def hello(self) -> Hello:
-        assert self._hello is not None, "nobody has been told of this peer yet"
+        """See Peer."""
+        assert self._hello is not None, "the peer has not said Hello yet"
         return self._hello
 
     def send(self, message: AnyMessage) -> None:
         """See Peer. WireError, and nothing is sent, for a message that fits no frame."""
         self._send_body(encode(message))
 
-    def tick(self) -> None:
-        """Ping the peer when that is due; drop one that is silent."""
-        if self._life is None or self._transport is None or self._transport.is_closing():
+    def close(self) -> None:
+        """See Peer."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def drop(self, error: WireError) -> None:
+        """End the connection to a peer that broke a rule; the peer is counted."""
+        self._rpc_server.complain(self._name, error)
+        if self._transport is None:
             return
+        if error.reason == "version" and not self._transport.is_closing():
+            self.close()  # the unsent bytes are our own proof, from which the peer learns the reason
+        else:
+            self._transport.abort()
+
+    def tick(self) -> None:
+        """Ping the peer when a ping is due; drop a peer that is silent or does not finish its frame."""
+        if self._life is None or self._session is None or not self._is_open:
+            return
+        now_s = time.monotonic()
         try:
-            ping = self._life.tick(time.monotonic())
+            self._session.check_deadline(now_s)
+            ping = self._life.tick(now_s)
         except WireError as error:
             self.drop(error)
             return
         if ping is not None:
             self._send_body(ping)
 
-    def _send_body(self, body: bytes) -> None:
-        if self._seals is None or self._transport is None or self._transport.is_closing():
-            return
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(encode_frame(self._seals.seal(body)))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._flush()
-            self._transport.close()
-            asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
-
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class, but by its methods
+        transport = cast(asyncio.Transport, transport)  # uvloop's transport has only the methods of one
         self._transport = transport
         self._rpc_server.opened(self)
         sock: socket.socket = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock, self._rpc_server.link_timeout_s)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self._must_end_within(HANDSHAKE_TIMEOUT_S, "the peer did not prove itself in time", "handshake")
+        late = WireError("the peer did not prove itself in time", reason="handshake")
+        loop = asyncio.get_running_loop()
+        self._handshake_timer = loop.call_later(HANDSHAKE_TIMEOUT_S, self.drop, late)
         if self._rpc_server.keys is None:
             self.drop(WireError("we are not ready yet", reason="early"))
             return
-        self._challenge = Challenge(self._rpc_server.keys, self.role, schema=CONTROL_SCHEMA)
-        if self.role is Role.CONNECTING:
-            transport.write(encode_frame(self._challenge.first()))
+        self._session = Session(self._rpc_server.keys, self.role, transport.write, schema=CONTROL_SCHEMA)
+        self._session.open()
 
     def data_received(self, data: bytes) -> None:
+        now_s = time.monotonic()
         if self._life is not None:
-            self._life.heard(time.monotonic())
+            self._life.heard(now_s)
+        if self._session is None:
+            return
         try:
-            self._feed(data)
+            for body in self._session.receive(data, now_s):
+                self._say_hello()
+                self._take(body)
+                if not self._is_open:
+                    return
+            self._say_hello()
         except WireError as error:
             self.drop(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._forget_deadline()
+        self._stop_handshake_timer()
         self._unsent.clear()
         self._rpc_server.closed(self)
         self.ended.set()
         if self._hello is not None and self._rpc_server.node is not None:
             self._rpc_server.node.left(self)
 
-    # Bytes to messages.
-
-    def _feed(self, data: bytes) -> None:
-        view = memoryview(data)
-        bodies: list[bytes] = []
-        while view:
-            # The challenge's reader is exchanged for a larger one in the middle of what has come.
-            reader = self._reader
-            taken = min(len(view), reader.num_wanted) if self._seals is None else len(view)
-            bodies = reader.feed(view[:taken])
-            for body in bodies:
-                self._take(body)
-                if self._transport is None or self._transport.is_closing():
-                    return
-            view = view[taken:]
-        if self._hello is not None:
-            self._watch_frame(has_ended_one=bool(bodies))
-
-    def _take(self, body: bytes) -> None:
-        if self._seals is None:
-            self._prove(body)
-            return
-        opened = self._seals.open(body)
-        if self._life is not None and self._life.take_ping(opened):
-            return
-        message = decode(opened)
-        if self._hello is None:
-            self._greet(message)
-        elif self._rpc_server.node is not None:
-            self._rpc_server.node.received(self, message)
-
-    def _prove(self, body: bytes) -> None:
-        assert self._transport is not None and self._challenge is not None
-        answer = self._challenge.receive(body)
-        if answer is not None:
-            self._transport.write(encode_frame(answer))
-        session_key = self._challenge.session_key
-        if session_key is None:
-            return
-        assert self._rpc_server.node is not None
-        self._challenge.check_version()
-        self._reader = FrameReader()
-        self._seals = Seals(session_key, self.role)
-        self.send(self._rpc_server.node.hello)
-        self._flush()  # also to a peer that is dropped in this very turn: it shall learn whom it has reached
-
-    def _greet(self, message: AnyMessage) -> None:
-        if not isinstance(message, Hello):
-            raise WireError(f"a {type(message).__name__} came before the Hello", reason="protocol")
-        assert self._challenge is not None and self._challenge.peer is not None
-        if message.process is not self._challenge.peer.kind:
-            raise WireError(f"the peer is no {message.process.value} by its proof", reason="role")
-        self._forget_deadline()
-        self._hello = message
-        self._life = LinkLife(self._rpc_server.link_timeout_s, time.monotonic())
-        self._rpc_server.introduced(self)
-        assert self._rpc_server.node is not None
-        self._rpc_server.node.joined(self)
-
-    def _flush(self) -> None:
-        transport, unsent = self._transport, self._unsent
-        if transport is None or not unsent or transport.is_closing():
-            return
-        self._unsent = []
-        transport.writelines(unsent)
-        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self.drop(
-                WireError(f"{transport.get_write_buffer_size()} bytes wait for the peer", reason="slow")
-            )
+    @property
+    def _is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
 
     @property
     def _name(self) -> str:
@@ -363,57 +311,81 @@ class RpcLink(asyncio.Protocol):
         worker = self._hello.worker
         return worker.name if worker is not None else f"the {self._hello.process} {self._hello.id[:8]}"
 
-    # Ends.
-
-    def drop(self, error: WireError) -> None:
-        self._rpc_server.complain(self._name, error)
-        self._rpc_server.dropped.add(error.reason)
-        if self._transport is None:
+    def _say_hello(self) -> None:
+        """Say Hello once, as soon as the peer has proved itself."""
+        if self._has_said_hello or self._session is None or not self._session.is_proven:
             return
-        if error.reason == "version" and not self._transport.is_closing():
-            self.close()  # what is unsent is our own proof, with which the peer can say the same
+        assert self._rpc_server.node is not None
+        self._has_said_hello = True
+        self.send(self._rpc_server.node.hello)
+        self._flush()  # also to a peer that is dropped in this very turn: it learns which node it has reached
+
+    def _take(self, body: bytes) -> None:
+        node = self._rpc_server.node
+        assert node is not None
+        if self._life is not None and self._life.take_ping(body):
+            return
+        message = decode(body)
+        if self._hello is None:
+            self._greet(message)
+            node.joined(self)
         else:
-            self._transport.abort()
+            node.received(self, message)
 
-    def _watch_frame(self, has_ended_one: bool) -> None:
-        """A frame that has begun must end in time, however many ended before it."""
-        if has_ended_one or not self._reader.has_begun:
-            self._forget_deadline()
-        if self._reader.has_begun and self._deadline is None:
-            self._must_end_within(FRAME_TIMEOUT_S, "a frame took too long to arrive", "slow")
+    def _greet(self, message: AnyMessage) -> None:
+        if not isinstance(message, Hello):
+            raise WireError(f"a {type(message).__name__} came before the Hello", reason="protocol")
+        assert self._session is not None
+        if message.process is not self._session.peer.kind:
+            raise WireError(f"the peer is no {message.process.value} by its proof", reason="role")
+        self._stop_handshake_timer()
+        self._hello = message
+        self._life = LinkLife(self._rpc_server.link_timeout_s, time.monotonic())
+        self._rpc_server.introduced(self)
 
-    def _must_end_within(self, seconds: float, complaint: str, reason: str) -> None:
-        late: Callable[[], None] = lambda: self.drop(WireError(complaint, reason=reason))  # noqa: E731
-        self._deadline = asyncio.get_running_loop().call_later(seconds, late)
+    def _send_body(self, body: bytes) -> None:
+        if self._session is None or not self._is_open:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(self._session.frame(body))
 
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _flush(self) -> None:
+        transport, unsent = self._transport, self._unsent
+        if transport is None or not unsent or transport.is_closing():
+            return
+        self._unsent = []
+        transport.writelines(unsent)
+        num_bytes = transport.get_write_buffer_size()
+        if num_bytes > MAX_UNSENT_BYTES:
+            self.drop(WireError(f"{num_bytes} bytes wait for the peer", reason="slow"))
 
+    def _stop_handshake_timer(self) -> None:
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
 
-# Hosts a node whose own thread must never wait for the network: its hub runs on a thread beside it.
-#
-# 1. What the hub's loop learns becomes a call that is posted to the node's thread: `joined`, `received`,
-#    `left` and `tick`, in order.
-# 2. What the node says is queued, and the loop is woken once for all that is queued meanwhile.
-# 3. The loop's thread sends a worker's signs of life, also while the node's thread is busy.
-# 4. A peer that the node refuses (WireError) is dropped as if the hub had refused it.
 
 Call: TypeAlias = Callable[[], None]
-Post: TypeAlias = Callable[[Call], None]  # have it made on the node's thread, soon
+Post: TypeAlias = Callable[[Call], None]  # makes the call on the node's thread, soon
 ResultT = TypeVar("ResultT")
 
 
 class RpcThread:
-    """Made, and called, on the node's thread or before it runs."""
+    """Runs an `RpcServer` on a thread beside its node's. Made, and called, on the node's thread.
+
+    1. Events of the loop become calls that are posted to the node's thread: `joined`, `received`, `left` and
+       `tick`, in order.
+    2. Calls of the node are queued, and the loop is woken once for all that are queued meanwhile.
+    3. The loop's thread sends a worker's signs of life, also while the node's thread is busy.
+    4. A peer that the node refuses (WireError) is dropped as if the server had refused it.
+    """
 
     def __init__(self, keys: ClusterKeys, post: Post, *, link_timeout_s: float = LINK_TIMEOUT_S) -> None:
-        self._post = post
+        self.post = post
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
         self._thread.start()
-        self._rpc_server = self._wait(_make_hub(keys, link_timeout_s))
+        self._rpc_server = RpcServer(keys, link_timeout_s=link_timeout_s)
         self._calls: deque[Call] = deque()  # for the loop; it is woken when this was empty
         self._is_closed = False
 
@@ -423,20 +395,20 @@ class RpcThread:
         return dict(self._rpc_server.dropped.counts())
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """OSError when the port is somebody else's."""
+        """See RpcServer."""
         return self._wait(self._rpc_server.listen(host, port))
 
     def serve(self, node: Node, steps: StepWatchdog | None = None) -> None:
-        """steps: of a worker's engine; routers are told from the loop's thread how its present one does."""
+        """steps: of a worker's engine; routers get the age of its current step from the loop's thread."""
         life = None if steps is None else SignsOfLife(steps)
-        self._loop.call_soon_threadsafe(self._rpc_server.serve, _Announcer(node, self, life))
+        self._loop.call_soon_threadsafe(self._rpc_server.serve, _NodeProxy(node, self, life))
 
     def dial(self, address: Address) -> None:
-        """See node.Dial."""
+        """See Dial in baton/rpc/peers.py."""
         self.call(partial(self._rpc_server.dial, address))
 
     def close(self) -> None:
-        """Send what is unsent, end every connection and the thread."""
+        """Send the unsent frames, end every connection and the thread."""
         try:
             self._wait(self._rpc_server.close())
         finally:
@@ -446,24 +418,20 @@ class RpcThread:
             self._loop.close()
 
     def call(self, call: Call) -> None:
-        """Have the loop make the call; after `close` nobody hears it."""
+        """Have the loop make the call; after `close` nothing happens."""
         if self._is_closed:
             return
         self._calls.append(call)
         if len(self._calls) == 1:
             self._loop.call_soon_threadsafe(self._make_calls)
 
-    def post(self, call: Call) -> None:
-        """Have the node's thread make the call."""
-        self._post(call)
-
     def _make_calls(self) -> None:
         while self._calls:
             try:
-                self._calls[0]()  # stays in the queue meanwhile: who adds to it need not wake us
+                self._calls[0]()  # stays in the queue meanwhile: later calls need not wake the loop
             except WireError as error:
                 logger.warning("a message was not sent: %s", error)
-            except Exception:  # a bug of ours: what else the node says must not wait for ever
+            except Exception:  # a bug of ours: later calls must not wait for ever
                 logger.exception("a call of the node failed")
             finally:
                 self._calls.popleft()
@@ -472,8 +440,8 @@ class RpcThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-class DistantPeer:
-    """A peer whose socket is another thread's."""
+class _PeerProxy:
+    """A Peer whose socket belongs to the loop's thread."""
 
     def __init__(self, link: Peer, thread: RpcThread) -> None:
         self._link = link
@@ -499,21 +467,21 @@ class DistantPeer:
         self._thread.call(partial(link.drop, error))
 
 
-class _Announcer:
-    """The node, to the hub: on the loop's thread."""
+class _NodeProxy:
+    """The node as the server sees it, on the loop's thread."""
 
     def __init__(self, node: Node, thread: RpcThread, life: SignsOfLife | None = None) -> None:
         self._node = node
         self._life = life
         self._thread = thread
-        self._peers: dict[Peer, DistantPeer] = {}
+        self._peers: dict[Peer, _PeerProxy] = {}
 
     @property
     def hello(self) -> Hello:
         return self._node.hello
 
     def joined(self, link: Peer) -> None:
-        peer = self._peers[link] = DistantPeer(link, self._thread)
+        peer = self._peers[link] = _PeerProxy(link, self._thread)
         self._thread.post(partial(self._guarded, peer, partial(self._node.joined, peer)))
 
     def received(self, link: Peer, message: AnyMessage) -> None:
@@ -528,13 +496,9 @@ class _Announcer:
             self._life.give([link for link in self._peers if link.hello.process is Kind.ROUTER])
         self._thread.post(self._node.tick)
 
-    def _guarded(self, peer: DistantPeer, call: Call) -> None:
-        """On the node's thread."""
+    def _guarded(self, peer: _PeerProxy, call: Call) -> None:
+        """Make the call on the node's thread."""
         try:
             call()
         except WireError as error:
             peer.drop(error)
-
-
-async def _make_hub(keys: ClusterKeys, link_timeout_s: float) -> RpcServer:
-    return RpcServer(keys, link_timeout_s=link_timeout_s)

@@ -1,90 +1,57 @@
-"""What a worker of either role is to the cluster: whom it knows, what it tells, and what it is told."""
+"""The base of both worker roles: membership, drain, overload level, and reports to routers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Protocol
 
-from baton.clock import Clock
 from baton.messages.codec import AnyMessage
 from baton.messages.control import KvEventsWanted, Members, Pressure
-from baton.messages.kv_events import Knowing, KvEventPublisher
-from baton.messages.measurements import Measurements, Stepper
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Load, Worker
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.peers import Peer, PeerRegistry
-
-# What a router is told of a worker beside its beats: the pages it knows, and what its work took.
-
-
-class Reported(Knowing, Stepper, Protocol):
-    """An engine."""
+from baton.rpc.reports import WorkerReports
 
 
-class WorkerReports:
-    """What both roles tell; each has its own account of what a prompt took."""
-
-    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
-        self.clock = clock
-        self.step_began_s = 0.0
-        self._publisher = KvEventPublisher(peer_registry, clock)
-        self.measurements = Measurements(self._publisher, clock)
-
-    def want(self, router: Peer) -> None:
-        self._publisher.want(router)
-
-    def tell(self, engine: Reported) -> None:
-        """What is due; to be called after each step."""
-        self._publisher.tell(engine)
-        self.measurements.tell()
-
-    def step_begins(self) -> None:
-        self.step_began_s = self.clock.now_s()
-
-    def step_ended(self, engine: Reported) -> None:
-        self.measurements.stepped(engine)
-
-
-class Links(Protocol):
-    """That pages are moved over."""
+class PageLinks(Protocol):
+    """Links to other workers that carry KV pages."""
 
     def keep_up(self, workers: Collection[Worker]) -> None:
-        """Have one to each of these."""
+        """Dial each of these workers that has no link yet."""
 
 
 class WorkerNode(ABC):
     """A Node. All calls come from one thread."""
 
-    def __init__(
-        self, peer_registry: PeerRegistry, links: Links, beats: HeartbeatSender, reports: WorkerReports
-    ) -> None:
+    def __init__(self, peer_registry: PeerRegistry, links: PageLinks, reports: WorkerReports) -> None:
         self.hello = peer_registry.hello
         self.is_draining = False
         self._peer_registry = peer_registry
         self._page_links = links
-        self._beats = beats
-        self._telling = reports
-        self._levels: dict[str, OverloadLevel] = {}  # of routers, by id
+        self._worker_reports = reports
+        self._levels: dict[str, OverloadLevel] = {}  # router's id -> its overload level
 
     @property
     @abstractmethod
     def attempts(self) -> tuple[tuple[str, int], ...]:
-        """What it works on: (request_id, attempt) each."""
+        """The attempts that the worker works on: (request_id, attempt) each."""
 
     @abstractmethod
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """Return the worker's load for its heartbeat."""
 
     def drain(self) -> None:
-        """Take nothing new, finish what goes on."""
+        """Take no new attempts, finish the running ones."""
         self.is_draining = True
-        self._beats.give(self, at_once=True)
+        self._worker_reports.heartbeat(self, at_once=True)
 
     def joined(self, peer: Peer) -> None:
+        """See Node."""
         self._peer_registry.joined(peer)
         self._peer_registry.report(self._reachable())
 
     def left(self, peer: Peer) -> None:
+        """See Node."""
         if self._peer_registry.left(peer):
             if self._levels.pop(peer.hello.id, None) is not None:
                 self._pressed(self.level)
@@ -93,10 +60,12 @@ class WorkerNode(ABC):
             self._peer_registry.report(self._reachable())
 
     def tick(self) -> None:
+        """See Node."""
         self._peer_registry.tick()
         self._keep_up()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
+        """See Node. Handles the messages that both roles share; the others go to `_heard`."""
         match message:
             case Members() if self._peer_registry.is_router(peer):
                 self._lost_workers(self._peer_registry.changed(peer, message))
@@ -108,35 +77,35 @@ class WorkerNode(ABC):
                 self._levels[peer.hello.id] = message.level
                 self._pressed(self.level)
             case KvEventsWanted() if self._peer_registry.is_router(peer):
-                self._telling.want(peer)
+                self._worker_reports.want(peer)
             case _:
                 self._heard(peer, message)
 
     def _keep_up(self) -> None:
         self._page_links.keep_up(self._peer_registry.with_pages())
         self._peer_registry.report(self._reachable())
-        self._beats.give(self)
+        self._worker_reports.heartbeat(self)
 
     @property
     def level(self) -> OverloadLevel:
-        """The highest that any router is on."""
+        """The highest overload level of any router."""
         return max(self._levels.values(), default=OverloadLevel.CALM)
 
     def _pressed(self, level: OverloadLevel) -> None:  # noqa: B027  (a role may have nothing to do)
-        """The cluster is on this rung now."""
+        """Apply the cluster's overload level."""
 
     @abstractmethod
     def _reachable(self) -> list[str]:
-        """The workers that it could work with now."""
+        """Return the ids of the workers that this worker could work with now."""
 
     @abstractmethod
     def _lost(self, peer: Peer) -> None:
-        """Nothing reaches that process any more."""
+        """End the work for a process whose last connection is gone."""
 
     @abstractmethod
     def _lost_workers(self, ids: list[str]) -> None:
-        """No router lists these any more. There may be none of them."""
+        """End the work with these workers, which no router lists any more; `ids` may be empty."""
 
     @abstractmethod
     def _heard(self, peer: Peer, message: AnyMessage) -> None:
-        """What is for one role alone; ProtocolError for anything else."""
+        """Handle a message for this role alone; raise ProtocolError for any other message."""

@@ -38,8 +38,8 @@ from baton.messages.control import (
 from baton.messages.workers import Address, Load, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 from baton.rpc.auth import KeyRing
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.peers import Dial, Peer, PeerRegistry
+from baton.rpc.reports import WorkerReports
 from baton.rpc.server import RpcServer
 
 FIRST_TOKEN: Final = 10
@@ -76,7 +76,7 @@ class StubWorker:
         wanted = (WorkerRole.PREFILL,) if config.role is WorkerRole.DECODE else ()
         self._config = config
         self._peer_registry = PeerRegistry(hello, (config.router,), dial, wanted)
-        self._beats = HeartbeatSender(self._peer_registry, SystemClock())
+        self._reports = WorkerReports(self._peer_registry, SystemClock())
         self._asked: dict[str, Answer] = {}  # their first token is a prefill stub's
         self._running: dict[str, Answer] = {}
         self._is_stepping = False
@@ -102,7 +102,7 @@ class StubWorker:
     def tick(self) -> None:
         self._peer_registry.tick()
         self._report()
-        self._beats.give(self)
+        self._reports.heartbeat(self)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:
@@ -110,7 +110,7 @@ class StubWorker:
                 self._peer_registry.changed(peer, message)
                 self._peer_registry.keep_up()
                 self._report()
-                self._beats.give(self)
+                self._reports.heartbeat(self)
             case Dispatch():
                 self._dispatch(message)
             case Prefill():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from baton.config.engine import EngineConfig
+from baton.config.engine import EngineConfig, RankSidecar
 from baton.config.environment import cache_directory
 from baton.engine.cache.step_marks import StepMarks
 from baton.engine.models.parallel import TensorParallel
@@ -33,7 +33,6 @@ from baton.engine.runner.model_runner import ModelRunner, choose_device
 from baton.engine.runner.step_inputs import decode
 from baton.errors import BatonError, ConfigError, ModelError, WorkerLost
 from baton.kernels import native
-from baton.sidecar import RankSidecar
 
 # What a follower says to rank 0 before the ranks are a group, and why it went away.
 #

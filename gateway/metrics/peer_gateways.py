@@ -23,7 +23,7 @@ from baton.errors import PeerGone, WireError
 from baton.gateway.metrics.metrics import Counts
 from baton.messages.bounds import schema_hash
 from baton.messages.workers import Address
-from baton.rpc.auth import GATEWAYS, KeyRing, PurposeKeys
+from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys
 from baton.rpc.connection import Connection, Role
 
 SOCKETS: Final = Path("/proc/net/unix")
@@ -41,7 +41,7 @@ class PeerGateways:
 
     def __init__(self, keys: KeyRing, own: Callable[[], Counts]) -> None:
         """keys: a gateway's. own: what this one has counted by now."""
-        self._keys = PurposeKeys(keys, GATEWAYS)
+        self._keys = LinkKeys(keys, GATEWAYS)
         self._own = own
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None

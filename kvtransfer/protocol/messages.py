@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import WireError
+from baton.messages.bounds import MAX_BODY_BYTES
 from baton.pages import KEY_BYTES, PageLayout
-from baton.rpc.connection import MAX_BODY_BYTES
 
 KindT = TypeVar("KindT")
 

@@ -45,7 +45,7 @@ from baton.kvtransfer.ranks.transports import RankTransports
 from baton.kvtransfer.transports.message_stream import Post
 from baton.kvtransfer.transports.registry import TransportCounters
 from baton.messages.bounds import Kind
-from baton.rpc.auth import PAGES, KeyRing, LinkSecret, PurposeKeys
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DroppedPeers
 
 # Commands of parts that wait until a step of this rank has come far enough (see engine/cache/step_marks.py).
@@ -218,7 +218,7 @@ class RankExecutor:
             key = settings.key
         else:
             self._ring = KeyRing(Kind.WORKER, settings.key)
-            key = PurposeKeys(self._ring, PAGES)
+            key = LinkKeys(self._ring, PAGES)
         self._hashing = Hashing(settings.num_hashing_threads, may_inline=not pool.is_cuda)
         self.pool_doors = PoolListeners(
             pool,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from baton.clock import SystemClock
+from baton.config.engine import RankSidecar
 from baton.errors import BatonError, WireError, WorkerLost
 from baton.kvtransfer.protocol.messages import RankListenerAddresses
 from baton.kvtransfer.protocol.pull import ID_BYTES
@@ -56,7 +57,6 @@ from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.listener import Listener, ProcessWatch, peer_process, peer_user
 from baton.kvtransfer.transports.message_stream import Call, MessageStream, Post
 from baton.rpc.connection import Connection, DroppedPeers, Role
-from baton.sidecar import RankSidecar
 
 OnLost: TypeAlias = Callable[["RemoteRank"], None]
 SET_UP_S: Final = 60.0  # doors of a GPU's pool take a while: staging memory, the first CUDA call of a thread

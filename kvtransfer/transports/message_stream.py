@@ -18,7 +18,8 @@ from functools import partial
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from baton.errors import PeerGone, WireError
-from baton.rpc.connection import MAX_BODY_BYTES, Connection, Outbox
+from baton.messages.bounds import MAX_BODY_BYTES
+from baton.rpc.connection import Connection, Outbox
 from baton.rpc.liveness import PING_S, LinkLife
 
 logger = logging.getLogger(__name__)

@@ -28,11 +28,11 @@ from baton.gateway.streams.frontend import SILENT_S, Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.transports import tcp
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.messages.operations import WatchWorkers, WorkerRemoved
 from baton.messages.workers import Address, WorkerRole
 from baton.prefill_worker.worker import PrefillWorker
 from baton.request import Request, SamplingParams
-from baton.rpc.liveness import LINK_TIMEOUT_S
 from baton.rpc.server import RpcThread
 from tests.cluster_threads import Answer, Cluster, Threads, wait_for
 from tests.node_peers import TestPeer, a_request

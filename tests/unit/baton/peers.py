@@ -5,16 +5,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from baton.errors import WireError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import CONTROL_SCHEMA, AnyMessage, decode, encode
 from baton.messages.control import Hello, Tokens
 from baton.messages.workers import Address
 from baton.request import TokenEvent
-from baton.rpc.auth import MAX_CHALLENGE_BYTES, Challenge, ClusterKeys, ControlKeys, KeyRing, Role
-from baton.rpc.frames import Seals, encode_frame
-from baton.rpc.liveness import LINK_TIMEOUT_S, is_ping
+from baton.rpc.auth import MAX_CHALLENGE_BYTES, Challenge, ClusterKeys, KeyRing, LinkKeys, Role
+from baton.rpc.liveness import is_ping
 from baton.rpc.peers import Peer
 from baton.rpc.server import RpcServer
+from baton.rpc.session import Seals, encode_frame
 
 KEY = b"k" * 16
 HELLO = Hello(process=Kind.WORKER, id="c" * 32)
@@ -84,7 +84,7 @@ class Rogue:
     ) -> "Rogue":
         """After the challenge, before any Hello."""
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        keys = ControlKeys(KeyRing.of(key, kind))
+        keys = LinkKeys(KeyRing.of(key, kind))
         challenge = Challenge(keys, Role.CONNECTING, schema=schema)
         writer.write(encode_frame(challenge.first()))
         answer = await reader.readexactly(5 + MAX_CHALLENGE_BYTES)

@@ -22,8 +22,8 @@ from baton.messages.codec import AnyMessage, decode, encode
 from baton.messages.workers import Address
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.router import Router
-from baton.rpc.frames import FrameReader, encode_frame
 from baton.rpc.peers import Node
+from baton.rpc.session import FrameReader, encode_frame
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.baton.messages.test_control import one_of_each
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated

@@ -10,8 +10,9 @@ from baton.messages.bounds import MAX_EVENTS
 from baton.messages.control import Ended, Hello
 from baton.messages.operations import StatusQuery
 from baton.rpc import server as hub_module
+from baton.rpc import session
 from baton.rpc.auth import MAX_CHALLENGE_BYTES
-from baton.rpc.frames import encode_frame
+from baton.rpc.session import encode_frame
 from tests.unit.baton.peers import Recorder, Rogue, hosted, rogue_after_hello, tokens, until
 
 
@@ -96,7 +97,7 @@ def test_rule_breaker_is_dropped_and_counted_after_what_it_said_well(
 
 
 def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "FRAME_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.1)
 
     async def run() -> None:
         node = Recorder("a")
@@ -111,7 +112,7 @@ def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_stream_of_whole_frames_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "FRAME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.2)
 
     async def run() -> None:
         node = Recorder("a")

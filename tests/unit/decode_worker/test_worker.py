@@ -5,7 +5,7 @@ import pytest
 from baton.engine.engine import Engine
 from baton.errors import WireError
 from baton.kvtransfer.protocol.messages import Commit
-from baton.messages.bounds import Kind
+from baton.messages.bounds import LINK_TIMEOUT_S, Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
     AttemptFailed,
@@ -20,7 +20,6 @@ from baton.messages.control import (
 )
 from baton.messages.operations import Drain, StatusQuery
 from baton.request import Request, TokenEvent
-from baton.rpc.liveness import LINK_TIMEOUT_S
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker_pair import DECODE, GATEWAY, PREFILL, ROUTER, WorkerPair
 from tests.worker_pair_cases import (

@@ -21,8 +21,8 @@ from baton.messages.control import (
 from baton.messages.operations import Drain
 from baton.messages.workers import Address, Load, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.peers import Dial, Peer, PeerRegistry
+from baton.rpc.reports import WorkerReports
 
 
 def golden(request: Request) -> list[int]:
@@ -62,7 +62,7 @@ class ScriptedWorker:
         self._is_decode = is_decode
         self._random = random
         self._peer_registry = PeerRegistry(hello, (router,), dial, [WorkerRole.PREFILL] if is_decode else [])
-        self._beats = HeartbeatSender(self._peer_registry, clock)
+        self._reports = WorkerReports(self._peer_registry, clock)
         self._cancelled: set[tuple[str, int]] = set()  # before they came
 
     @property
@@ -89,7 +89,7 @@ class ScriptedWorker:
     def tick(self) -> None:
         self._peer_registry.keep_up()
         self._report()
-        self._beats.give(self)
+        self._reports.heartbeat(self)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
         match message:

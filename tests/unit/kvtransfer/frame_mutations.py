@@ -7,8 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from baton.kvtransfer.protocol import messages as m
+from baton.messages.bounds import MAX_FRAME_BYTES
 from baton.pages import PageLayout
-from baton.rpc.frames import MAX_CONTROL_BYTES, encode_frame
+from baton.rpc.session import encode_frame
 from tests.numbered_pages import key_of
 
 NUM_TRANSFERS: Final = 4
@@ -124,7 +125,7 @@ def _splice(rng: random.Random, frames: list[bytes], index: int) -> list[bytes]:
 
 def _edit_length(rng: random.Random, frames: list[bytes], index: int) -> list[bytes]:
     length = len(frames[index]) - 4
-    lengths = [0, 1, length - 1, length + 1, length * 2, MAX_CONTROL_BYTES, MAX_CONTROL_BYTES + 1, 2**32 - 1]
+    lengths = [0, 1, length - 1, length + 1, length * 2, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 2**32 - 1]
     edited = max(0, rng.choice(lengths)).to_bytes(4, "big") + frames[index][4:]
     return [*frames[:index], edited, *frames[index + 1 :]]
 

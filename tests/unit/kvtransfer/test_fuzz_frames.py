@@ -28,7 +28,7 @@ from baton.kvtransfer.protocol.handoff import (
 )
 from baton.kvtransfer.protocol.source import SourceHandoff, SourceState
 from baton.rpc.connection import DroppedPeers
-from baton.rpc.frames import FrameReader, encode_frame
+from baton.rpc.session import FrameReader, encode_frame
 from tests.numbered_pages import NumberedPages
 from tests.unit.kvtransfer.frame_mutations import BOMBS, mutated, valid_frames, valid_message
 

@@ -22,9 +22,10 @@ from baton.kvtransfer.protocol.messages import (
     encode,
 )
 from baton.kvtransfer.transports.message_stream import Call
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.rpc.connection import Connection, DroppedPeers, Role
-from baton.rpc.liveness import LINK_TIMEOUT_S, PING_S, LinkLife, is_ping
+from baton.rpc.liveness import PING_S, LinkLife, is_ping
 from tests.fakes import refuse_threads
 from tests.transfer_ends import wait_for
 
@@ -105,7 +106,7 @@ def test_a_peer_that_takes_nothing_is_dropped_before_much_waits_for_it(ends: End
 def test_peer_is_dropped_when_no_thread_can_send_what_it_has_not_taken(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_threads(monkeypatch, "wire-outbox")
+    refuse_threads(monkeypatch, "rpc-outbox")
     ends.link.send(LARGE)
     assert ends.dropped.counts() == {"slow": 1}
     wait_for(lambda: bool(ends.calls))

@@ -3,14 +3,13 @@
 import msgspec
 import pytest
 
-from baton.messages.bounds import MAX_WORKERS
+from baton.messages.bounds import MAX_BODY_BYTES, MAX_WORKERS
 from baton.messages.codec import decode, encode
 from baton.messages.control import Heartbeat
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import MAX_TENANTS, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
 from baton.router.status import fitted
-from baton.rpc.frames import MAX_BODY_BYTES
 from baton.tenants import Refusal
 from tests.node_peers import TestPeer, a_worker, id_of
 from tests.unit.router.router_cluster import cluster

@@ -31,10 +31,9 @@ from baton.messages.operations import (
     WatchWorkers,
     WorkerRemoved,
 )
-from baton.messages.workers import Load
+from baton.messages.workers import Load, RunningStep
 from baton.request import Request
 from baton.router.router import SETTLE_S
-from baton.rpc.liveness import RunningStep
 from baton.tenants import Quotas, SchedulingKey
 from tests.node_peers import TestPeer, a_request, a_worker, id_of
 from tests.unit.router.router_cluster import cluster

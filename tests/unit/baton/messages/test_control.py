@@ -30,6 +30,7 @@ from baton.messages.workers import (
     Address,
     Load,
     PrefillTimes,
+    RunningStep,
     StepTimes,
     Tier,
     Worker,
@@ -37,7 +38,6 @@ from baton.messages.workers import (
     WorkerStatus,
 )
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from baton.rpc.liveness import RunningStep
 from baton.tenants import Refusal
 
 ID, OTHER_ID = "a" * 32, "b" * 32

@@ -7,10 +7,9 @@ from baton.rpc.auth import (
     OPENING_BYTES,
     PAGES,
     Challenge,
-    ControlKeys,
     KeyRing,
+    LinkKeys,
     LinkSecret,
-    PurposeKeys,
     Role,
     derive,
     generation,
@@ -95,7 +94,7 @@ def test_proof_of_one_role_is_none_of_the_other() -> None:
 @pytest.mark.parametrize("message", [b"", b"x", b"x" * 31, b"x" * 33, b"x" * 1000])
 def test_wrong_lengths_are_refused(message: bytes) -> None:
     for role in Role:
-        with pytest.raises(WireError, match="was due"):
+        with pytest.raises(WireError, match="expected a challenge"):
             Challenge(KEY, role).receive(message)
 
 
@@ -121,8 +120,8 @@ def ends(connecting: LinkSecret, accepting: LinkSecret) -> tuple[Challenge, Chal
     return Challenge(connecting, Role.CONNECTING), Challenge(accepting, Role.ACCEPTING)
 
 
-def keys_of(kind: Kind, *cluster_keys: bytes) -> ControlKeys:
-    return ControlKeys(KeyRing.of(cluster_keys or (KEY,), kind))
+def keys_of(kind: Kind, *cluster_keys: bytes) -> LinkKeys:
+    return LinkKeys(KeyRing.of(cluster_keys or (KEY,), kind))
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -135,7 +134,7 @@ def test_processes_of_any_two_kinds_prove_which_they_are(kind: Kind, other: Kind
     assert (accepting.peer.kind, connecting.peer.kind) == (kind, other)
 
 
-class Liar(ControlKeys):
+class Liar(LinkKeys):
     """Says that it is a worker, with the keys of another kind."""
 
     @property
@@ -161,7 +160,7 @@ def test_a_gateway_gets_no_key_of_page_links_and_no_cluster_key() -> None:
     assert KEY not in held.values() and derive(KEY, PAGES) not in held.values()
     assert not any("worker" in purpose for purpose in held if "gateway" not in purpose)
     with pytest.raises(ConfigError, match="a gateway has no key for 'pages'"):
-        PurposeKeys(KeyRing.of(KEY, Kind.GATEWAY), PAGES)
+        LinkKeys(KeyRing.of(KEY, Kind.GATEWAY), PAGES)
 
 
 def test_keys_of_different_purposes_and_clusters_differ() -> None:
@@ -181,7 +180,7 @@ def test_both_generations_are_accepted_while_keys_are_exchanged() -> None:
 
 def test_the_old_key_is_refused_once_it_is_dropped() -> None:
     ring = KeyRing.of((OTHER_KEY, KEY), Kind.ROUTER)
-    accepting = ControlKeys(ring)
+    accepting = LinkKeys(ring)
     run(*ends(keys_of(Kind.WORKER, KEY), accepting))
     ring.replace((generation(OTHER_KEY, Kind.ROUTER),))
     with pytest.raises(WireError, match="does not hold"):

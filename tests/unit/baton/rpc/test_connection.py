@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton.errors import ConfigError, PeerGone, WireError
-from baton.rpc import connection as wire
+from baton.messages.bounds import MAX_BODY_BYTES
+from baton.rpc import session
 from baton.rpc.auth import Challenge
-from baton.rpc.connection import MAX_BODY_BYTES, Connection, DroppedPeers, Role, encode_frame
+from baton.rpc.connection import Connection, DroppedPeers, Role
+from baton.rpc.session import encode_frame
 
 KEY, OTHER_KEY = b"k" * 16, b"o" * 16
 Sockets = tuple[socket.socket, socket.socket]
@@ -213,7 +215,7 @@ def test_another_version_is_refused(sockets: Sockets) -> None:
 def test_slow_loris_is_dropped_within_the_frame_deadline(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "FRAME_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.2)
     dropped = DroppedPeers()
     connecting, accepting = connected(sockets, dropped)
     raw, stop = bare(connecting), threading.Event()

@@ -1,7 +1,8 @@
 import pytest
 
 from baton.errors import WireError
-from baton.rpc.frames import MAX_CONTROL_BYTES, VERSION, FrameReader, encode_frame
+from baton.messages.bounds import MAX_FRAME_BYTES
+from baton.rpc.session import VERSION, FrameReader, encode_frame
 
 
 def test_bodies_come_out_however_the_stream_is_cut() -> None:
@@ -17,25 +18,25 @@ def test_bodies_come_out_however_the_stream_is_cut() -> None:
 def test_reader_wants_the_header_then_the_rest_of_its_frame() -> None:
     frame, reader = encode_frame(b"body"), FrameReader()
     assert reader.num_wanted == 5
-    reader.feed(frame[:3])
+    assert list(reader.feed(frame[:3])) == []
     assert (reader.num_wanted, reader.has_begun) == (2, True)
-    reader.feed(frame[3:5])
+    assert list(reader.feed(frame[3:5])) == []
     assert reader.num_wanted == 4
-    assert reader.feed(frame[5:]) == [b"body"]
+    assert list(reader.feed(frame[5:])) == [b"body"]
     assert (reader.num_wanted, reader.has_begun) == (5, False)
 
 
-@pytest.mark.parametrize("length", [0, MAX_CONTROL_BYTES + 1, 2**32 - 1])
+@pytest.mark.parametrize("length", [0, MAX_FRAME_BYTES + 1, 2**32 - 1])
 def test_impossible_length_is_refused_by_its_header_alone(length: int) -> None:
     reader = FrameReader()
     with pytest.raises(WireError, match=f"{length} bytes was announced") as caught:
-        reader.feed(length.to_bytes(4, "big") + bytes([VERSION]))
+        next(reader.feed(length.to_bytes(4, "big") + bytes([VERSION])))
     assert caught.value.reason == "length"
 
 
 def test_another_version_is_refused_with_both_named() -> None:
     with pytest.raises(WireError, match=f"version 9 of the wire, we speak {VERSION}") as caught:
-        FrameReader().feed((2).to_bytes(4, "big") + b"\x09x")
+        next(FrameReader().feed((2).to_bytes(4, "big") + b"\x09x"))
     assert caught.value.reason == "version"
 
 
@@ -43,11 +44,11 @@ def test_reader_stays_broken() -> None:
     reader = FrameReader()
     for _ in range(2):
         with pytest.raises(WireError):
-            reader.feed(b"\xff" * 5)
+            next(reader.feed(b"\xff" * 5))
 
 
 def test_largest_frame_is_the_bound_exactly() -> None:
-    body = bytes(MAX_CONTROL_BYTES - 1)
-    assert FrameReader().feed(encode_frame(body)) == [body]
+    body = bytes(MAX_FRAME_BYTES - 1)
+    assert list(FrameReader().feed(encode_frame(body))) == [body]
     with pytest.raises(WireError, match="do not fit"):
         encode_frame(body + b"x")

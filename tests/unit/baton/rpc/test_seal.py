@@ -1,8 +1,9 @@
 import pytest
 
 from baton.errors import WireError
+from baton.messages.bounds import MAX_BODY_BYTES, SEAL_BYTES
 from baton.rpc.auth import Role
-from baton.rpc.frames import MAX_BODY_BYTES, SEAL_BYTES, Seals
+from baton.rpc.session import Seals
 
 KEY = b"s" * 32
 

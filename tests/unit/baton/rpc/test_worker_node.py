@@ -12,9 +12,9 @@ from baton.messages.control import Cancel, Heartbeat, Hello, KvEventsWanted, Mem
 from baton.messages.operations import Drain
 from baton.messages.status import OverloadLevel
 from baton.messages.workers import Address, Load, Worker, WorkerRole
-from baton.rpc.heartbeat import HeartbeatSender
 from baton.rpc.peers import Peer, PeerRegistry
-from baton.rpc.worker_node import WorkerNode, WorkerReports
+from baton.rpc.reports import WorkerReports
+from baton.rpc.worker_node import WorkerNode
 from tests.fakes import Post, PostedPeer
 
 
@@ -63,7 +63,6 @@ class SomeWorker(WorkerNode):
         super().__init__(
             peer_registry,
             self.links,
-            HeartbeatSender(peer_registry, clock),
             WorkerReports(peer_registry, clock),
         )
 

@@ -6,11 +6,11 @@ from typing import Final
 import psutil
 import pytest
 
+from baton.config.engine import RankSidecar
 from baton.engine.cache.step_marks import mark_of
 from baton.engine.loading import load_engine
 from baton.engine.runner.tp_worker import make_sidecar
 from baton.errors import ConfigError, ModelError
-from baton.sidecar import RankSidecar
 from tests.tiny_models import generate, tiny_config
 
 FACTORY: Final = "tests.recording_companion:RecordingCompanion"

@@ -17,8 +17,8 @@ from baton.kvtransfer.protocol.messages import (
     decode,
     encode,
 )
-from baton.rpc.connection import MAX_BODY_BYTES
-from baton.rpc.frames import encode_frame
+from baton.messages.bounds import MAX_BODY_BYTES
+from baton.rpc.session import encode_frame
 from tests.unit.kvtransfer.frame_mutations import LAYOUT
 
 ID = b"t" * 16

@@ -10,8 +10,8 @@ from baton.kvtransfer.protocol.messages import MAX_PAGES, RankListenerAddresses
 from baton.kvtransfer.ranks import messages as m
 from baton.kvtransfer.settings import EndpointSettings
 from baton.kvtransfer.transports.base import Spans
+from baton.messages.bounds import MAX_BODY_BYTES
 from baton.pages import PageLayout
-from baton.rpc.connection import MAX_BODY_BYTES
 
 LAYOUT = PageLayout(tp_size=2, page_size=16, num_layers=2, num_kv_heads=4, head_dim=8, dtype="bfloat16")
 SETTINGS = EndpointSettings(key=b"k" * 32, fingerprint="model", layout=LAYOUT)

@@ -18,7 +18,7 @@ from baton.kvtransfer.ranks.remote import RankAgents
 from baton.kvtransfer.settings import EndpointSettings
 from baton.messages.bounds import Kind
 from baton.pages import PageLayout
-from baton.rpc.auth import PAGES, KeyRing, PurposeKeys, Role
+from baton.rpc.auth import PAGES, KeyRing, LinkKeys, Role
 from baton.rpc.connection import Connection
 from tests.transfer_ends import wait_for
 
@@ -58,7 +58,5 @@ def test_keys_that_change_while_an_endpoint_is_made_reach_its_ranks(monkeypatch:
     ) as endpoint:
         endpoint.poll()
         source = socket.create_connection((settings.host, offered[0].ranks[0].tcp_port))
-        with contextlib.closing(
-            Connection(source, PurposeKeys(changed, PAGES), Role.CONNECTING)
-        ) as connection:
+        with contextlib.closing(Connection(source, LinkKeys(changed, PAGES), Role.CONNECTING)) as connection:
             connection.handshake(5.0)  # WireError: another key

@@ -9,9 +9,9 @@ from baton.clock import ManualClock, SystemClock
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import Alive, Hello
-from baton.rpc.heartbeat import BEAT_S, SignsOfLife
 from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import Peer
+from baton.rpc.reports import BEAT_S, SignsOfLife
 from baton.rpc.server import RpcThread
 from tests.unit.baton.peers import KEY, Recorder
 
