@@ -1,6 +1,6 @@
-"""The README and the guides under docs/: shown output is what comes out, shown commands and files are accepted, and
-links lead to files and headings that exist."""
+"""The README and the guides under docs/ agree with the code: output, commands, files, modules and links."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -13,11 +13,12 @@ from baton.cluster.cli.options import parser_of
 from baton.cluster.cli.serve_options import add_options, settings
 from baton.cluster.cli.settings import Settings
 from baton.config.cluster import ServeConfig
+from tests.test_layers import CONTRACT, EVERYTHING, MAY_IMPORT
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 PAGES: Final = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md", *ROOT.glob("docs/**/*.md"))
+    for path in (*ROOT.glob("*.md"), ROOT / "bench/README.md", *ROOT.glob("docs/**/*.md"))
 }
 SERVE: Final = PAGES["docs/serve.md"]
 CONFIGURE: Final = PAGES["docs/configure.md"]
@@ -76,3 +77,20 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_every_module_that_is_run_exists() -> None:
+    named = {name for page in PAGES.values() for name in re.findall(r"python -m (baton[\w.]*)", page)}
+    assert len(named) >= 10
+    assert not [name for name in named if importlib.util.find_spec(name) is None]
+
+
+def test_architecture_page_shows_the_arrows_of_the_layer_test() -> None:
+    section = PAGES["docs/architecture.md"].partition("## The arrows")[2]
+    shown: dict[str, frozenset[str]] = {}
+    for folders, cell in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (.*) \|$", section, flags=re.MULTILINE):
+        contract = CONTRACT if "contract" in cell else frozenset()
+        allowed = EVERYTHING if cell == "everything" else contract | set(re.findall(r"`(\w+)`", cell))
+        shown |= {name: allowed - {name} for name in re.findall(r"\w+", folders)}
+    arrows = {name: may - {name} for name, may in MAY_IMPORT.items() if name not in ("baton", "tests")}
+    assert {name: shown[name] for name in arrows} == arrows
