@@ -1,20 +1,28 @@
-# make serve   set up on first use, then serve the tiny model through a prefill and a decode worker, on Ray
+# make serve   set up on first use, then serve the model tiny on Ray with one prefill and one decode worker
 # make test    set up on first use, then run every test
-# make bench   the benches that need no model of yours
-# make parity  the full products of the equality tests
-# make faults  aborts at every point, a thousand times each; kills and stalls; each kind of link swallowed for a minute, then slow
-# make sim     two thousand whole clusters with faults, half of them with ones that close nothing, in virtual time
-# make soak    half an hour of mixed load on a whole cluster, a fault every ten seconds
-# make fuzz    a million damaged frames and as many records, a hundred thousand interleavings of hand-offs
-# make check   lint, formatting, types and the architecture
-# make format  rewrite the tree in the one format
-# make clean   forget the environment and every cache
+# make check   lint, formatting, types and layers
+# make format  format every file
+# make bench   the benchmarks that need no model of yours
+#
+# Longer suites; make test runs a part of each:
+# make parity  every combination of the tests that compare tokens across topologies
+# make faults  aborts in every state; kills and stalls of real processes; broken and slow links
+# make sim     two thousand simulated clusters with faults, in virtual time
+# make soak    half an hour of mixed load on a cluster on Ray, a fault every ten seconds
+# make fuzz    a million damaged frames, a million damaged records, 100,000 interleavings of hand-offs
+#
+# make clean   delete the virtual environment and all caches
+# make help    print this
+#
+# SERVE_OPTIONS='--decode 2'   options of baton serve for make serve
+# TEST_PROCESSES=3             pytest processes of make test
+# SOAK_MINUTES=30 SOAK_SEED=1  length and seed of make soak
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python,$(shell command -v $(name))))
 VENV ?= .venv
 BIN := $(VENV)/bin
 HAS_NVIDIA := $(shell { command -v nvidia-smi || ls -d /proc/driver/nvidia; } 2>/dev/null)
-# With a driver, the machine's own torch build is kept: it fits that driver. Without, a CPU build is pinned.
+# With an NVIDIA driver, the machine's torch is used, because it fits the driver. Without one, a CPU build is pinned.
 CONSTRAINTS := constraints/$(if $(HAS_NVIDIA),gpu,cpu).txt
 VENV_FLAGS := $(if $(HAS_NVIDIA),--system-site-packages)
 TEST_PROCESSES ?= 3
@@ -22,14 +30,17 @@ SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all setup redis serve test bench parity faults sim soak fuzz check format clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz check format clean
 
 all: check test
+
+help:
+	@sed -n '/^#/!q; s/^# \?//p' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt)
-	@echo "setting up $(VENV), once: a few minutes"
+	@echo "setting up $(VENV) once; this takes a few minutes"
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[worker,ray,dev]'
 	touch $@
@@ -39,12 +50,12 @@ redis:
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server; \
 	fi >/dev/null 2>&1; \
-	command -v redis-server >/dev/null || echo "note: redis-server is missing; install it to run what needs it"
+	command -v redis-server >/dev/null || echo "note: redis-server is not installed; tests that need it are skipped"
 
 serve: setup
 	@exec $(BIN)/baton serve tiny $(SERVE_OPTIONS)
 
-# A thread for torch in each of the processes: more would wait for cores that other tests have.
+# One torch thread in each process: more would compete for cores with the other tests.
 test: setup redis
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder --ignore=tests/kernels/interpreted

@@ -2,7 +2,7 @@
 # docker run --gpus all --ipc host --network host -v /models:/models:ro baton:cuda serve /models/NAME --runtime local
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
 
-# Triton compiles a launcher for each kernel with gcc and Python's headers; `baton serve` starts a redis-server.
+# Triton compiles a launcher for each kernel with gcc and Python's headers. `baton serve` starts redis-server.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv redis-server \
         tini \
@@ -14,7 +14,7 @@ ENV PATH=/opt/baton/bin:$PATH
 
 WORKDIR /src
 COPY . .
-# Of the extras, the one that brings Ray: ray-service for deploy/kuberay/rayservice.yaml.
+# The extra that installs Ray: ray-service for deploy/kuberay/rayservice.yaml.
 ARG RAY=ray
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 \
         --constraint constraints/gpu.txt ".[worker,gpu,redis,$RAY]" \
