@@ -58,22 +58,22 @@ class SamplingParams(
     token ids, context length) are checked by the engine that knows the model.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16  # None: until the model's limit
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: the whole vocabulary
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = {}
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None  # None: drawn by the engine when the request is added
-    logprobs: int | None = None  # how many of the likeliest tokens, the sampled one perhaps among them
-    prompt_logprobs: int | None = None
+    n: int = 1  # number of choices for one prompt
+    max_tokens: int | None = 16  # new tokens at most; None: until the model's limit
+    min_tokens: int = 0  # new tokens at least: earlier no end token is sampled
+    temperature: float = 1.0  # divides the logits; 0 is greedy
+    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities add up to this
+    top_k: int = 0  # sample from so many of the likeliest tokens; 0 or -1: the whole vocabulary
+    min_p: float = 0.0  # sample from tokens at least this times as likely as the likeliest
+    repetition_penalty: float = 1.0  # divides positive logits of used tokens, multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted from the logit of each generated token
+    frequency_penalty: float = 0.0  # subtracted from the logit of a token for each time it was generated
+    logit_bias: Mapping[int, float] = {}  # token id -> amount added to its logit
+    stop_token_ids: tuple[int, ...] = ()  # end a choice at any of these token ids
+    ignore_eos: bool = False  # generate past the model's end token
+    seed: int | None = None  # the same seed gives the same tokens; None: the engine draws one
+    logprobs: int | None = None  # number of likeliest tokens to report at each generated token
+    prompt_logprobs: int | None = None  # number of likeliest tokens to report at each prompt token
 
     def __post_init__(self) -> None:
         self._check_counts()

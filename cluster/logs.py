@@ -26,7 +26,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 def add_format_option(parser: argparse.ArgumentParser) -> None:
     """Add --log-format, which names the `log_format` of this process and of those that it starts."""
-    parser.add_argument("--log-format", choices=LOG_FORMATS, help="of log lines (text)")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help="form of log lines (default: text)")
 
 
 def set_up_logging(process: str = "", *, format: LogFormat | None = None, force: bool = False) -> None:

@@ -1,9 +1,8 @@
-"""The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the rest of COMMANDS.
+"""The command line: `baton serve MODEL`, `baton generate MODEL PROMPT` and the other commands of COMMANDS.
 
-Exit status: 0, also of a cluster that was told to stop and has drained; 1 when what was asked for could not
-be done, or broke later; 2 when something that the user gave is wrong; both are told in one line. 130 when
-interrupted before its end; 141 when the reader of the output has gone, as of a process that a broken pipe
-ends.
+Exit status: 0, also after a cluster was told to stop and has drained; 1 when Baton could not do what was
+asked, or a part broke later; 2 when the user must change something. One line on stderr says why. 130 after an
+interrupt; 141 when the reader of the output has gone, as for a process that a broken pipe ends.
 """
 
 import argparse
@@ -11,134 +10,88 @@ import importlib
 import importlib.metadata
 import io
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Final
 
 import baton
 from baton.cluster.cli import output
-from baton.cluster.cli.generate_options import add_options, flags_of_settings, option_flags
-from baton.cluster.cli.options import FAILED, USER_ERROR, OneLineParser, hint_for, in_flags, parser_of
-from baton.cluster.installing import install
+from baton.cluster.cli.options import FAILED, USER_ERROR, Command, Parser
 from baton.cluster.logs import set_up_logging
 from baton.config.environment import set_log_format
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
 
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
-WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch", "tqdm")  # the extra that the gateway does without
+WORKER_LIBRARIES: Final = ("numpy", "safetensors", "torch")  # the extra that routers and gateways do without
 
-
-# Each is `add_options` and `run` of baton.cluster.cli.commands.<name>, imported when the command runs.
+# command -> its module of cli/commands, imported when the command runs, and its help
 COMMANDS: Final = {
-    "serve": "start a cluster that answers as the OpenAI API",
-    "chat": "talk to a cluster",
-    "status": "workers, their pages and queues",
-    "explain": "why a request went where it went, and what it took",
-    "drain": "let a worker finish what it has, and take nothing new",
-    "undrain": "call a drained worker back",
-    "restart": "drain a worker and start it again",
-    "bench": "measure this machine, or a server: kv, serve",
-    "sim": "run a whole cluster with faults in virtual time, from a seed",
-    "doctor": "what this machine lacks, and how to mend it",
-    "config": "settings: show, schema, validate",
-    "keys": "the keys that open the API: add, revoke, list",
-    "cluster-key": "the key that the cluster's processes share: rotate, retire",
-    "worker": "run one worker, for a cluster that nobody else starts",
-    "gateway": "run one gateway, likewise",
-    "router": "run a router, likewise",
+    "serve": ("serve", "start a cluster that answers as the OpenAI API"),
+    "generate": ("generate", "complete one prompt and print the text as it comes"),
+    "chat": ("chat", "talk to a cluster"),
+    "status": ("status", "show workers, their pages and queues"),
+    "explain": ("explain", "show why a request went to its workers, and how long it took"),
+    "drain": ("workers", "let a worker finish its requests and take nothing new"),
+    "undrain": ("workers", "call a drained worker back"),
+    "restart": ("workers", "drain a worker and start it again"),
+    "bench": ("bench", "measure this machine, or a server: kv, prefix, serve"),
+    "sim": ("sim", "run a whole cluster with faults in virtual time, from a seed"),
+    "doctor": ("doctor", "look for problems of this machine, and say how to mend them"),
+    "config": ("config", "settings: show, schema, validate"),
+    "keys": ("keys", "the keys that open the API: add, revoke, list"),
+    "cluster-key": ("cluster_key", "the key that the cluster's processes share: new, rotate, retire"),
+    "worker": ("processes", "run one worker, for a cluster without `baton serve`"),
+    "gateway": ("processes", "run one gateway, likewise"),
+    "router": ("processes", "run one router, likewise"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    flags: dict[str, str] = {}
+    """Run one command and return its exit status. Raises SystemExit for --help and for wrong options."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # a model may write a character that the terminal lacks
     try:
-        try:
-            with output.told():  # argparse of an early Python 3.11 raises what it cannot write
-                arguments = _parse(argv)
-        except SystemExit:  # after --help, which argparse leaves to be flushed when nobody looks any more
-            output.flush()
-            raise
-        if arguments.command in COMMANDS:
-            return _run(arguments.command, arguments.options)
-        else:
-            set_up_logging()
-            flags = flags_of_settings(arguments)
-            _generate(arguments)
+        command, arguments = _parse(sys.argv[1:] if argv is None else argv)
+        if getattr(arguments, "log_format", None):
+            set_log_format(arguments.log_format)
+        set_up_logging()
+        return command.run(arguments) or 0
     except BatonError as error:
-        print(f"baton: error: {in_flags(' '.join(str(error).splitlines()), flags)}", file=sys.stderr)
-        return USER_ERROR if isinstance(error, ValueError) else FAILED
+        return _fail(str(error), USER_ERROR if isinstance(error, ValueError) else FAILED)
+    except ModuleNotFoundError as error:
+        if error.name not in WORKER_LIBRARIES:
+            raise
+        install = "pip install '.[worker]', in Baton's checkout"
+        return _fail(f"{error.name} is not installed: {install}", USER_ERROR)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
-    return 0
 
 
-def _run(name: str, options: Sequence[str]) -> int:
-    command = importlib.import_module(f"baton.cluster.cli.commands.{name.replace('-', '_')}")
-    parser = parser_of(name, command.__doc__)
-    command.add_options(parser)
-    arguments = parser.parse(options)
-    if getattr(arguments, "log_format", None):
-        set_log_format(arguments.log_format)
-    set_up_logging()
-    with _needing_workers_libraries():
-        return int(command.run(arguments) or 0)
-
-
-def _generate(arguments: argparse.Namespace) -> None:
-    with _needing_workers_libraries():
-        from baton.cluster.cli.generate import generate  # imports torch, for which --help need not wait
-    generate(arguments)
-
-
-@contextmanager
-def _needing_workers_libraries() -> Iterator[None]:
+def _parse(argv: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in WORKER_LIBRARIES:
-            raise
-        raise ConfigError(f"{error.name} is not installed: {install('worker')}") from None
+        with output.told():  # argparse of an early Python 3.11 raises an error of writing the help
+            parser = Parser("", "Serves large language models.")
+            parser.add_argument("--version", action="version", version=f"baton {_version()}")
+            parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+            parser.add_argument("options", metavar="...", nargs=argparse.REMAINDER, help="of the command")
+            shown = (f"  {name:<12} {help_}" for name, (_, help_) in COMMANDS.items())
+            parser.epilog = "\n".join(["commands, each with a --help of its own:", *shown])
+            given = parser.parse(argv)
+            module = importlib.import_module(f"baton.cluster.cli.commands.{COMMANDS[given.command][0]}")
+            command: Command = getattr(module, given.command.replace("-", "_"))
+            parser = Parser(given.command, command.description)
+            command.add_options(parser)
+            return command, parser.parse(given.options)
+    except SystemExit:  # after --help, which argparse does not flush
+        output.flush()
+        raise
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog="baton", description="Serves large language models.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"baton {_version()}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    generate = commands.add_parser(
-        "generate", help="complete one prompt and print the text as it comes", allow_abbrev=False
-    )
-    add_options(generate)
-    for name, help_ in COMMANDS.items():
-        command = commands.add_parser(name, help=help_, add_help=False, prefix_chars="\0")
-        command.add_argument("options", nargs="*")
-    arguments, unknown = parser.parse_known_args(argv)
-    if arguments.command in COMMANDS:
-        return arguments
-    if arguments.prompt is None:
-        _take_prompt(arguments, unknown)
-    if unknown:
-        generate.error(_unknown(unknown[0]))
-    return arguments
-
-
-def _take_prompt(arguments: argparse.Namespace, unknown: list[str]) -> None:
-    """argparse finds no optional positional behind an option: it leaves the prompt among the unknown."""
-    if unknown[:1] == ["--"] and len(unknown) > 1:
-        arguments.prompt = unknown[1]
-        del unknown[:2]
-    elif unknown and not unknown[0].startswith("-"):
-        arguments.prompt = unknown.pop(0)
-
-
-def _unknown(argument: str) -> str:
-    if not argument.startswith("-"):
-        return f"unexpected argument {argument!r}: put a prompt of several words in quotes"
-    return f"unknown option {argument!r}; {hint_for(argument, option_flags())}"
+def _fail(message: str, status: int) -> int:
+    print(f"baton: error: {' '.join(message.splitlines())}", file=sys.stderr)
+    return status
 
 
 def _version() -> str:

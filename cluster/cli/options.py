@@ -1,6 +1,8 @@
-"""Options of commands: each fills one key of a tree of settings, and is absent where it is not given.
+"""The options of commands, generated from the structs that hold the settings.
 
-Defaults and limits live with the settings' structs alone.
+An option sets one key of a struct. Its name follows from the key unless FLAGS names it, its help is the
+setting's comment, and its text is read as an environment variable of that setting is. Options that are not
+given stay absent from the parsed arguments: defaults and limits live with the structs alone.
 """
 
 import argparse
@@ -8,121 +10,84 @@ import difflib
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, NoReturn, TypeAlias
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
+import msgspec
+
+from baton.config.loader import comments, from_text, leaves
 from baton.errors import ConfigError
 
-# Errors in the words of the command line: the flag that was typed instead of the setting behind it.
+FAILED: Final = 1  # exit status: Baton could not do what was asked, or a part broke later
+USER_ERROR: Final = 2  # exit status: the user must change an argument, a file or a variable
 
-SPELLED: Final = "spelled"  # of the namespace: setting -> the flag that set it
-
-# Flags of other commands that mean something else here, or nothing.
-NOT_OURS: Final = {
-    "--model": "the model comes first and has no flag: baton generate MODEL PROMPT",
+# A setting's key -> its flags, where they do not follow from the key.
+FLAGS: Final = {
+    "model_name": "--served-model-name",
+    "tenants_file": "--tenants",
+    "policy": "--router-policy",
+    "router.policy": "--router-policy",
+    "prefill.num_workers": "--prefill",
+    "prefill.tensor_parallel_size": "--prefill-tp",
+    "prefill.page_size": "--prefill-block-size --prefill-page-size",
+    "decode.num_workers": "--decode",
+    "decode.tensor_parallel_size": "--decode-tp",
+    "decode.page_size": "--decode-block-size --decode-page-size",
+    "engine.tensor_parallel_size": "--tensor-parallel-size -tp",
+    "engine.seed": "--engine-seed --seed",
+    "engine.scheduler.policy": "--scheduler-policy",
+    "engine.cache.page_size": "--block-size --page-size",
+    "engine.cache.kv_cache_memory_bytes": "--kv-cache-memory --kv-cache-memory-bytes",
+    "engine.cache.host_cache_memory_bytes": "--host-cache-memory",
+}
+# The last part of a key -> the placeholder of its value in the help, where the type does not tell it.
+METAVARS: Final = {
+    "host": "ADDRESS",
+    "ray_address": "ADDRESS",
+    "redis": "URL",
+    "chat_template": "FILE",
+    "cluster_key_file": "FILE",
+    "decision_log": "FILE",
+    "tenants": "FILE",
+    "tenants_file": "FILE",
+    "stop_token_ids": "IDS",
+    "preferred_batch_sizes": "SIZES",
+    "logit_bias": "ID:X",
+}
+# vLLM's options that Baton lacks, and options of other commands: what to do instead.
+INSTEAD: Final = {
+    "--model": "the model comes first and has no flag: baton COMMAND MODEL",
     "--prompt": "the prompt has no flag: baton generate MODEL PROMPT",
+    "--api-key": "keys belong to tenants, in a file: --tenants FILE",
+    "--enable-auto-tool-choice": "the chat template decides whether tools can be called; leave it out",
+    "--tool-call-parser": "the chat template decides how tools are called; leave it out",
+    "--kv-transfer-config": "prefill and decode workers find each other; leave it out, or give --transport",
     "--scheduling-policy": "requests are served in their order; --scheduler-policy is about batches",
+    "--tokenizer": "the tokenizer is read from the model's directory; leave it out",
+    "--revision": "the model is a directory of yours; leave it out",
+    "--trust-remote-code": "no code of a model is ever run; leave it out",
+    "--pipeline-parallel-size": "a replica is split by --tensor-parallel-size alone",
+    "-pp": "a replica is split by --tensor-parallel-size alone",
+    "--shutdown-timeout": "give --drain-timeout",
 }
 
-
-class StoreSpelled(argparse.Action):
-    """Stores the value, or `const` where there is none, and how the flag was spelled."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
-        setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), self.dest: option_string})
-
-
-def in_flags(message: str, flags: Mapping[str, str]) -> str:
-    """`flags`: setting -> flag. A setting with a part is found anywhere, another where the message starts."""
-    for key, flag in flags.items():
-        name = re.escape(key.partition(".")[2])
-        pattern = rf"\b{name}\b" if "." in key.partition(".")[2] else rf"^{name}\b"
-        message = re.sub(pattern, flag, message)
-    return message
-
-
-def hint_for(unknown: str, known: Iterable[str]) -> str:
-    typed = unknown.partition("=")[0]
-    if typed in NOT_OURS:
-        return NOT_OURS[typed]
-    flags = list(known)
-    begun = [flag for flag in flags if len(typed) > 2 and flag.startswith(typed)]
-    nearest = begun if len(begun) == 1 else difflib.get_close_matches(typed, flags, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else "put -- before a prompt that starts with a dash"
-
-
-class Option(NamedTuple):
-    flags: str  # with spaces between them
-    key: str
-    kind: Callable[[str], object]
-    metavar: str
-    help: str
-
-
-class Switch(NamedTuple):
-    flag: str
-    key: str
-    value: bool
-    help: str
-
-
-AnyOption: TypeAlias = Option | Switch
-# What argparse's parsers and groups have in common.
-Groups: TypeAlias = Mapping[str, "argparse._ArgumentGroup"]
-
-
-def add_to(groups: Groups, options: Iterable[AnyOption]) -> None:
-    """groups: by the first part of an option's key."""
-    for option in options:
-        if isinstance(option, Option):
-            groups[part_of(option.key)].add_argument(
-                *option.flags.split(),
-                dest=option.key,
-                action=StoreSpelled,
-                type=option.kind,
-                metavar=option.metavar,
-                default=argparse.SUPPRESS,
-                help=option.help,
-            )
-        else:
-            groups[part_of(option.key)].add_argument(
-                option.flag,
-                dest=option.key,
-                action=StoreSpelled,
-                nargs=0,
-                const=option.value,
-                default=argparse.SUPPRESS,
-                help=option.help,
-            )
-
-
-def flags_of(options: Iterable[AnyOption]) -> list[str]:
-    return [
-        flag
-        for option in options
-        for flag in (option.flags.split() if isinstance(option, Option) else (option.flag,))
-    ]
-
-
-def part_of(key: str) -> str:
-    return key.partition(".")[0]
-
-
-# What the text of an option stands for; one that stands for nothing is refused before anything is loaded.
-
+Read: TypeAlias = Callable[[str], object]
 COUNT_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-# vLLM's other names of the same thing.
-DTYPE_NAMES: Final = {"half": "float16", "float": "float32"}
-LOAD_FORMAT_NAMES: Final = {"safetensors": "auto"}
 
 
 def integers(text: str) -> tuple[int, ...]:
+    """Read "5,17"."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -130,6 +95,7 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def biases(text: str) -> dict[int, float]:
+    """Read "5:-1.5,17:2": token ids and the biases of their logits."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         return {int(token_id): float(bias) for token_id, bias in pairs}
@@ -138,7 +104,7 @@ def biases(text: str) -> dict[int, float]:
 
 
 def count(text: str) -> int:
-    """As vLLM reads it: 4k is 4,000 and 4K is 4,096."""
+    """Read an integer as vLLM does: 4k is 4,000 and 4K is 4,096."""
     match = re.fullmatch(r"(\d{1,19})(\.\d{1,9})?([kmgKMG]?)", text)
     if match is None or (match[2] and match[3] not in ("k", "m", "g")):
         raise ArgumentTypeError(f"expected an integer such as 4096, 4k (4000) or 4K (4096), got {text!r}")
@@ -146,81 +112,207 @@ def count(text: str) -> int:
     return int(match[1]) * unit + round(float(match[2] or 0) * unit)
 
 
-def stop_string(text: str) -> str:
-    if not text:
-        raise ArgumentTypeError("a stop string must not be empty")
-    return text
-
-
-def dtype(text: str) -> str:
-    return DTYPE_NAMES.get(text, text)
-
-
 def routing_policy(text: str) -> str:
-    """The name of a routing policy that exists, or package.module:Class of one that can be imported."""
+    """Check the name of a routing policy, or package.module:Class of one that can be imported."""
     from baton.router.policies.registry import policy_class  # numpy: --help does not wait for it
 
     try:
         policy_class(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("router.policy: ")) from error
+        raise ArgumentTypeError(str(error).removeprefix("router.policy: ")) from error
     return text
 
 
-def load_format(text: str) -> str:
-    return LOAD_FORMAT_NAMES.get(text, text)
-
-
-# What the commands of `baton` have in common: one-line errors, and help that need not import anything.
-
-FAILED: Final = 1  # what was asked for could not be done, or broke later
-USER_ERROR: Final = 2
-
-# Of vLLM's command lines, which people paste: what to do instead.
-VLLMS: Final = {
-    "--api-key": "keys are of tenants, in a file: --tenants FILE",
-    "--enable-auto-tool-choice": "tools may be called where the chat template tells of them; leave it out",
-    "--tool-call-parser": "the chat template tells how tools are called; leave it out",
-    "--kv-transfer-config": "prefill and decode workers find each other; leave it out, or give --transport",
-    "--tokenizer": "it is read from the model's directory; leave it out",
-    "--revision": "the model is a directory of yours; leave it out",
-    "--trust-remote-code": "no code of a model is ever run; leave it out",
-    "--pipeline-parallel-size": "a replica is split by --tensor-parallel-size alone",
-    "-pp": "a replica is split by --tensor-parallel-size alone",
-    "--shutdown-timeout": "give --drain-timeout",
+# A setting's key -> how to read its option, where an environment variable would be read differently.
+READERS: Final[Mapping[str, Read]] = {
+    "policy": routing_policy,
+    "router.policy": routing_policy,
+    "engine.dtype": lambda text: {"half": "float16", "float": "float32"}.get(text, text),  # vLLM's names
+    "engine.load_format": lambda text: {"safetensors": "auto"}.get(text, text),
+    "engine.max_model_len": count,
+    "engine.scheduler.max_num_batched_tokens": count,
+    "engine.scheduler.preferred_batch_sizes": integers,
+    "sampling.stop_token_ids": integers,
+    "sampling.logit_bias": biases,
 }
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong without the usage, which would hide it."""
+class Setting(NamedTuple):
+    """One field of a settings struct that an option sets."""
+
+    key: str  # of the parsed arguments: the prefix of its struct, and the field's dotted key
+    field: msgspec.structs.FieldInfo
+    owner: type[msgspec.Struct]
+
+    @property
+    def flags(self) -> list[str]:
+        """The names of the option: for a boolean, also its negation."""
+        default = "--" + self.field.name.removesuffix("_s").replace("_", "-")
+        flags = FLAGS.get(self.key, default).split()
+        return [*flags, *(f"--no-{flag[2:]}" for flag in flags if self.field.type is bool)]
+
+    @property
+    def metavar(self) -> str | None:
+        """The placeholder of the value in the help; None for a flag without a value."""
+        kind = _plain(self.field.type)
+        if get_origin(kind) is Literal:
+            return f"{{{','.join(get_args(kind))}}}"
+        of_type = {int: "N", float: "S" if self.field.name.endswith("_s") else "X", bool: None}
+        if self.field.name in METAVARS or self.field.name.endswith("_bytes"):
+            return METAVARS.get(self.field.name, "SIZE")
+        return of_type.get(kind, "NAME")
+
+    def help(self) -> str:
+        """The setting's comment and its default. Reads the source of the struct."""
+        default = self.field.default
+        is_shown = default not in (None, msgspec.NODEFAULT, (), "") and not isinstance(default, Mapping)
+        comment = comments(self.owner).get(self.field.name, "")
+        role = self.key.partition(".")[0]
+        text = f"{role}: {comment}" if role in ("prefill", "decode") else comment
+        text = text.replace("%", "%%").replace("None:", "by default:")
+        return f"{text} (default: {default})" if is_shown else text
+
+    def read(self, text: str) -> object:
+        """Return the value that the option's text stands for. ArgumentTypeError: for none."""
+        try:
+            return READERS[self.key](text) if self.key in READERS else from_text(self.field, text, self.key)
+        except ConfigError as error:
+            raise ArgumentTypeError(str(error).removeprefix(f"{self.key}: ")) from None
+
+
+def settings_of(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, Setting]:
+    """Return key -> setting of every leaf of a struct; keys begin with `prefix`."""
+    found = {}
+    for key, field in leaves(struct_type).items():
+        owner = struct_type
+        for part in key.split(".")[:-1]:
+            (owner,) = (each.type for each in msgspec.structs.fields(owner) if each.name == part)
+        found[prefix + key] = Setting(prefix + key, field, owner)
+    return found
+
+
+class _Store(argparse.Action):
+    """Stores the setting's value under its key, and the flag as it was typed in `Parser.spelled`."""
+
+    setting: Setting
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = option_string or self.option_strings[0]
+        setattr(namespace, self.dest, not flag.startswith("--no-") if self.nargs == 0 else values)
+        setattr(namespace, SPELLED, {**getattr(namespace, SPELLED, {}), self.dest: flag})
+
+
+SPELLED: Final = "spelled"  # of the parsed arguments: key -> the flag that was typed
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command: every error is one line, and an unknown option names the nearest known one."""
+
+    def __init__(self, command: str, description: str | None) -> None:
+        super().__init__(
+            prog=f"baton {command}".strip(),
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def add_settings(self, title: str, settings: Iterable[Setting]) -> None:
+        """Add an option for each of these settings, in a group of this title.
+
+        A flag that an earlier setting has taken, as --seed of `baton generate`, is left to that setting.
+        """
+        group = self.add_argument_group(title)
+        for setting in settings:
+            has_value = setting.field.type is not bool
+            action = group.add_argument(
+                *(flag for flag in setting.flags if flag not in self._option_string_actions),
+                dest=setting.key,
+                action=_Store,
+                type=setting.read if has_value else str,
+                nargs=None if has_value else 0,
+                metavar=setting.metavar,
+                default=argparse.SUPPRESS,
+            )
+            assert isinstance(action, _Store)
+            action.setting = setting
+
+    def format_help(self) -> str:
+        """Read the comments of the settings now: other calls need not wait for them."""
+        for action in self._actions:
+            if isinstance(action, _Store):
+                action.help = action.setting.help()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"baton: error: {message} (see {self.prog} --help)\n")
+        """End the process with status 2, without the usage, which would hide the message."""
+        text = message.removeprefix("argument ")
+        self.exit(USER_ERROR, f"baton: error: {text} (see {self.prog} --help)\n")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """As `parse_args`, but an unknown option is answered with the nearest known one."""
+        """Parse all of `argv`; the last positional argument may also follow the options."""
         arguments, unknown = self.parse_known_args(argv)
+        self._take_late_positional(argv, arguments, unknown)
         if unknown:
-            self.error(self._what_is_unknown(unknown[0]))
+            self.error(self._unknown(unknown[0]))
         return arguments
 
-    def _what_is_unknown(self, argument: str) -> str:
+    def _take_late_positional(
+        self, argv: Sequence[str], arguments: argparse.Namespace, unknown: list[str]
+    ) -> None:
+        """Move an optional positional out of `unknown`: argparse finds none behind an option."""
+        literal = list(argv)[argv.index("--") + 1 :] if "--" in argv else []
+        if unknown[:1] == ["--"]:
+            del unknown[0]
+        for action in self._actions:
+            is_empty = not action.option_strings and getattr(arguments, action.dest, None) is None
+            is_text = bool(unknown) and (unknown[0] in literal or not unknown[0].startswith("-"))
+            if is_empty and is_text and action.nargs == argparse.OPTIONAL:
+                setattr(arguments, action.dest, unknown.pop(0))
+
+    def _unknown(self, argument: str) -> str:
         if not argument.startswith("-"):
-            return f"unexpected argument {argument!r}"
+            return f"unexpected argument {argument!r}: put a text of several words in quotes"
         flag = argument.partition("=")[0]
-        known = list(self._option_string_actions)
-        if flag == "--model":
-            return f"the model comes first and has no flag: {self.prog} MODEL"
-        if flag in VLLMS:
-            return f"{flag} is not needed or not there: {VLLMS[flag]}"
-        nearest = difflib.get_close_matches(flag, known, n=1)
-        return f"unknown option {flag!r}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+        if flag in INSTEAD:
+            return f"unknown option {flag!r}: {INSTEAD[flag].replace('baton COMMAND', self.prog)}"
+        flags = list(self._option_string_actions)
+        begun = [known for known in flags if len(flag) > 2 and known.startswith(flag)]
+        nearest = begun if len(begun) == 1 else difflib.get_close_matches(flag, flags, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "put -- before a text that starts with a dash"
+        return f"unknown option {argument!r}; {hint}"
 
 
-def parser_of(command: str, description: str | None) -> OneLineParser:
-    return OneLineParser(
-        prog=f"baton {command}",
-        description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def in_flags(message: str, settings: Iterable[Setting], arguments: argparse.Namespace) -> str:
+    """Write flags for the settings that an error names.
+
+    A setting with a part, such as cache.page_size, is found anywhere, another where the message starts.
+    """
+    spelled = getattr(arguments, SPELLED, {})
+    for setting in settings:
+        name = setting.key.partition(".")[2]
+        pattern = rf"\b{re.escape(name)}\b" if "." in name else rf"^{name}\b"
+        message = re.sub(pattern, spelled.get(setting.key, setting.flags[0]), message)
+    return message
+
+
+class Command(NamedTuple):
+    """One command of `baton`: what a module of cli/commands defines under the command's name."""
+
+    description: str | None
+    add_options: Callable[[Parser], None]
+    run: Callable[[argparse.Namespace], int | None]  # returns the exit status; None is 0
+
+
+def _plain(kind: Any) -> Any:
+    """Return a field's type without its bounds and without None."""
+    if get_origin(kind) is Annotated:
+        return _plain(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return _plain(next(part for part in get_args(kind) if part is not type(None)))
+    return kind

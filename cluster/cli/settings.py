@@ -10,64 +10,46 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from baton.cluster.cli.options import SPELLED
+from baton.cluster.cli.options import SPELLED, Parser, settings_of
+from baton.cluster.logs import add_format_option
 from baton.config.cluster import ServeConfig, WorkerConfig
-from baton.config.environment import PREFIX, VARIABLES
+from baton.config.environment import PREFIX, VARIABLES, environment_settings
 from baton.config.gateway import GatewayConfig
 from baton.config.loader import build, flatten, from_text, known_keys, leaves, nest, unknown_key
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 
-# Variables of the environment that set something, and those that were meant to.
-#
-# The environment's name of `engine.cache.page_size` is BATON_ENGINE_CACHE_PAGE_SIZE.
-
-OF_COMPOSE: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.yaml
-# What Kubernetes tells every container of a service whose name begins with baton.
-OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP)(_|$)")
-OF_KUBERNETES_VALUE: Final = ("tcp://", "udp://")
-
-
-def variable(key: str) -> str:
-    return PREFIX + key.upper().replace(".", "_")
-
-
-def check_variables(environment: Mapping[str, str]) -> None:
-    """ConfigError for a variable that sets nothing and is named nearly as one that does.
-
-    One may stand there for another command than the one that looks.
-    """
-    structs = (ServeConfig, WorkerConfig, GatewayConfig, RouterConfig)
-    known = [variable(key) for struct in structs for key in leaves(struct)] + [*VARIABLES, *OF_COMPOSE]
-    for name, value in environment.items():
-        if name in known or OF_KUBERNETES.search(name) or value.startswith(OF_KUBERNETES_VALUE):
-            continue
-        nearest = _nearest(name, known)
-        if nearest is not None:
-            raise ConfigError(f"unknown variable {name}; did you mean {nearest}?")
-
-
-def _nearest(name: str, known: list[str]) -> str | None:
-    """By what follows the prefix, which would make any two look alike. A part of a name means its first."""
-    stem = name.removeprefix(PREFIX)
-    stems = [other.removeprefix(PREFIX) for other in known]
-    parts = [other for other in stems if other.startswith(f"{stem}_") or other.endswith(f"_{stem}")]
-    alike = parts or difflib.get_close_matches(stem, stems, n=1)
-    return PREFIX + alike[0] if alike else None
-
+MAX_FILE_BYTES: Final = 1 << 20
+COMPOSE_VARIABLES: Final = ("BATON_UID", "BATON_GID")  # read by deploy/compose.yaml
+# Kubernetes sets these in every container of a service whose name begins with baton.
+KUBERNETES_NAME: Final = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP)(_|$)")
+KUBERNETES_VALUE: Final = ("tcp://", "udp://")
+# Settings without an option: a file or a variable sets them. An option for each would hide the others.
+WITHOUT_OPTION: Final = frozenset(
+    {
+        "model",
+        "prefill.ray_resources",
+        "decode.ray_resources",
+        "prefill.cores_per_rank",
+        "decode.cores_per_rank",
+    }
+    | {"router.host", "router.port", "router.max_attempts", "router.seed", "router.link_timeout_s"}
+    | {f"gateway.{name}" for name in leaves(GatewayConfig) if name not in ("chat_template", "operator_port")}
+)
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-MAX_FILE_BYTES: Final = 1 << 20
 
 
 class Given(NamedTuple):
-    """One setting, and who gave it, as it is told to the user: a flag, a variable or a file's key."""
+    """A value and its origin in words for the user: a flag, a variable or a key of a file."""
 
     value: object
     origin: str
 
 
 class Settings(Generic[StructT]):
+    """The values that a user gave for the keys of one struct."""
+
     def __init__(
         self,
         struct_type: type[StructT],
@@ -76,27 +58,27 @@ class Settings(Generic[StructT]):
         file: Path | None = None,
         environment: Mapping[str, str],
     ) -> None:
-        """flags: key -> what the command line says. ConfigError for what is wrong in the file."""
+        """flags: key -> the value on the command line. ConfigError: the file or a variable is wrong."""
         self._struct_type = struct_type
         self.given: dict[str, Given] = {
-            **(_of_file(struct_type, file) if file else {}),
-            **_of_environment(struct_type, environment),
+            **(_from_file(struct_type, file) if file else {}),
+            **_from_environment(struct_type, environment),
             **flags,
         }
 
     def build(self) -> StructT:
-        """ConfigError names whoever gave the value that is wrong."""
+        """Return the struct. ConfigError names the origin of the value that is wrong."""
         try:
             return build(self._struct_type, nest({key: given.value for key, given in self.given.items()}))
         except ConfigError as error:
             raise ConfigError(self.in_words_of_origin(str(error))) from None
 
     def origin(self, key: str) -> str:
-        given = self.given.get(key)
-        return given.origin if given else "default"
+        """Return the origin of a key's value, or "default"."""
+        return self.given[key].origin if key in self.given else "default"
 
     def in_words_of_origin(self, message: str) -> str:
-        """What is wrong with a setting, told with whoever gave it."""
+        """Replace the key at the start of an error message by the origin of the key's value."""
         # A struct's own checks know its last names alone: `cache.page_size` of `engine.cache.page_size`.
         key, colon, rest = message.partition(":")
         for known, given in self.given.items():
@@ -105,15 +87,72 @@ class Settings(Generic[StructT]):
         return message
 
 
-def flags_given(struct_type: type[msgspec.Struct], arguments: argparse.Namespace) -> dict[str, Given]:
-    """What the command line says of the struct's keys; other options are left out."""
+def settings_from(struct_type: type[StructT], arguments: argparse.Namespace) -> Settings[StructT]:
+    """Read options, then the environment, then the file of --config. Raises ConfigError."""
     spelled, known = getattr(arguments, SPELLED, {}), leaves(struct_type)
-    return {
+    flags = {
         key: Given(value, spelled.get(key, key)) for key, value in vars(arguments).items() if key in known
     }
+    return Settings(struct_type, flags=flags, file=arguments.config, environment=environment_settings())
 
 
-def _of_environment(struct_type: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Given]:
+def add_file_options(parser: Parser) -> None:
+    """Add --config and --log-format."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings as YAML; options go first")
+    add_format_option(parser)
+
+
+def add_serve_options(parser: Parser) -> None:
+    """Add the options of `baton serve`, which `baton config` and `baton doctor` take too."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs=argparse.OPTIONAL,
+        help='a model directory, the same on every machine, or "tiny", which comes with Baton',
+        default=argparse.SUPPRESS,
+    )
+    add_file_options(parser)
+    shown = {key: each for key, each in settings_of(ServeConfig).items() if key not in WITHOUT_OPTION}
+    parser.add_settings("cluster", [shown[key] for key in shown if not key.startswith("engine.")])
+    parser.add_settings("engine (of all workers)", [shown[key] for key in shown if key.startswith("engine.")])
+
+
+def serve_settings(arguments: argparse.Namespace) -> Settings[ServeConfig]:
+    """Read the settings of a cluster from arguments of `add_serve_options`. Raises ConfigError."""
+    return settings_from(ServeConfig, arguments)
+
+
+def variable(key: str) -> str:
+    """Return the environment's name of a setting: engine.cache.page_size is BATON_ENGINE_CACHE_PAGE_SIZE."""
+    return PREFIX + key.upper().replace(".", "_")
+
+
+def check_variables(environment: Mapping[str, str]) -> None:
+    """ConfigError: a variable sets nothing and its name is nearly that of one that does.
+
+    A variable may be meant for another command than the present one.
+    """
+    structs = (ServeConfig, WorkerConfig, GatewayConfig, RouterConfig)
+    known = [variable(key) for struct in structs for key in leaves(struct)]
+    known += [*VARIABLES, *COMPOSE_VARIABLES]
+    for name, value in environment.items():
+        if name in known or KUBERNETES_NAME.search(name) or value.startswith(KUBERNETES_VALUE):
+            continue
+        nearest = _nearest(name, known)
+        if nearest is not None:
+            raise ConfigError(f"unknown variable {name}; did you mean {nearest}?")
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """Compare names without the prefix, which makes any two alike. A part of names means the first one."""
+    stem = name.removeprefix(PREFIX)
+    stems = [other.removeprefix(PREFIX) for other in known]
+    parts = [other for other in stems if other.startswith(f"{stem}_") or other.endswith(f"_{stem}")]
+    alike = parts or difflib.get_close_matches(stem, stems, n=1)
+    return PREFIX + alike[0] if alike else None
+
+
+def _from_environment(struct_type: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Given]:
     given = {}
     check_variables(environment)
     for key, field in leaves(struct_type).items():
@@ -126,7 +165,7 @@ def _of_environment(struct_type: type[msgspec.Struct], environment: Mapping[str,
     return given
 
 
-def _of_file(struct_type: type[msgspec.Struct], file: Path) -> dict[str, Given]:
+def _from_file(struct_type: type[msgspec.Struct], file: Path) -> dict[str, Given]:
     known = leaves(struct_type)
     given = {}
     for key, value in flatten(read_mapping(file), known).items():
@@ -137,7 +176,7 @@ def _of_file(struct_type: type[msgspec.Struct], file: Path) -> dict[str, Given]:
 
 
 def read_mapping(file: Path) -> Mapping[str, object]:
-    """What a YAML or JSON file holds; ConfigError unless it is a mapping with names for keys."""
+    """Read a YAML or JSON file. ConfigError: it is no mapping with names for keys."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -147,7 +186,7 @@ def read_mapping(file: Path) -> Mapping[str, object]:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
         raise ConfigError(f"{file}: expected settings such as 'model: tiny', got {type(read).__name__}")
     return read

@@ -1,25 +1,62 @@
-"""One prompt being answered: the engine's tokens become text, choice by choice.
+"""The outputs of `LLM`, and one prompt whose tokens become text, choice by choice.
 
-1. `accept` takes every StepOutput of the request and says what it adds to the text.
-2. A choice ends by the engine's word or by a stop string, which the engine cannot know: tokens that still
-   come for it are dropped.
-3. When `is_finished`, the request is of no more use to the engine, and `completion` has the whole answer.
+1. `Generation.accept` takes every StepOutput of the request and returns the text that the output adds.
+2. A choice ends when the engine says so, or at a stop string, which the engine does not know: later tokens of
+   the choice are dropped.
+3. When `is_finished`, the engine may drop the request, and `completion` has the whole answer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import NoReturn, Self, TextIO
+from collections.abc import Sequence
 
-from tqdm import tqdm
+import msgspec
 
-from baton.cluster.cli.client import Completion, CompletionOutput, TextDelta
 from baton.errors import InvalidRequest
 from baton.gateway.text.detokenizer import ChoiceText
 from baton.gateway.text.tokenizer import Tokenizer, detokenizer_of
 from baton.request import FinishReason, Request, StepOutput, TokenLogprobs
 
 
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the `n` choices for one prompt, as in vLLM."""
+
+    index: int  # of the choice
+    # Without special tokens, stop strings and the token that ended the choice. "" for a model without a
+    # tokenizer.
+    text: str
+    token_ids: tuple[int, ...]  # all generated tokens, those of a stop string and the last one too
+    finish_reason: FinishReason  # stop, length or abort
+    stop_reason: str | int | None = (
+        None  # the stop string or stop token id that ended the choice; None: end token
+    )
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token; None: not asked for
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one prompt; vLLM's RequestOutput."""
+
+    prompt: str | None  # None: the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]  # SamplingParams.n choices
+    num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    # One for each prompt token, None for the first; None: not asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The text and token that one step adds to one choice."""
+
+    prompt_index: int  # of the prompt among the prompts given
+    index: int  # of the choice
+    text: str  # "" while a character is incomplete or a stop string may have begun
+    token_ids: tuple[int, ...]  # one token id; none when the choice was aborted
+    finish_reason: FinishReason | None = None  # set in the last delta of a choice
+    stop_reason: str | int | None = None  # as in CompletionOutput
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token; None: not asked for
+
+
 class Generation:
+    """One request of an LLM, and the text of its choices so far."""
+
     def __init__(
         self,
         request: Request,
@@ -29,7 +66,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         stops: Sequence[str],
     ) -> None:
-        """Without a tokenizer all text is "". Raises InvalidRequest on stop strings that cannot be found."""
+        """tokenizer: None: all text is "". Raises InvalidRequest for stop strings without a tokenizer."""
         if tokenizer is None and stops:
             raise InvalidRequest("stop: the model has no tokenizer, so its text cannot be searched")
         self.request = request
@@ -48,7 +85,7 @@ class Generation:
         return sum(len(choice.token_ids) for choice in self._choices)
 
     def accept(self, output: StepOutput) -> TextDelta | None:
-        """What the output adds; None for a choice that has ended at a stop string."""
+        """Return the addition to the text; None for a choice that has ended at a stop string."""
         choice = self._choices[output.choice]
         if choice.finish_reason is not None:
             return None
@@ -67,6 +104,7 @@ class Generation:
         )
 
     def completion(self) -> Completion:
+        """Return the whole answer. Every choice must have finished."""
         return Completion(
             prompt=self._prompt,
             prompt_token_ids=self.request.token_ids,
@@ -93,7 +131,7 @@ class _Choice:
         return self._text.stop_reason
 
     def accept(self, output: StepOutput) -> str:
-        """Take the next token, if there is one; returns the text that has become certain."""
+        """Take the next token, if there is one. Return the text that can be shown now."""
         if output.token_id is not None:
             self.token_ids.append(output.token_id)
         if output.logprobs is not None and self._logprobs is not None:
@@ -112,43 +150,3 @@ class _Choice:
             stop_reason=self.stop_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
         )
-
-
-# How far loading and generating are, as bars.
-
-
-class LoadProgress:
-    """A bar in MB/s on `stream` while weights are read; call it with (bytes so far, bytes in all)."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._bar: tqdm[NoReturn] | None = None
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(
-                total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, file=self._stream
-            )
-        self._bar.update(done_bytes - self._bar.n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def watch(deltas: Iterable[TextDelta], num_choices: int) -> Iterator[TextDelta]:
-    """The same deltas, with a bar of finished choices and tokens a second on stderr."""
-    num_tokens = 0
-    with tqdm(total=num_choices, desc="Generating", unit="choice") as bar:
-        for delta in deltas:
-            num_tokens += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                elapsed_s = bar.format_dict["elapsed"]
-                bar.set_postfix_str(f"{num_tokens / max(elapsed_s, 1e-9):,.0f} tokens/s", refresh=False)
-                bar.update()
-            yield delta

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
-from baton.cluster.cli.client import Completion, TextDelta
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.offline.generation import Generation, watch
+from baton.cluster.offline.generation import Completion, Generation, TextDelta
+from baton.cluster.offline.progress import watch
 from baton.cluster.offline.prompts import (
     GivenPrompt,
     Prompts,

@@ -29,7 +29,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from baton.cluster.cluster_key import Keys
-from baton.cluster.installing import install
 from baton.cluster.process_spec import (
     Loading,
     ProcessFailed,
@@ -499,7 +498,8 @@ def _import_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError(f"ray is not installed: {install('ray')}; or serve with --runtime local") from None
+        install = "pip install '.[ray]', in Baton's checkout"
+        raise ConfigError(f"ray is not installed: {install}; or serve with --runtime local") from None
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < MIN_RAY:
         raise ConfigError(f"ray {ray.__version__} is too old: {'.'.join(map(str, MIN_RAY))} or newer is safe")

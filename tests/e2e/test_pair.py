@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.bench.tiny.tasks import Case, recall_cases
-from baton.cluster.cli.client import Completion
 from baton.cluster.model_directory import resolve_model
+from baton.cluster.offline.generation import Completion
 from baton.cluster.offline.llm import LLM
 from baton.config.cluster import TransportChoice
 from baton.config.engine import EngineConfig, engine_config

@@ -1,7 +1,7 @@
 """Measure, on this machine: each suite prints a table and keeps it as JSON.
 
 baton bench kv [options]      KV pages between two processes, beside memcpy and raw sockets
-baton bench prefix [options]  what reuse of prefixes is worth, between two prefill and two decode workers
+baton bench prefix [options]  the gain from prefix reuse, between two prefill and two decode workers
 baton bench serve [options]   an OpenAI server over HTTP, beside others; or gateway and router alone
 
 `baton bench SUITE --help` says more. bench/README.md lists the others, which run as `python -m`.
@@ -11,23 +11,25 @@ import argparse
 import importlib
 from typing import Final
 
-from baton.cluster.cli.options import parser_of
+from baton.cluster.cli.options import Command, Parser
 from baton.errors import ConfigError
 
 SUITES: Final = ("kv", "prefix", "serve")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("suite", metavar="SUITE", nargs="?", help=" or ".join(SUITES))
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, and what the suite raises."""
+def _run(arguments: argparse.Namespace) -> None:
     if arguments.suite not in SUITES:
         got = "none" if arguments.suite is None else repr(arguments.suite)
         raise ConfigError(f"baton bench SUITE: expected {', '.join(SUITES)}, got {got}")
     suite = importlib.import_module(f"baton.bench.{arguments.suite}.suite")
-    parser = parser_of(f"bench {arguments.suite}", suite.__doc__)
+    parser = Parser(f"bench {arguments.suite}", suite.__doc__)
     suite.add_options(parser)
     suite.run(parser.parse(arguments.rest))
+
+
+bench = Command(__doc__, _add_options, _run)

@@ -1,24 +1,30 @@
-"""Talk to a cluster: what is typed is sent with all that was said before, and answered as it is made.
+"""Talk to a cluster: each line is sent with the conversation so far, and the answer is printed as it comes.
 
-With MESSAGE it answers that one and ends. An empty line or Ctrl-D ends it. Where the API wants a key, that is
-BATON_API_KEY's or OPENAI_API_KEY's.
+With MESSAGE the command prints the answer to that message and ends. An empty line or Ctrl-D ends a
+conversation. Where the API needs a key, set BATON_API_KEY or OPENAI_API_KEY.
 """
 
 import argparse
+import http.client
+import json
 import sys
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
 
 from baton.cluster.cli import output
-from baton.cluster.cli.client import ApiClient, Message
+from baton.cluster.cli.options import Command, Parser
 from baton.cluster.cluster_record import find_record
 from baton.config.environment import api_key
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest, WorkerLost
 
+Message: TypeAlias = dict[str, str]
 PROMPT: Final = "> "
+TIMEOUT_S: Final = 600.0
+DONE: Final = "[DONE]"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="what to say")
     parser.add_argument("--url", metavar="URL", help="of the API (that of the cluster on this machine)")
     parser.add_argument("--port", type=int, metavar="N", help="of the API of a cluster on this machine")
@@ -28,8 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (0.7)")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """The key is BATON_API_KEY's or OPENAI_API_KEY's. Raises ConfigError and WorkerLost."""
+def _run(arguments: argparse.Namespace) -> None:
     output.check()
     if arguments.url and arguments.port is not None:
         raise ConfigError("--port: --url has one already, leave one of them out")
@@ -60,3 +65,72 @@ def _typed() -> Iterator[str]:
         if not line:
             return
         yield line
+
+
+class ApiClient:
+    """As much of a client of the OpenAI API as `baton chat` needs."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        """url: with or without the /v1. ConfigError unless it is of HTTP."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url: expected one such as http://127.0.0.1:8000, got {url!r}")
+        secure = parts.scheme == "https"
+        self._kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def first_model(self) -> str:
+        models = json.load(self._ask("GET", "/models"))["data"]
+        if not models:
+            raise WorkerLost("the API has no model")
+        return str(models[0]["id"])
+
+    def chat(self, model: str, messages: Sequence[Message], settings: Mapping[str, Any]) -> Iterator[str]:
+        """The answer in pieces, as they come. InvalidRequest or WorkerLost with what the API says."""
+        body = {"model": model, "messages": list(messages), "stream": True, **settings}
+        answer = self._ask("POST", "/chat/completions", json.dumps(body).encode())
+        for line in answer:
+            event = line.decode().strip().removeprefix("data:").strip()
+            if event == DONE:
+                return
+            if not event or event.startswith(":"):
+                continue
+            chunk = json.loads(event)
+            if "error" in chunk:
+                raise WorkerLost(chunk["error"]["message"])
+            for choice in chunk.get("choices", ()):
+                yield choice["delta"].get("content") or ""
+        raise WorkerLost("the answer ended before its end")
+
+    def _ask(self, method: str, route: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        where = f"{self._host}:{self._port or ''}"
+        connection = self._kind(self._host, self._port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self._path + route, body, self._headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise WorkerLost(f"the API at {where} does not answer: {error}") from None
+        if answer.status == 401:
+            wrong = (
+                "does not know the key" if "Authorization" in self._headers else "wants a key, none was given"
+            )
+            raise ConfigError(f"the API at {where} {wrong}: set BATON_API_KEY or OPENAI_API_KEY")
+        if answer.status >= 400:
+            kind = InvalidRequest if answer.status < 500 else WorkerLost
+            raise kind(_message(answer.read(1 << 16)) or f"the API at {where} answers {answer.status}")
+        return answer
+
+
+def _message(body: bytes) -> str:
+    """What an error of OpenAI's shape says; "" for another."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+chat = Command(__doc__, _add_options, _run)

@@ -13,20 +13,20 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from baton.cluster.cli.serve_options import add_key_option, key_file
+from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.routers import add_key_option, key_file
 from baton.cluster.cluster_key import new_key, read_keys, replace_file, write_secret
 from baton.errors import ConfigError
 
 ACTIONS: Final = ("new", "rotate", "retire")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("action", choices=ACTIONS)
     add_key_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """ConfigError: the file is missing or wrong, or its keys do not allow this action now."""
+def _run(arguments: argparse.Namespace) -> None:
     path = key_file(arguments.cluster_key_file)
     done = {"new": _make, "rotate": _rotate, "retire": _retire}[arguments.action](path)
     print(f"baton: {path} {done}", file=sys.stderr, flush=True)
@@ -53,3 +53,6 @@ def _retire(path: Path) -> str:
         raise ConfigError(f"{path}: there is one key, and nothing to retire")
     replace_file(path, keys[0] + b"\n")
     return "has one key; the old one is refused"
+
+
+cluster_key = Command(__doc__, _add_options, _run)

@@ -1,7 +1,7 @@
 """The settings of `baton serve`.
 
-baton config show [--origin] [options of baton serve]   what they come to, and who says so
-baton config schema [serve|tenants]                     the JSON schema of a file of them, or of tenants
+baton config show [--origin] [options of baton serve]   their values, and the origin of each
+baton config schema [serve|tenants]                     the JSON schema of a file of settings, or of tenants
 baton config validate FILE                              whether `baton serve --config FILE` would take it
 """
 
@@ -12,10 +12,8 @@ from pathlib import Path
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import parser_of
-from baton.cluster.cli.serve_options import add_options as add_serve_options
-from baton.cluster.cli.serve_options import settings
-from baton.cluster.cli.settings import Settings, variable
+from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings, variable
 from baton.config.cluster import ServeConfig
 from baton.config.loader import described_schema, leaves
 from baton.errors import ConfigError
@@ -25,13 +23,13 @@ ACTIONS = ("show", "schema", "validate")
 SCHEMAS: Mapping[str, type[msgspec.Struct]] = {"serve": ServeConfig, "tenants": TenantsFile}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    parser = parser_of(f"config {arguments.action}", __doc__)
+def _run(arguments: argparse.Namespace) -> None:
+    parser = Parser(f"config {arguments.action}", __doc__)
     if arguments.action == "schema":
         parser.add_argument("file", nargs="?", choices=SCHEMAS, default="serve")
         described = SCHEMAS[parser.parse(arguments.rest).file]
@@ -47,12 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    given = settings(arguments)
+    given = serve_settings(arguments)
     if "model" not in given.given:
         raise ConfigError("model: expected one, such as: baton config show tiny")
-    config = given.build()
+    built = given.build()
     for key in leaves(ServeConfig):
-        value: object = config
+        value: object = built
         for name in key.split("."):
             value = getattr(value, name)
         line = f"{key}: {msgspec.json.encode(value).decode()}"
@@ -71,3 +69,6 @@ def _validate(file: Path) -> None:
         raise ConfigError(f"{file}: model: expected a value, got none")
     checked.build()
     output.write(f"{file}: {len(checked.given)} settings, all well\n")
+
+
+config = Command(__doc__, _add_options, _run)

@@ -1,70 +1,67 @@
-"""Why a request went where it went: what it was expected to cost at each pair of workers, and what it took.
+"""Show why a request went to its workers: the predicted cost of each pair, and the time that it really took.
 
 REQUEST_ID is the `id` of the answer, such as chatcmpl-4f0c..., or its 32 hex digits.
 """
 
 import argparse
-import asyncio
 import re
 from typing import Final
 
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.serve_options import add_router_options, routers_of, spelled
-from baton.cluster.cluster_key import Keys
-from baton.cluster.operator_node import connected
-from baton.errors import ConfigError, PeerGone, WorkerLost
+from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.routers import add_router_options, ask
+from baton.cluster.operator_node import Operator
+from baton.errors import ConfigError
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Status
-from baton.messages.workers import Routers
 from baton.router.decisions import regret_s, total_s, ttft_s
 
-MAX_SHOWN: Final = 16  # of the pairs that were weighed, the cheapest
+MAX_SHOWN: Final = 16  # pairs, the cheapest first
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("request_id", metavar="REQUEST_ID")
     add_router_options(parser)
-    parser.add_argument("--json", action="store_true", help="everything that the router knows of it, as JSON")
+    parser.add_argument("--json", action="store_true", help="the router's whole record, as JSON")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     output.check()
     request_id = arguments.request_id.rpartition("-")[2]
     if not re.fullmatch("[0-9a-f]{32}", request_id):
         raise ConfigError(f"request_id: expected 32 hex digits, got {arguments.request_id!r}")
-    decisions, status = asyncio.run(_ask(*routers_of(arguments), request_id))
+
+    async def explain(operator: Operator) -> tuple[tuple[Decision, ...], Status]:
+        return await operator.explain(request_id), await operator.status()
+
+    decisions, status = ask(arguments, explain)
     if arguments.json:
         output.write(f"{msgspec.json.encode(decisions).decode()}\n")
         return
     names = {entry.worker.id: entry.worker.name for entry in status.workers}
-    shown = [told(decision, names) for decision in decisions]
-    output.write("\n\n".join(shown) + "\n" if shown else "the router does not know that request\n")
+    shown = [part for decision in decisions for part in (*parts_of(decision, names), "")]
+    output.show(*(shown[:-1] or ["the router does not know that request"]))
 
 
-def told(decision: Decision, names: dict[str, str]) -> str:
-    """names: of workers, by id."""
-    lines = [
+def parts_of(decision: Decision, names: dict[str, str]) -> list[output.Part]:
+    """Return the lines and the table of one attempt. names: id -> name of a worker."""
+    head = (
         f"attempt {decision.attempt}: {decision.num_tokens} tokens, {decision.age_s:.1f} s ago, "
         f"by {decision.reason}: {_pair(decision.chosen, names)}"
-    ]
+    )
     cheapest = sorted(decision.weighed, key=total_s)[:MAX_SHOWN]
-    if cheapest:
-        lines += _table(cheapest, decision.chosen, names)
-    return "\n".join([*lines, *_truth(decision)])
-
-
-def _table(cheapest: list[Weighed], chosen: Weighed, names: dict[str, str]) -> list[str]:
+    if not cheapest:
+        return [head, *_truth(decision)]
     terms = list(cheapest[0].terms)
-    heads = ["", "pair", "held", *(name.removesuffix("_s") for name in terms), "total s"]
-    rows = [heads]
+    rows = []
     for each in cheapest:
         costs = [f"{each.terms.get(name, 0.0):.4f}" for name in terms]
-        mark = "*" if each == chosen else ""
-        rows.append([mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{total_s(each):.4f}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        mark = "*" if each == decision.chosen else ""
+        rows.append((mark, _pair(each, names), str(each.num_held_tokens), *costs, f"{total_s(each):.4f}"))
+    columns = ("", "pair", "held", *(name.removesuffix("_s") for name in terms), "total s")
+    return [head, output.table(columns, rows), *_truth(decision)]
 
 
 def _truth(decision: Decision) -> list[str]:
@@ -94,9 +91,4 @@ def _pair(weighed: Weighed, names: dict[str, str]) -> str:
     return f"{decode} < {filled}{source}"
 
 
-async def _ask(routers: Routers, keys: Keys, request_id: str) -> tuple[tuple[Decision, ...], Status]:
-    try:
-        async with connected(routers, keys) as operator:
-            return await operator.explain(request_id), await operator.status()
-    except (TimeoutError, PeerGone):
-        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None
+explain = Command(__doc__, _add_options, _run)

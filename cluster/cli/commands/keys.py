@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.cluster.cli import output
-from baton.cluster.cli.options import parser_of
+from baton.cluster.cli.options import Command, Parser
 from baton.cluster.cluster_key import replace_file
 from baton.config.environment import environment_settings
 from baton.errors import ConfigError
@@ -35,13 +35,13 @@ MIN_ID_DIGITS: Final = 8
 ALL: Final = "/all"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("action", choices=ACTIONS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    parser = parser_of(f"keys {arguments.action}", __doc__)
+def _run(arguments: argparse.Namespace) -> None:
+    parser = Parser(f"keys {arguments.action}", __doc__)
     default = environment_settings().get("BATON_TENANTS") or "tenants.yaml"
     parser.add_argument("--tenants", type=Path, default=Path(default), metavar="FILE", help="the file")
     if arguments.action == "add":
@@ -76,24 +76,21 @@ def _revoke(path: Path, ids: list[str]) -> None:
     for key in dict.fromkeys(found):
         _say(f"{path}: the key {_id(key)} opens nothing any more")
     if not left:
-        _say("warning: no key is left: nobody can come in, and `baton serve` would not start")
+        _say("warning: no key is left: every request is refused, and `baton serve` would not start")
 
 
 def _list(path: Path) -> None:
     file = read_tenants(path)
-    rows = [("TENANT", "KEY", "CLASS", "WEIGHT", "")]
+    rows = []
     for name, entry in file.tenants.items():
         role = "admin" if entry.admin else ""
         for key in entry.keys or ("",):
             rows.append((name, _id(key) or "-", file.classes[file.rank(entry)], f"{entry.weight:g}", role))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        output.write("  ".join(cells).rstrip() + "\n")
+    output.show(output.table(("TENANT", "KEY", "CLASS", "WEIGHT", ""), rows))
 
 
 def _keys_of(file: TenantsFile, wanted: str) -> list[str]:
-    """Those that an argument of `revoke` names."""
+    """Return the keys that an argument of `revoke` names."""
     if wanted.endswith(ALL):
         tenant = wanted.removesuffix(ALL)
         if tenant not in file.tenants:
@@ -127,7 +124,7 @@ def _text(path: Path, *, may_be_new: bool = False) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One at a time changes a file of this folder."""
+    """Let one process at a time change a file of this folder."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -141,3 +138,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(f"baton: {text}", file=sys.stderr, flush=True)
+
+
+keys = Command(__doc__, _add_options, _run)

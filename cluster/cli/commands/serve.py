@@ -1,41 +1,39 @@
 """Start a cluster and serve a model through it, until interrupted.
 
 Settings come from options, then BATON_* variables, then --config FILE, then defaults; `baton config show
---origin` says which. The API is OpenAI's. What is said goes to stderr, the banner to stdout.
+--origin` shows the origin of each. The API is OpenAI's. Messages go to stderr, the banner to stdout.
 """
 
 import argparse
 import asyncio
 import signal
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from baton.bench.tiny.tasks import recall_cases
 from baton.clock import SystemClock
-from baton.cluster.cli.serve_options import add_options, key_file, settings
+from baton.cluster.cli.options import Command
+from baton.cluster.cli.routers import has_no_key, key_file
+from baton.cluster.cli.settings import add_serve_options, serve_settings
 from baton.cluster.cluster_key import Keys, KeyWatch, new_key, read_keys
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.cluster.logs import say
 from baton.cluster.model_directory import TINY, resolve_model
 from baton.cluster.runtimes.base import Runtime
-from baton.cluster.runtimes.local import LocalRuntime
-from baton.cluster.runtimes.ray import RayRuntime
-from baton.cluster.serve import Serving, serve
-from baton.cluster.serve_plan import check_model, check_tenants, speech_of
 from baton.config.cluster import ServeConfig
-from baton.config.environment import cluster_key_file
 from baton.config.gateway import OPERATOR_HOST
 from baton.errors import ConfigError
-from baton.router.policies.registry import policy_class
+
+if TYPE_CHECKING:
+    from baton.cluster.serve import Serving
 
 RECALL_TOKENS: Final = 250
 RECALL_SEED: Final = 11
 
 
-def banner(config: ServeConfig, serving: Serving) -> str:
-    """What `baton serve` prints when it serves: where, and a request to paste."""
+def banner(config: ServeConfig, serving: "Serving") -> str:
+    """Return the text that `baton serve` prints when it serves: the addresses, and a request to paste."""
     plural = "s" * (config.decode.num_workers != 1)
     workers = f"{config.prefill.num_workers} prefill and {config.decode.num_workers} decode worker{plural}"
     where = "on Ray" if config.runtime == "ray" else "in processes of this machine"
@@ -56,10 +54,12 @@ def banner(config: ServeConfig, serving: Serving) -> str:
     return "\n".join(lines)
 
 
-def _example(config: ServeConfig, serving: Serving) -> list[str]:
+def _example(config: ServeConfig, serving: "Serving") -> list[str]:
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.tenants else ""
     if config.model != TINY:
         return ["  Try it:", "", _curl(config, serving, *_question(config), key)]
+    from baton.bench.tiny.tasks import recall_cases
+
     (case,) = recall_cases(1, RECALL_TOKENS, seed=RECALL_SEED)
     question = case.prompt.rpartition("\n")[2]
     body: dict[str, object] = {"prompt": case.prompt, "max_tokens": 4, "temperature": 0}
@@ -71,7 +71,9 @@ def _example(config: ServeConfig, serving: Serving) -> list[str]:
 
 
 def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
-    """A route, and a body that the model can answer there."""
+    """Return a route, and a body that the model can answer there."""
+    from baton.cluster.serve_plan import speech_of
+
     match speech_of(resolve_model(config.model), config.gateway.chat_template):
         case "chat":
             return "chat/completions", {"messages": [{"role": "user", "content": "What is a baton?"}]}
@@ -81,17 +83,14 @@ def _question(config: ServeConfig) -> tuple[str, dict[str, object]]:
             return "completions", {"prompt": [1, 2, 3], "max_tokens": 8, "return_token_ids": True}
 
 
-def _curl(config: ServeConfig, serving: Serving, route: str, body: dict[str, object], key: str) -> str:
+def _curl(config: ServeConfig, serving: "Serving", route: str, body: dict[str, object], key: str) -> str:
     text = msgspec.json.encode({"model": config.model_name, **body}).decode().replace("'", r"'\''")
     return f"curl -s {serving.url}/v1/{route}{key} -H 'Content-Type: application/json' -d '{text}'"
 
 
-__all__ = ["add_options", "run"]
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError, ModelError or WorkerLost; KeyboardInterrupt unless it served and has drained."""
-    given = settings(arguments)
+def _run(arguments: argparse.Namespace) -> None:
+    """Raise KeyboardInterrupt unless the cluster has served and has drained."""
+    given = serve_settings(arguments)
     if "model" not in given.given:
         raise ConfigError('MODEL: expected a directory, or "tiny", got none')
     config = given.build()
@@ -108,18 +107,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check(config: ServeConfig) -> None:
-    """Before anything is started. Of a Ray cluster this machine may be one that has no model."""
+    """Find errors before any process starts. On a Ray cluster this machine may lack the model."""
+    from baton.cluster.serve_plan import check_model, check_tenants, speech_of  # torch: --help does not wait
+    from baton.router.policies.registry import policy_class
+
     check_tenants(config)
+    policy_class(config.router.policy)
     if config.ray_address is None or Path(config.model).is_dir():
         directory = check_model(config)
-        policy_class(config.router.policy)
         if speech_of(directory, config.gateway.chat_template) == "token ids":
             say(f"warning: {directory} has no tokenizer.json: prompts are token ids, and so are answers")
 
 
 def _keys(config: ServeConfig) -> KeyWatch:
     """Watch the key file, or keep a new key where none is named."""
-    if config.cluster_key_file is None and cluster_key_file() is None:
+    if has_no_key(config.cluster_key_file):
         keys = (new_key(),)
         return KeyWatch(lambda: keys, SystemClock())
     path = key_file(config.cluster_key_file)
@@ -127,25 +129,32 @@ def _keys(config: ServeConfig) -> KeyWatch:
 
 
 async def _serve(config: ServeConfig, keys: KeyWatch) -> bool:
+    from baton.cluster.serve import serve as serve_cluster
+
     stop = asyncio.Event()
     _stop_on_signals(stop)
     with recorded() as record:
 
-        def leave_record(serving: Serving) -> None:
+        def leave_record(serving: "Serving") -> None:
             record(
                 ClusterRecord(host=serving.host, port=serving.port, routers=serving.routers, keys=keys.keys)
             )
 
-        def on_ready(serving: Serving) -> None:
+        def on_ready(serving: "Serving") -> None:
             leave_record(serving)
             print(banner(config, serving), flush=True)
 
-        runtime = make_runtime(config, keys.keys)
+        runtime = _make_runtime(config, keys.keys)
         say(f"starting {config.model_name} on {'Ray' if config.runtime == 'ray' else 'this machine'} ...")
-        return await serve(config, runtime, keys, stop=stop, say=say, on_ready=on_ready, on_keys=leave_record)
+        return await serve_cluster(
+            config, runtime, keys, stop=stop, say=say, on_ready=on_ready, on_keys=leave_record
+        )
 
 
-def make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
+def _make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
+    from baton.cluster.runtimes.local import LocalRuntime
+    from baton.cluster.runtimes.ray import RayRuntime
+
     if config.runtime == "local":
         return LocalRuntime(keys)
     pools = (config.prefill, config.decode)
@@ -156,7 +165,7 @@ def make_runtime(config: ServeConfig, keys: Keys) -> Runtime:
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:
-    """The first lets the cluster drain; another ends it at once."""
+    """Let the first signal drain the cluster, and another end it at once."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
@@ -167,3 +176,6 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+
+
+serve = Command(__doc__, add_serve_options, _run)

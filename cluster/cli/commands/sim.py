@@ -5,24 +5,27 @@ import logging
 from traceback import format_exception
 
 from baton.cluster.cli import output
+from baton.cluster.cli.options import Command, Parser
 from baton.sim.faults import Trouble
 from baton.sim.world import Violation, World
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="of the cluster, its load and its faults")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run so many, from --seed on")
+def _add_options(parser: Parser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cluster, its load and its faults")
     parser.add_argument(
-        "--trouble", type=Trouble, choices=list(Trouble), default=Trouble.ANY, help="what goes wrong"
+        "--seeds", type=int, default=1, metavar="N", help="number of seeds to run, from --seed on"
     )
-    parser.add_argument("--quiet", action="store_true", help="only say how requests ended")
+    parser.add_argument(
+        "--trouble", type=Trouble, choices=list(Trouble), default=Trouble.ANY, help="kind of faults"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print only how requests ended")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """1 at the first seed with which something did not hold, else 0."""
+def _run(arguments: argparse.Namespace) -> int:
+    """Return 1 at the first seed with a violation, else 0."""
     logger = logging.getLogger("baton")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # the trace says it, with the time
+    logger.setLevel(logging.CRITICAL)  # the trace has these messages, with their times
     try:
         return _run_all(arguments)
     finally:
@@ -45,3 +48,6 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 def _write(line: str) -> None:
     output.write(f"{line}\n")
+
+
+sim = Command(__doc__, _add_options, _run)

@@ -1,15 +1,14 @@
-"""Workers, gateways, routers and tenants of a cluster: where they run, what they do, overload, Redis.
+"""Show the workers, gateways, routers and tenants of a cluster: node, load, overload, Redis.
 
-running, waiting    sequences that have KV pages, and that wait for some
-in, out             hand-offs of KV pages that come to the worker, and that leave it
+running, waiting    sequences that have KV pages, and that wait for KV pages
+in, out             hand-offs of KV pages to the worker, and from the worker
 attempts            requests that routers have sent to the worker and that have not ended
-tokens              generated since the worker started
-hits                share of prompt tokens whose KV was there already
+tokens              tokens generated since the worker started
+hits                share of prompt tokens whose KV was cached
 pages               KV pages by state
 """
 
 import argparse
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
@@ -17,26 +16,18 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.cluster.cli import output
-from baton.cluster.cli.serve_options import add_router_options, routers_of, spelled
-from baton.cluster.cluster_key import Keys
-from baton.cluster.operator_node import connected
-from baton.errors import PeerGone, WorkerLost
+from baton.cluster.cli.options import Command, Parser
+from baton.cluster.cli.routers import add_router_options, ask, spelled
 from baton.messages.operations import GatewayStatus, Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
-from baton.messages.workers import Routers, WorkerStatus
+from baton.messages.workers import WorkerStatus
 
-# How overloaded a cluster is and how its tenants fare, as `baton status` shows it.
-
+COLUMNS: Final = (
+    *("worker", "role", "node", "pid", "tp", "running", "waiting", "in", "out", "attempts", "tokens", "hits"),
+    "pages",
+)
 QUEUE_COLUMNS: Final = (
-    "tenant",
-    "weight",
-    "share",
-    "waiting",
-    "oldest",
-    "active",
-    "in time",
-    "degraded",
-    "refused",
+    *("tenant", "weight", "share", "waiting", "oldest", "active", "in time", "degraded", "refused"),
 )
 MAX_LINES: Final = 32  # of tenants; the first are those with most waiting and most work
 
@@ -52,8 +43,8 @@ def refusals(gateways: Iterable[GatewayStatus]) -> dict[str, ByReason]:
     return dict(found)
 
 
-def queue_lines(queue: QueueStatus, refused: Mapping[str, ByReason]) -> list[str]:
-    """Return nothing for a cluster that is calm and has no tenants.
+def queue_parts(queue: QueueStatus, refused: Mapping[str, ByReason]) -> list[output.Part]:
+    """Return the lines and the table of the queue; none for a cluster that is calm and has no tenants.
 
     refused: tenant -> reason -> calls, see `refusals`.
     """
@@ -62,28 +53,20 @@ def queue_lines(queue: QueueStatus, refused: Mapping[str, ByReason]) -> list[str
     named = [status for status in (*queue.tenants, *only_refused) if status.tenant]
     if not named and not queue.num_queued and queue.level is OverloadLevel.CALM:
         return []
-    waiting = (
-        f"{queue.num_queued} wait, the oldest {queue.oldest_wait_s:.1f} s"
-        if queue.num_queued
-        else "nobody waits"
-    )
-    lines = [f"overload: {queue.level.name.lower().replace('_', ' ')}, {waiting}"]
+    waiting = "no request waits"
+    if queue.num_queued:
+        waiting = f"{queue.num_queued} wait, the oldest {queue.oldest_wait_s:.1f} s"
+    parts: list[output.Part] = [f"overload: {queue.level.name.lower().replace('_', ' ')}, {waiting}"]
     if not named:
-        return lines
+        return parts
     work = sum(status.work_tokens for status in queue.tenants)
-    rows = [
-        QUEUE_COLUMNS,
-        *(_queue_row(status, work, refused.get(status.tenant, {})) for status in named[:MAX_LINES]),
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines += [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    rows = (_queue_row(status, work, refused.get(status.tenant, {})) for status in named[:MAX_LINES])
+    parts.append(output.table(QUEUE_COLUMNS, rows))
     if len(named) > MAX_LINES:
-        lines.append(f"and {len(named) - MAX_LINES} more tenants, see --json")
+        parts.append(f"and {len(named) - MAX_LINES} more tenants, see --json")
     if queue.num_left_out:
-        lines.append(f"and {queue.num_left_out} tenants that are not told of, as there are too many")
-    return lines
+        parts.append(f"and {queue.num_left_out} more tenants, for which the status has no room")
+    return parts
 
 
 def _queue_row(status: TenantStatus, work: int, refused: ByReason) -> tuple[str, ...]:
@@ -101,54 +84,38 @@ def _queue_row(status: TenantStatus, work: int, refused: ByReason) -> tuple[str,
     )
 
 
-COLUMNS = (
-    "worker",
-    "role",
-    "node",
-    "pid",
-    "tp",
-    "running",
-    "waiting",
-    "in",
-    "out",
-    "attempts",
-    "tokens",
-    "hits",
-    "pages",
-)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: Parser) -> None:
     add_router_options(parser)
-    parser.add_argument("--json", action="store_true", help="everything that the router knows, as JSON")
+    parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     output.check()
-    status = asyncio.run(_ask(*routers_of(arguments)))
+    found = ask(arguments, lambda operator: operator.status())
     if arguments.json:
-        output.write(f"{msgspec.json.encode(status).decode()}\n")
+        output.write(f"{msgspec.json.encode(found).decode()}\n")
     else:
-        output.write(table(status) + "\n")
+        output.show(*parts_of(found))
 
 
-def table(status: Status) -> str:
-    """Return one line for each worker, router, gateway and tenant."""
-    rows = [COLUMNS, *(_row(entry) for entry in sorted(status.workers, key=_place))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    num_gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
-    last = f"{num_gateways}, {status.num_attempts} requests under way"
+def parts_of(status: Status) -> list[output.Part]:
+    """Return the tables of workers and tenants, and a line for each router and gateway."""
+    rows = (_row(entry) for entry in sorted(status.workers, key=_place))
+    last: list[output.Part] = []
     if status.left_out:
         counted = ", ".join(f"{count} {what}" for what, count in status.left_out.items())
-        last = f"for want of room this leaves out: {counted}\n{last}"
-    queue = queue_lines(status.queue, refusals(status.gateways))
-    routers, gateways = map(_router_line, status.routers), map(_gateway_line, status.gateways)
+        last.append(f"the status has no room for: {counted}")
+    gateways = f"{status.num_gateways} gateway{'s' * (status.num_gateways != 1)}"
+    last.append(f"{gateways}, {status.num_attempts} requests under way")
     if status.head_away_s:
-        last += f"\nRAY'S HEAD has not answered for {status.head_away_s:.0f} s: no worker can be started"
-    return "\n".join([*lines, *queue, *routers, *gateways, last])
+        last.append(f"RAY'S HEAD has not answered for {status.head_away_s:.0f} s: no worker can be started")
+    return [
+        output.table(COLUMNS, rows),
+        *queue_parts(status.queue, refusals(status.gateways)),
+        *map(_router_line, status.routers),
+        *map(_gateway_line, status.gateways),
+        *last,
+    ]
 
 
 def _gateway_line(gateway: GatewayStatus) -> str:
@@ -199,9 +166,4 @@ def _row(entry: WorkerStatus) -> tuple[str, ...]:
     )
 
 
-async def _ask(routers: Routers, keys: Keys) -> Status:
-    try:
-        async with connected(routers, keys) as operator:
-            return await operator.status()
-    except (TimeoutError, PeerGone):
-        raise WorkerLost(f"the router at {spelled(routers)} does not answer; is the key right?") from None
+status = Command(__doc__, _add_options, _run)

@@ -17,11 +17,9 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from baton.cluster.cli import foreground
-from baton.cluster.cli.commands import gateway, worker
-from baton.cluster.cli.commands import router as router_command
+from baton.cluster.cli.commands import processes
 from baton.cluster.cli.main import main
-from baton.cluster.cli.options import parser_of
+from baton.cluster.cli.options import Parser
 from baton.cluster.cli.settings import Settings
 from baton.config.cluster import ServeConfig, WorkerConfig
 from baton.config.gateway import GatewayConfig
@@ -81,17 +79,16 @@ def test_what_the_image_runs_while_it_is_built_answers(capsys: pytest.CaptureFix
 
 
 def config_of(command: list[str]) -> RouterConfig | GatewayConfig | WorkerConfig:
-    """What a process that is started with this command is told."""
+    """Return the configuration of a process that is started with this command."""
     name, *options = command
-    parser = parser_of(name, "")
+    parser = Parser(name, None)
+    getattr(processes, name).add_options(parser)
+    arguments = parser.parse(options)
+    if name == "worker":
+        return processes.worker_config(arguments)
     if name == "router":
-        router_command.add_options(parser)
-        return foreground.settings(RouterConfig, parser.parse(options))
-    if name == "gateway":
-        gateway.add_options(parser)
-        return foreground.settings(GatewayConfig, parser.parse(options))
-    worker.add_options(parser)
-    return foreground.settings(WorkerConfig, worker.with_names(parser.parse(options)))
+        return processes.config_of(RouterConfig, arguments)
+    return processes.config_of(GatewayConfig, arguments)
 
 
 def test_compose_starts_processes_that_find_each_other() -> None:

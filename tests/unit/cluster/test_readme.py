@@ -9,9 +9,8 @@ from typing import Final
 import pytest
 
 from baton.cluster.cli.main import main
-from baton.cluster.cli.options import parser_of
-from baton.cluster.cli.serve_options import add_options, settings
-from baton.cluster.cli.settings import Settings
+from baton.cluster.cli.options import Parser
+from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings
 from baton.config.cluster import ServeConfig
 from tests.test_layers import CONTRACT, EVERYTHING, MAY_IMPORT
 
@@ -55,10 +54,10 @@ def test_serve_accepts_every_command_that_is_shown() -> None:
     commands += re.findall(r"SERVE_OPTIONS='(.*?)'", text)
     assert len(commands) >= 8
     for command in commands:
-        parser = parser_of("serve", "")
-        add_options(parser)
+        parser = Parser("serve", None)
+        add_serve_options(parser)
         words = shlex.split(command, comments=True)
-        settings(parser.parse(words if words[0][0] != "-" else ["tiny", *words])).build()
+        serve_settings(parser.parse(words if words[0][0] != "-" else ["tiny", *words])).build()
 
 
 def test_the_settings_file_that_is_shown_is_read(tmp_path: Path) -> None:

@@ -3,10 +3,19 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.settings import MAX_FILE_BYTES, Given, Settings, read_mapping, variable
+from baton.cluster.cli.settings import (
+    MAX_FILE_BYTES,
+    Given,
+    Settings,
+    check_variables,
+    read_mapping,
+    variable,
+)
 from baton.config.cluster import ServeConfig
+from baton.config.environment import VARIABLES
 from baton.config.loader import leaves
 from baton.errors import ConfigError
+from tests.unit.cluster.conftest import Baton
 
 
 def settings(
@@ -22,7 +31,7 @@ def write(directory: Path, text: str) -> Path:
     return path
 
 
-def test_the_command_line_goes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+def test_option_beats_variable_which_beats_file(tmp_path: Path) -> None:
     file = write(tmp_path, "model: a\nport: 1\ndecode: {num_workers: 3}\nengine: {cache: {page_size: 32}}\n")
     environment = {"BATON_PORT": "2", "BATON_MODEL": "b", "BATON_ENGINE_MAX_MODEL_LEN": "512"}
     given = settings(file, environment, model="c")
@@ -42,11 +51,6 @@ def test_every_setting_has_a_variable_of_its_own() -> None:
     names = [variable(key) for key in leaves(ServeConfig)]
     assert len(names) == len(set(names))
     assert variable("engine.cache.page_size") == "BATON_ENGINE_CACHE_PAGE_SIZE"
-
-
-def test_a_misspelt_variable_is_told() -> None:
-    with pytest.raises(ConfigError, match="unknown variable BATON_PROT; did you mean BATON_PORT"):
-        settings(environment={"BATON_PROT": "1"}, model="tiny")
 
 
 def test_variables_hold_lists_mappings_and_sizes() -> None:
@@ -79,16 +83,16 @@ def test_variables_hold_lists_mappings_and_sizes() -> None:
             r"engine.cache.page_size: expected a power of two, got 3",
         ),
         ("- tiny", "expected settings such as 'model: tiny', got list"),
-        ("model: [", "is no YAML"),
+        ("model: [", "is not YAML"),
         ("{1: 2}", "expected settings such as"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_the_file(tmp_path: Path, text: str, message: str) -> None:
+def test_error_in_a_file_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(write(tmp_path, text)).build()
 
 
-def test_a_wrong_value_is_told_with_whoever_gave_it() -> None:
+def test_wrong_value_is_named_by_its_origin() -> None:
     with pytest.raises(ConfigError, match="^BATON_PORT: expected .*, got 'eighty'"):
         settings(environment={"BATON_PORT": "eighty"}, model="tiny")
     with pytest.raises(ConfigError, match="^BATON_ENGINE_CACHE_PAGE_SIZE: expected a power of two, got 3"):
@@ -97,7 +101,7 @@ def test_a_wrong_value_is_told_with_whoever_gave_it() -> None:
         settings(model="tiny", port=-1).build()
 
 
-def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_mapping(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -107,5 +111,34 @@ def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:
         read_mapping(large)
 
 
-def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert read_mapping(write(tmp_path, "# nothing yet\n")) == {}
+
+
+def test_option_beats_the_file(tmp_path: Path, baton: Baton) -> None:
+    file = write(tmp_path, "model: tiny\nruntime: local\nport: 1\n")
+    lines = baton("config", "show", "--config", str(file), "--port", "2").out.splitlines()
+    assert {'model: "tiny"', 'runtime: "local"', "port: 2"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("BATON_PREFIL_NUM_WORKERS", "BATON_PREFILL_NUM_WORKERS"),
+        ("BATON_PREFILL", "BATON_PREFILL_NUM_WORKERS"),
+        ("BATON_MAX_MODEL_LEN", "BATON_ENGINE_MAX_MODEL_LEN"),
+        ("BATON_CACHEDIR", "BATON_CACHE_DIR"),
+        ("BATON_TENANT", "BATON_TENANTS"),
+    ],
+)
+def test_misspelt_variable_is_answered_with_the_nearest(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^unknown variable {given}; did you mean {meant}\?$"):
+        check_variables({given: "2"})
+
+
+def test_variables_of_other_commands_and_programs_pass() -> None:
+    check_variables(dict.fromkeys(VARIABLES, "x"))
+    check_variables({"BATON_UID": "0", "BATON_GID": "0", "BATON_TWIRLING": "yes"})
+    check_variables({"BATON_STRICT": "true", "BATON_LOCAL_PREFILL_TOKENS": "1"})  # of other commands
+    check_variables({"BATON_SERVICE_HOST": "10.0.0.1", "BATON_SERVICE_PORT_HTTP": "8000"})  # of Kubernetes
+    check_variables({"BATON_PORT_8000_TCP_ADDR": "10.0.0.1", "BATON_GATEWAY_PORT": "tcp://10.0.0.1:8000"})

@@ -2,8 +2,7 @@
 
 import pytest
 
-from baton.cluster.cli.client import TextDelta
-from baton.cluster.offline.generation import Generation
+from baton.cluster.offline.generation import Generation, TextDelta
 from baton.gateway.text.tokenizer import Tokenizer, TokenizerConfig
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from tests.unit.gateway import tiny_tokenizers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster.cli.client import Completion, TextDelta
+from baton.cluster.offline.generation import Completion, TextDelta
 from baton.cluster.offline.llm import LLM
 from baton.cluster.offline.prompts import Prompt
 from baton.engine.replica import LayerWatch
@@ -376,7 +376,7 @@ def test_sampling_that_is_not_given_is_the_models_own(tmp_path: Path) -> None:
 def test_progress_is_shown_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([COPY, COPY], GREEDY, use_tqdm=True)
     shown = capsys.readouterr()
-    assert "2/2" in shown.err and "tokens/s" in shown.err
+    assert "Generating: 2 of 2 choices" in shown.err and "tokens/s" in shown.err
     assert shown.out == ""
 
 

@@ -1,11 +1,10 @@
-import pytest
-
-from baton.cluster.cli.commands.explain import told
-from baton.cluster.cli.main import main
+from baton.cluster.cli import output
+from baton.cluster.cli.commands.explain import parts_of
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 from baton.router.decisions import regret_s
 from tests.node_peers import id_of
+from tests.unit.cluster.conftest import Baton
 
 NAMES = {id_of("p0"): "prefill-0", id_of("p1"): "prefill-1", id_of("d0"): "decode-0"}
 CHOSEN = Weighed(
@@ -31,8 +30,12 @@ def decision(**changes: object) -> Decision:
     return Decision(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def lines_of(decision: Decision) -> list[str]:
+    return output.rendered(*parts_of(decision, NAMES)).splitlines()
+
+
 def test_chosen_pair_is_marked_and_the_cheapest_is_first() -> None:
-    head, columns, first, second = told(decision(), NAMES).splitlines()
+    head, columns, first, second = lines_of(decision())
     assert "100 tokens" in head and "decode-0 < prefill-0 pulls from prefill-1" in head
     assert columns.split() == ["pair", "held", "queue", "pull", "compute", "join", "total", "s"]
     assert first.startswith("*") and "0.3100" in first
@@ -41,7 +44,7 @@ def test_chosen_pair_is_marked_and_the_cheapest_is_first() -> None:
 
 def test_truth_and_regret_are_told_when_they_are_known() -> None:
     measured = PrefillTimes(id_of("r"), 0, 0.1, 0.3, 36, 100, 4096, 0.02, 1000, 0.001)
-    lines = told(decision(first_token_s=0.45, measured=measured), NAMES).splitlines()
+    lines = lines_of(decision(first_token_s=0.45, measured=measured))
     assert lines[-3] == "first token after 0.4500 s, 0.3000 s expected"
     assert lines[-2].startswith("regret +0.2000 s")
     assert "computed 36 of 100 tokens in 0.3000 s" in lines[-1]
@@ -53,9 +56,9 @@ def test_without_another_pair_or_a_first_token_there_is_no_regret() -> None:
 
 
 def test_worker_that_is_gone_is_named_by_its_id() -> None:
-    assert id_of("p0")[:8] in told(decision(), {})
+    assert id_of("p0")[:8] in output.rendered(*parts_of(decision(), {}))
 
 
-def test_id_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "chatcmpl-7"]) == 2
-    assert "expected 32 hex digits, got 'chatcmpl-7'" in capsys.readouterr().err
+def test_wrong_id_is_refused(baton: Baton) -> None:
+    status, _, err = baton("explain", "chatcmpl-7")
+    assert status == 2 and "expected 32 hex digits, got 'chatcmpl-7'" in err

@@ -1,3 +1,4 @@
+import functools
 import hashlib
 import json
 import stat
@@ -10,24 +11,17 @@ import pytest
 from baton.cluster.cli.main import main
 from baton.gateway.tenants.file import read_tenants
 from baton.gateway.tenants.tenants import Tenants
+from tests.unit.cluster.conftest import Baton, Result
 
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(baton: Baton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BATON_TENANTS", raising=False)
 
-    def run_keys(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = main(["keys", *arguments])
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run_keys
+    return functools.partial(baton, "keys")
 
 
 def lets_in(key: str) -> bool:
@@ -120,7 +114,6 @@ def test_keys_added_at_the_same_time_are_all_there(run: Run) -> None:
     assert sum(len(entry.keys) for entry in read_tenants(Path("tenants.yaml")).tenants.values()) == 12
 
 
-def test_the_schema_of_the_file_is_published(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "schema", "tenants"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert schema["$ref"] == "#/$defs/TenantsFile"
+def test_schema_of_the_file_is_published(baton: Baton) -> None:
+    status, out, _ = baton("config", "schema", "tenants")
+    assert (status, json.loads(out)["$ref"]) == (0, "#/$defs/TenantsFile")

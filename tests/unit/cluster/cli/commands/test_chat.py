@@ -7,11 +7,11 @@ from threading import Thread
 
 import pytest
 
-from baton.cluster.cli.client import ApiClient
-from baton.cluster.cli.main import main
+from baton.cluster.cli.commands.chat import ApiClient
 from baton.cluster.cluster_record import ClusterRecord, recorded
 from baton.errors import ConfigError, InvalidRequest, WorkerLost
 from baton.messages.workers import Address
+from tests.unit.cluster.conftest import Baton
 
 
 def event(body: object) -> str:
@@ -26,7 +26,7 @@ class Api(BaseHTTPRequestHandler):
     """Answers a chat by what its last message says."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self._answer(200, json.dumps({"data": [{"id": "tiny"}]}))
@@ -71,7 +71,7 @@ def ask(url: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_an_answer_comes_in_pieces(url: str, suffix: str) -> None:
+def test_answer_comes_in_pieces(url: str, suffix: str) -> None:
     assert ask(url + suffix, "hello") == "1:hello"
     assert ApiClient(url + suffix, None).first_model() == "tiny"
 
@@ -86,52 +86,42 @@ def test_an_answer_comes_in_pieces(url: str, suffix: str) -> None:
         ("cut", WorkerLost, "the answer ended before its end"),
     ],
 )
-def test_errors_say_what_the_api_says(url: str, text: str, kind: type[Exception], message: str) -> None:
+def test_errors_of_the_api_are_raised(url: str, text: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         ask(url, text)
 
 
-def test_nobody_there_and_no_url_are_told() -> None:
+def test_wrong_url_and_dead_api_are_told() -> None:
     with pytest.raises(WorkerLost, match="127.0.0.1:1 does not answer"):
         ask("127.0.0.1:1", "hello")
     with pytest.raises(ConfigError, match="--url: expected one such as"):
         ApiClient("ftp://host", None)
 
 
-def test_a_conversation_goes_on_with_what_was_said(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversation_is_sent_whole(url: str, baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n\nthree\n"))
-    assert main(["chat", "--url", url, "--system", "be short"]) == 0
-    assert capsys.readouterr().out == "2:one\n4:two\n"  # with the system's turn, and the answer to the first
+    status, out, _ = baton("chat", "--url", url, "--system", "be short")
+    assert (status, out) == (0, "2:one\n4:two\n")  # with the system's turn, and the answer to the first
+    assert baton("chat", "--url", url, "hello").out == "1:hello\n"
 
 
 @pytest.mark.parametrize("variable", ["BATON_API_KEY", "OPENAI_API_KEY"])
-def test_a_key_that_is_not_known_is_told_from_none(
-    url: str, variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_unknown_key_is_told_from_no_key(
+    url: str, variable: str, baton: Baton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "sk-1")
-    assert main(["chat", "--url", url, "key"]) == 2
-    assert "does not know the key: set BATON_API_KEY" in capsys.readouterr().err
+    status, _, err = baton("chat", "--url", url, "key")
+    assert status == 2 and "does not know the key: set BATON_API_KEY" in err
 
 
-def test_the_cluster_of_a_port_is_found_where_it_listens(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_cluster_is_found_by_its_port(
+    url: str, tmp_path: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))
-    port = int(url.rpartition(":")[2])
+    port = url.rpartition(":")[2]
+    router = Address("127.0.0.1", 7000)
     with recorded() as record:
-        record(
-            ClusterRecord(host="0.0.0.0", port=port, routers=(Address("127.0.0.1", 7000),), keys=(b"k" * 16,))
-        )
-        assert main(["chat", "--port", str(port), "hello"]) == 0
-        assert capsys.readouterr().out == "1:hello\n"
-        assert main(["chat", "--port", "1", "hello"]) == 2
-        assert "no cluster of yours with its API at port 1" in capsys.readouterr().err
-    assert main(["chat", "--port", "1", "--url", url, "hello"]) == 2
-    assert "--port: --url has one already" in capsys.readouterr().err
-
-
-def test_one_message_is_answered(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", url, "hello"]) == 0
-    assert capsys.readouterr().out == "1:hello\n"
+        record(ClusterRecord(host="0.0.0.0", port=int(port), routers=(router,), keys=(b"k" * 16,)))
+        assert baton("chat", "--port", port, "hello").out == "1:hello\n"
+        assert "no cluster of yours with its API at port 1" in baton("chat", "--port", "1", "hello").err
+    assert "--port: --url has one already" in baton("chat", "--port", "1", "--url", url, "hello").err

@@ -8,12 +8,10 @@ from threading import Event, Thread
 import msgspec
 import pytest
 
-from baton.cluster import doctor, redis_check
-from baton.cluster.cli.commands import doctor as doctor_command
-from baton.cluster.cli.main import main
+from baton.cluster.cli.commands import doctor
+from baton.cluster.cli.commands.doctor import CHECKS, Finding
 from baton.cluster.cluster_key import write_secret
 from baton.cluster.cluster_record import ClusterRecord, recorded
-from baton.cluster.doctor import Finding, examine
 from baton.cluster.ports import ListeningProcess
 from baton.cluster.process import ring_of, run
 from baton.cluster.process_spec import Assignment, generations_of
@@ -23,6 +21,7 @@ from baton.messages.workers import Address
 from baton.router.redis import server as redis_server
 from baton.router.redis.server import find_program
 from tests.redis_load import HurtRedis
+from tests.unit.cluster.conftest import Baton
 from tests.unit.cluster.model_directories import with_config_alone
 
 needs_redis = pytest.mark.skipif(find_program() is None, reason="there is no redis-server on PATH")
@@ -55,7 +54,7 @@ def server(answer: bytes) -> Iterator[int]:
 
 
 def test_everything_that_is_wrong_says_how_to_mend_it() -> None:
-    for finding in examine(build(ServeConfig, {"model": "tiny", "port": 0})):
+    for finding in (found for check in CHECKS for found in findings(check, port=0)):
         assert finding.verdict == "ok" or finding.mend, finding
 
 
@@ -132,9 +131,9 @@ def test_missing_libraries_are_told_with_what_installs_them(monkeypatch: pytest.
     ] == []
 
 
-def test_a_model_that_is_nowhere_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "/nowhere", "--port", "0"]) == 1
-    assert "ERROR   model '/nowhere'" in capsys.readouterr().out
+def test_missing_model_is_an_error(baton: Baton) -> None:
+    status, out, _ = baton("doctor", "/nowhere", "--port", "0")
+    assert status == 1 and "ERROR   model '/nowhere'" in out
 
 
 def test_settings_that_do_not_fit_the_model_are_errors() -> None:
@@ -170,7 +169,7 @@ def test_a_package_that_hides_hugging_faces_kernels_is_found(
 
 def test_lines_say_the_verdict_first() -> None:
     finding = Finding(verdict="warning", what="little memory", mend="buy some")
-    assert doctor_command._lines(finding) == "WARNING little memory\n        -> buy some\n"
+    assert finding.text == "WARNING little memory\n        -> buy some"
 
 
 def looking(redis: str) -> dict[str, object]:
@@ -206,7 +205,7 @@ def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> Non
         redis.ask("CONFIG SET", "maxmemory-policy", "allkeys-lru")
         forgets = the(doctor.shared_redis, **looking(redis.url))
         assert forgets.verdict == "warning" and "allkeys-lru" in forgets.what
-        monkeypatch.setattr(redis_check, "MIN_VERSION", (99, 0))
+        monkeypatch.setattr(doctor, "MIN_REDIS", (99, 0))
         assert "too old" in the(doctor.shared_redis, **looking(redis.url)).what
 
 
@@ -224,7 +223,7 @@ def test_a_redis_says_whether_it_will_do(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_the_version_of_a_redis_is_read(said: object, version: str, is_too_old: bool) -> None:
-    facts = redis_check.facts_of(said)
+    facts = doctor.redis_facts(said)
     assert (facts.version, facts.is_too_old) == (version, is_too_old)
 
 
@@ -237,7 +236,7 @@ def test_dead_ray_head_is_an_error() -> None:
     assert findings(doctor.ray_head) == [] == findings(doctor.ray_head, runtime="local")
 
 
-def test_routers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_routers_are_asked(tmp_path: Path, baton: Baton) -> None:
     key = b"0123456789abcdef"
     write_secret(tmp_path / "key", key)
     ready, stop, where = Event(), Event(), []
@@ -265,5 +264,5 @@ def test_routers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (silent,) = doctor.routers((address,), (key,))
     assert (silent.verdict, "cannot be reached" in silent.what) == ("error", True)
     options = ("--router", f"127.0.0.1:{address.port}", "--cluster-key-file", str(tmp_path / "key"))
-    assert main(["doctor", "tiny", "--runtime", "local", *options]) == 1
-    assert f"router at 127.0.0.1:{address.port} cannot be reached" in capsys.readouterr().out
+    status, out, _ = baton("doctor", "tiny", "--runtime", "local", *options)
+    assert status == 1 and f"router at 127.0.0.1:{address.port} cannot be reached" in out

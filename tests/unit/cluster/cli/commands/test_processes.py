@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.cli.main import main
 from baton.cluster.cluster_key import write_secret
+from tests.unit.cluster.conftest import Baton
 
-BATON = (sys.executable, "-m", "baton")
+COMMAND = (sys.executable, "-m", "baton")
 
 
 @pytest.fixture
@@ -20,16 +20,16 @@ def key_file(tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_router_serves_until_sigterm(key_file: Path, baton: Baton) -> None:
     environment = os.environ | {"BATON_CLUSTER_KEY_FILE": str(key_file)}
-    command = [*BATON, "router", "--router-policy", "round-robin"]
+    command = [*COMMAND, "router", "--router-policy", "round-robin"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         first = process.stderr.readline()
         assert first.startswith("baton: router serves at 127.0.0.1:")
         address = first.split()[-1]
-        assert main(["status", "--router", address, "--cluster-key-file", str(key_file)]) == 0
-        assert "0 gateways" in capsys.readouterr().out
+        status, out, _ = baton("status", "--router", address, "--cluster-key-file", str(key_file))
+        assert status == 0 and "0 gateways" in out
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
@@ -58,19 +58,11 @@ def test_a_router_serves_until_it_is_told_to_stop(key_file: Path, capsys: pytest
         (["serv"], "invalid choice: 'serv'"),
     ],
 )
-def test_what_is_missing_is_told_in_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_missing_option_is_one_line_and_status_2(
+    arguments: list[str], message: str, tmp_path: Path, baton: Baton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BATON_CLUSTER_KEY_FILE", raising=False)
     monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path))  # no cluster has left its record there
-    try:
-        status = main(arguments)
-    except SystemExit as exit_:
-        status = int(exit_.code or 0)
-    err = capsys.readouterr().err
+    status, _, err = baton(*arguments)
     assert status == 2
     assert message in err and err.count("\n") == 1

@@ -1,0 +1,191 @@
+"""One process of a cluster in the foreground: `baton router`, `baton gateway` and `baton worker`.
+
+Kubernetes, compose or another supervisor starts these processes and starts them again. Without --router and a
+key, a worker or gateway joins the cluster that `baton serve` runs on this machine.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from argparse import SUPPRESS
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+from setproctitle import setproctitle
+
+from baton.clock import SystemClock
+from baton.cluster.cli.options import Command, Parser, settings_of
+from baton.cluster.cli.routers import add_key_option, addresses, has_no_key, key_file
+from baton.cluster.cli.settings import Given, StructT, add_file_options, settings_from
+from baton.cluster.cluster_key import READ_EVERY_S, Keys, KeyWatch, read_keys
+from baton.cluster.cluster_record import find_record
+from baton.cluster.logs import say
+from baton.cluster.process import STOPPED_TWICE, ring_of, run
+from baton.cluster.process_spec import Assignment, ProcessKind, generations_of
+from baton.config.cluster import WorkerConfig
+from baton.config.gateway import GatewayConfig
+from baton.config.loader import leaves
+from baton.config.router import RouterConfig
+from baton.errors import ConfigError
+from baton.messages.workers import Address, WorkerRole
+from baton.rpc.auth import KeyRing
+
+logger = logging.getLogger(__name__)
+
+ROUTER_KEYS: Final = ("host", "port", "policy", "redis", "decision_log", "local_prefill_tokens")
+GATEWAY_KEYS: Final = ("served_model_name", "host", "port", "chat_template", "operator_port", "tenants_file")
+WORKER_KEYS: Final = ("name", "model_name", "host", "port", "transport", "drain_timeout_s")
+# Settings without a default -> the error where a command has none of them.
+MISSING: Final = {
+    "routers": "--router HOST:PORT: expected where the router listens, got none",
+    "model": 'MODEL: expected a directory, or "tiny", got none',
+    "engine.model": 'MODEL: expected a directory, or "tiny", got none',
+}
+
+
+def config_of(struct_type: type[StructT], arguments: argparse.Namespace) -> StructT:
+    """Read the process's settings from options, then variables, then the file, then defaults.
+
+    Raises ConfigError.
+    """
+    given = settings_from(struct_type, arguments)
+    if getattr(arguments, "router", None) is not None:
+        given.given["routers"] = Given(arguments.router, "--router")
+    if "routers" in leaves(struct_type).keys() - given.given.keys() and has_no_key(
+        arguments.cluster_key_file
+    ):
+        given.given["routers"] = Given(find_record().routers, "the cluster on this machine")
+    for key in MISSING.keys() & leaves(struct_type).keys() - given.given.keys():
+        raise ConfigError(MISSING[key])
+    return given.build()
+
+
+def worker_config(arguments: argparse.Namespace) -> WorkerConfig:
+    """Read a worker's settings. A worker without a name is called after its role and machine."""
+    given = vars(arguments)
+    given.setdefault("name", f"{arguments.role}-{socket.gethostname()}")
+    if "engine.model" in given:
+        given.setdefault("model_name", given["engine.model"].rstrip("/").rpartition("/")[2])
+    return config_of(WorkerConfig, arguments)
+
+
+def serve_here(
+    kind: ProcessKind, name: str, config: RouterConfig | GatewayConfig | WorkerConfig, key_option: str | None
+) -> None:
+    """Serve until SIGTERM or an interrupt; a second one ends the process at once. Raises BatonError."""
+    stop = threading.Event()
+
+    def drain(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(STOPPED_TWICE)
+        say(f"{name} drains; once more to stop at once", name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)
+
+    setproctitle(f"baton {name}")
+
+    def ready(where: Address) -> None:
+        say(f"{name} serves at {where.host}:{where.port}", name)
+
+    raw = msgspec.Raw(msgspec.json.encode(config))
+    keys = KeyWatch(_key_reader(config, key_option), SystemClock())
+    given = Assignment(kind=kind, name=name, generations=generations_of(kind, keys.keys), config=raw)
+    ring = ring_of(given)
+    threading.Thread(target=_follow, args=(keys, ring), name="keys", daemon=True).start()
+    run(given, ring, ready, stop)
+
+
+def _follow(keys: KeyWatch, ring: KeyRing) -> None:
+    """Never return."""
+    while True:
+        time.sleep(READ_EVERY_S)
+        if keys.look():
+            logger.info("the cluster keys have changed: %d are accepted now", len(keys.keys))
+            ring.replace(generations_of(ring.kind, keys.keys))
+
+
+def _key_reader(config: object, key_option: str | None) -> Callable[[], Keys]:
+    """Read the named file, or the record of this machine's cluster when the process joins that cluster."""
+    if has_no_key(key_option) and isinstance(config, WorkerConfig | GatewayConfig):
+        record = find_record()
+        if record.routers == config.routers:
+            return lambda: find_record(record.port).keys
+    path = key_file(key_option)
+    return lambda: read_keys(path)
+
+
+def _add_process_options(parser: Parser, struct_type: type[msgspec.Struct], keys: Sequence[str]) -> None:
+    settings = settings_of(struct_type)
+    add_file_options(parser)
+    if "routers" in settings:
+        parser.add_argument(
+            "--router",
+            type=addresses,
+            metavar="HOST:PORT",
+            help="the routers, with commas between them (default: the cluster of this machine)",
+        )
+    add_key_option(parser)
+    parser.add_settings("settings", [settings[key] for key in keys])
+    engine = [settings[key] for key in settings if key.startswith("engine.") and key != "engine.model"]
+    if engine:
+        parser.add_settings("engine", engine)
+
+
+def _add_router_options(parser: Parser) -> None:
+    _add_process_options(parser, RouterConfig, ROUTER_KEYS)
+
+
+def _add_gateway_options(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=SUPPRESS, help="the workers' model")
+    _add_process_options(parser, GatewayConfig, GATEWAY_KEYS)
+
+
+def _add_worker_options(parser: Parser) -> None:
+    parser.add_argument("role", choices=[str(role) for role in WorkerRole])
+    parser.add_argument(
+        "engine.model", metavar="MODEL", nargs="?", default=SUPPRESS, help='a directory, or "tiny"'
+    )
+    _add_process_options(parser, WorkerConfig, WORKER_KEYS)
+
+
+def _run_router(arguments: argparse.Namespace) -> None:
+    serve_here("router", "router", config_of(RouterConfig, arguments), arguments.cluster_key_file)
+
+
+def _run_gateway(arguments: argparse.Namespace) -> None:
+    serve_here("gateway", "gateway", config_of(GatewayConfig, arguments), arguments.cluster_key_file)
+
+
+def _run_worker(arguments: argparse.Namespace) -> None:
+    config = worker_config(arguments)
+    serve_here("worker", config.name, config, arguments.cluster_key_file)
+
+
+router = Command(
+    """Run one router in the foreground, for gateways and workers that are started one by one.
+
+Gateways and workers are told its address, so give it a port: --port 7000. All need the same cluster key.
+""",
+    _add_router_options,
+    _run_router,
+)
+gateway = Command(
+    "Run one gateway in the foreground: the OpenAI API, for clients of a router's workers.",
+    _add_gateway_options,
+    _run_gateway,
+)
+worker = Command(
+    """Run one worker in the foreground. The worker connects to the routers and waits for requests.
+
+Other processes connect to the address that it listens on: give this machine's, not 0.0.0.0.
+""",
+    _add_worker_options,
+    _run_worker,
+)

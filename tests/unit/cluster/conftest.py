@@ -1,0 +1,34 @@
+"""A command of `baton` in the test's process, which has torch imported already."""
+
+from typing import NamedTuple, Protocol
+
+import pytest
+
+from baton.cluster.cli.main import main
+
+
+class Result(NamedTuple):
+    """A command's exit status, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Baton(Protocol):
+    def __call__(self, *arguments: str) -> Result: ...
+
+
+@pytest.fixture
+def baton(capsys: pytest.CaptureFixture[str]) -> Baton:
+    """Run `baton` with these arguments."""
+
+    def run(*arguments: str) -> Result:
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
