@@ -1,4 +1,4 @@
-"""The clients of a simulation: what they ask for, when, and what each of them was given."""
+"""The clients of a simulation: their requests, their arrival times, and the answers that they get."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,20 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.request import FinishReason, Request, SamplingParams, TokenEvent
-from baton.sim.deployment import MAX_MODEL_LEN
+from baton.sim.deployment import MAX_MODEL_LEN, SimGateway
 from baton.sim.engine import NUM_WORDS, POISON, UNSAMPLEABLE, golden
-from baton.sim.lives import GatewayLife
 from baton.sim.process import Events
 
-START_S: Final = 0.8  # by then a cluster stands; some come before
-LOADS_S: Final = (0.5, 1.5, 4.0)  # in one of which all requests come
+START_S: Final = 0.8  # until a cluster is complete; some requests come before
+LOADS_S: Final = (0.5, 1.5, 4.0)  # all requests come within one of these times
 MAX_CHOICES: Final = 3
-ILL_CHANCE: Final = 0.006
+BAD_REQUEST_CHANCE: Final = 0.006
 CANCEL_CHANCES: Final = (0.05, 0.05, 0.5)
-MOST_VISITS: Final = (4, 16, 16, 40)
+MOST_ARRIVALS: Final = (4, 16, 16, 40)
 
 
 class SimClient:
-    """One choice of one request, as its sink. What should not be is noted, not raised: see `complaints`."""
+    """One choice of one request. Violations are collected in `complaints`, not raised."""
 
     def __init__(self, request: Request, events: Events) -> None:
         self.request = request
@@ -32,31 +31,62 @@ class SimClient:
         self.error: BatonError | None = None
         self.has_cancelled = False
         self.opened_s = self.ended_s = 0.0
-        self.gateway: GatewayLife | None = None
-        self.following: list[SimClient] = []  # further choices, asked for at this one's first token
+        self.gateway: SimGateway | None = None
+        self.following: list[SimClient] = []  # further choices, submitted at this one's first token
         self.cancel_after_tokens: int | None = None
         self.complaints: list[str] = []
         self._events = events
 
     @property
+    def name(self) -> str:
+        """The name in complaints."""
+        return self.request.request_id[:8]
+
+    @property
     def is_over(self) -> bool:
-        """It hears nothing more; also of its gateway's death, which ends its connection."""
+        """The client hears nothing more; the death of its gateway ends its connection."""
         has_ended = self.finish_reason is not None or self.error is not None or self.has_cancelled
         return has_ended or (self.gateway is not None and self.gateway.process.is_dead)
 
-    def open(self, gateway: GatewayLife, sticky_worker: str = "") -> None:
+    @property
+    def is_settled(self) -> bool:
+        """The request was submitted, and the client hears nothing more."""
+        return self.gateway is not None and self.is_over
+
+    @property
+    def fate(self) -> str:
+        """The way in which the request ended."""
+        if self.error is not None:
+            return type(self.error).__name__
+        if self.finish_reason is not None:
+            return str(self.finish_reason)
+        if self.has_cancelled:
+            return "cancelled"
+        return "gone with its gateway" if self.gateway is not None else "never asked for"
+
+    @property
+    def is_unanswerable(self) -> bool:
+        """No worker can answer the request."""
+        token_ids = self.request.token_ids
+        return bool({POISON, UNSAMPLEABLE} & set(token_ids)) or len(token_ids) >= MAX_MODEL_LEN
+
+    def golden(self) -> tuple[list[int], FinishReason]:
+        """Return the answer of an undisturbed run."""
+        return golden(self.request, self.request.sampling.seed, MAX_MODEL_LEN)
+
+    def open(self, gateway: SimGateway, sticky_worker: str = "") -> None:
+        """Submit the request."""
         self.gateway = gateway
         self.opened_s = self._events.now_s
         gateway.process.post(lambda: self._open(gateway, sticky_worker))
 
     def cancel(self) -> None:
-        gateway = self.gateway
-        if gateway is not None and not self.is_over:
-            gateway.process.post(self._cancel)
-
-    # As a sink.
+        """Cancel the request, unless the client hears nothing more."""
+        if self.gateway is not None and not self.is_over:
+            self.gateway.process.post(self._cancel)
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
+        """Take tokens from the gateway."""
         is_first = not self.token_ids
         for event in events:
             self._take(event)
@@ -69,13 +99,14 @@ class SimClient:
             self.cancel()
 
     def failed(self, error: BatonError) -> None:
-        self._hear_end()
+        """Take an error from the gateway; the choices that were to follow are never submitted."""
+        self._check_open()
         self.error = error
         for client in self.following:
             if client.gateway is None:
-                client.error = error  # it is never asked for
+                client.error = error
 
-    def _open(self, gateway: GatewayLife, sticky_worker: str) -> None:
+    def _open(self, gateway: SimGateway, sticky_worker: str) -> None:
         try:
             gateway.frontend.open(self.request, self, sticky_worker=sticky_worker)
         except BatonError as error:
@@ -87,58 +118,53 @@ class SimClient:
             self.gateway.frontend.cancel(self.request.request_id)
 
     def _take(self, event: TokenEvent) -> None:
-        self._hear_end()
+        self._check_open()
         if event.index != len(self.token_ids):
             self.complaints.append(f"token {event.index} came after {len(self.token_ids)}")
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
         self.finish_reason = event.finish_reason
 
-    def _hear_end(self) -> None:
+    def _check_open(self) -> None:
         if self.is_over:
             self.complaints.append("it hears something after its end")
         self.ended_s = self._events.now_s
 
-    # What it should have been given.
-
-    def golden(self) -> tuple[list[int], FinishReason]:
-        return golden(self.request, self.request.sampling.seed, MAX_MODEL_LEN)
-
-    @property
-    def is_ill(self) -> bool:
-        """No worker can answer it."""
-        return bool({POISON, UNSAMPLEABLE} & set(self.request.token_ids)) or self.is_too_long
-
-    @property
-    def is_too_long(self) -> bool:
-        return len(self.request.token_ids) >= MAX_MODEL_LEN
-
 
 @dataclass
-class ClientVisit:
-    """A client comes, with all its choices."""
+class Arrival:
+    """One request, with a client for each choice."""
 
     at_s: float
-    gateway: int  # its number
+    gateway: int  # index in the deployment
     clients: list[SimClient]
-    cancel_s: float | None = None  # so long after it came
+    cancel_s: float | None = None  # after the arrival
+
+    @property
+    def has_ended(self) -> bool:
+        """Every client that submitted its choice hears nothing more."""
+        first, *others = self.clients
+        return first.is_settled and all(each.is_settled for each in others if each.gateway is not None)
 
 
 class ClientLoad:
-    def __init__(self, events: Events, random: Random, ill_chance: float = ILL_CHANCE) -> None:
-        """ill_chance: of each kind of request that no worker can answer."""
+    """Draws the requests of a simulation."""
+
+    def __init__(self, events: Events, random: Random, bad_request_chance: float) -> None:
+        """bad_request_chance: of each kind of request that no worker can answer."""
         self._events = events
-        self._ill_chance = ill_chance
+        self._bad_request_chance = bad_request_chance
         self._cancel_chance = random.choice(CANCEL_CHANCES)
         self._random = random
         self.ends_s = START_S + random.choice(LOADS_S)
         self._documents = [[random.randrange(NUM_WORDS) for _ in range(48)] for _ in range(2)]
 
-    def visits(self, num_gateways: int) -> list[ClientVisit]:
-        num_visits = self._random.randint(1, self._random.choice(MOST_VISITS))
-        return [self._visit(num_gateways) for _ in range(num_visits)]
+    def arrivals(self, num_gateways: int) -> list[Arrival]:
+        """Draw all requests."""
+        num_arrivals = self._random.randint(1, self._random.choice(MOST_ARRIVALS))
+        return [self._arrival(num_gateways) for _ in range(num_arrivals)]
 
-    def _visit(self, num_gateways: int) -> ClientVisit:
+    def _arrival(self, num_gateways: int) -> Arrival:
         random = self._random
         first = self._request()
         num_choices = random.choice((1, 1, 1, 1, MAX_CHOICES))
@@ -152,12 +178,8 @@ class ClientLoad:
             if random.random() < self._cancel_chance:
                 client.cancel_after_tokens = random.randint(1, 8)
         cancel_s = random.uniform(0.0, 1.0) if random.random() < self._cancel_chance else None
-        return ClientVisit(
-            random.uniform(random.choice((0.0, START_S, START_S)), self.ends_s),
-            random.randrange(num_gateways),
-            clients,
-            cancel_s,
-        )
+        at_s = random.uniform(random.choice((0.0, START_S, START_S)), self.ends_s)
+        return Arrival(at_s, random.randrange(num_gateways), clients, cancel_s)
 
     def _request(self) -> Request:
         random = self._random
@@ -184,8 +206,8 @@ class ClientLoad:
         own = [random.randrange(NUM_WORDS) for _ in range(random.randint(1, 24))]
         prompt = known + own
         for token_id in (POISON, UNSAMPLEABLE):
-            if random.random() < self._ill_chance:
+            if random.random() < self._bad_request_chance:
                 prompt[random.randrange(len(prompt))] = token_id
-        if random.random() < self._ill_chance:
+        if random.random() < self._bad_request_chance:
             prompt = (prompt * MAX_MODEL_LEN)[:MAX_MODEL_LEN]
         return prompt

@@ -1,93 +1,365 @@
-"""The processes of one simulated cluster, and their supervisor, which starts again what has died."""
+"""The processes of one simulated cluster: production nodes on simulated parts, and a supervisor that restarts
+them."""
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
 from random import Random
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from baton.config.cluster import DRAIN_NOTICE_S
 from baton.config.router import RouterSettings
-from baton.messages.workers import WorkerRole
-from baton.sim.engine import TokenMachine
-from baton.sim.lives import GatewayLife, Life, RouterLife, SimSite, WorkerLife, WorkerPlan
-from baton.sim.network import MAX_DEATH_DELAY_S
-from baton.sim.process import SimProcess
+from baton.decode_worker.worker import DecodeWorker
+from baton.gateway.streams.frontend import Frontend
+from baton.gateway.streams.request_stream import ReplayLimits
+from baton.kvtransfer.links import KvLinks, Link
+from baton.kvtransfer.protocol.messages import Reserve
+from baton.messages.bounds import Kind
+from baton.messages.control import Alive, Hello, KvEventBatch
+from baton.messages.workers import Address, Worker, WorkerRole
+from baton.prefill_worker.worker import PrefillWorker
+from baton.router.decisions import DecisionLog
+from baton.router.redis.messages import AnyShared, Codec
+from baton.router.router import Router
+from baton.rpc.liveness import StepWatchdog
+from baton.rpc.peers import PeerRegistry, new_router_id
+from baton.rpc.reports import BEAT_S
+from baton.rpc.session import HANDSHAKE_TIMEOUT_S
+from baton.sim.endpoint import SimEndpoint
+from baton.sim.engine import FINGERPRINT, SimEngine, TokenMachine
+from baton.sim.host import Host
+from baton.sim.network import MAX_DEATH_DELAY_S, End, Network
+from baton.sim.process import Events, OffsetClock, SimProcess
+from baton.sim.trace import Recorder
 
+CODEC: Final = Codec(bytes(32))
+LOSS_CHANCES: Final = (0.0, 0.05, 1.0)  # of messages through Redis; one of these in each simulation
+FIRST_PORT: Final = 1  # of a router; the ports of other processes follow
+SLOW_DIAL_S: Final = 0.5  # until a link to a paused process is given up
+MAX_CLOCK_OFFSET_S: Final = 1e6
+MAX_INDEX_PAGES: Final = 4096  # more than all workers of a simulation have
+FIRST_DATE_S: Final = 1.8e9
+FULL_DISK: Final = Path("/dev/full")  # every write fails for lack of room
 MAX_MODEL_LEN: Final = 96
-SEEMS_DEAD_S: Final = 2.0  # without a sign of life; some of it may have passed before
+SEEMS_DEAD_S: Final = 2.0  # of silence; some of it may have passed before
 ZOMBIE_S: Final = 2.0
-REQUEST_ID_LENGTH: Final = 32  # what follows in an engine's name is the attempt
+REQUEST_ID_LENGTH: Final = 32  # the attempt follows in an engine's name of a request
 RESTART_S: Final = (0.05, 1.5)
 
-_Life = TypeVar("_Life", bound=Life)
+
+class SharedStream:
+    """Redis as a simulation has it: carries messages between routers in order, or loses some or all of
+    them."""
+
+    def __init__(self, network: Network, random: Random) -> None:
+        self._network = network
+        self._random = random
+        self._loss_chance = random.choice(LOSS_CHANCES)
+        self._readers: dict[SimProcess, tuple[End, Callable[[AnyShared], None]]] = {}
+
+    @property
+    def may_lose(self) -> bool:
+        """Messages may be lost in this simulation."""
+        return self._loss_chance > 0
+
+    def join(self, process: SimProcess, hear: Callable[[AnyShared], None]) -> "SharedLink":
+        """Return the link of one router, which hears the messages of the others until it dies."""
+        self._readers[process] = End(process, self._network), hear
+        process.on_death.append(partial(self._leave, process))
+        return SharedLink(self, process)
+
+    def _leave(self, process: SimProcess) -> None:
+        del self._readers[process]
+
+    def carry(self, sender: SimProcess, body: bytes) -> None:
+        """Deliver a message to the other routers."""
+        for reader, (end, hear) in list(self._readers.items()):
+            if reader is not sender and self._random.random() >= self._loss_chance:
+                self._network.deliver(end, lambda hear=hear: hear(CODEC.decode_shared(body)), 0.0)  # type: ignore[misc]
+
+
+class SharedLink:
+    """One router's link to the stream: see RedisLink. Workers tell each router of their pages themselves."""
+
+    def __init__(self, stream: SharedStream, process: SimProcess) -> None:
+        self._stream = stream
+        self._process = process
+
+    def joined(self, worker: Worker) -> None:
+        """See RedisLink."""
+
+    def left(self, worker_id: str) -> None:
+        """See RedisLink."""
+
+    def pages(self, worker_id: str, events: KvEventBatch) -> None:
+        """See RedisLink."""
+
+    def share(self, message: AnyShared) -> None:
+        """See RedisLink."""
+        body = CODEC.encode_shared(message)
+        self._process.send(lambda: self._stream.carry(self._process, body))
+
+
+class SimContext:
+    """The parts that all processes of one simulation share: time, network, randomness, ids and addresses."""
+
+    def __init__(
+        self,
+        events: Events,
+        network: Network,
+        random: Random,
+        recorder: Recorder,
+        limits: ReplayLimits,
+        num_routers: int = 1,
+    ) -> None:
+        self.events = events
+        self.network = network
+        self.random = random
+        self.recorder = recorder
+        self.limits = limits
+        self.files = ExitStack()  # that processes have open
+        self.calendar = OffsetClock(events, FIRST_DATE_S)  # the date on all hosts
+        self.starts = itertools.count(1)  # of workers, as their supervisor counts them
+        self.listeners: dict[Address, Host] = {}
+        self.endpoints: dict[Address, SimEndpoint] = {}
+        self.killers: Counter[str] = Counter()  # request id -> workers that it has killed
+        self.routers = [Address("sim", FIRST_PORT + number) for number in range(num_routers)]
+        self.stream = SharedStream(network, random)
+        self._last_port = FIRST_PORT + num_routers
+
+    def new_process(self, name: str) -> SimProcess:
+        """Start a process whose clock begins anywhere."""
+        return SimProcess(name, self.events, self.random.uniform(0, MAX_CLOCK_OFFSET_S))
+
+    def new_host(self, process: SimProcess) -> Host:
+        """Return the host of a process's node."""
+        return Host(process, self.network, self.listeners, self.recorder)
+
+    def new_id(self, name: str) -> str:
+        """Mint the id of a process."""
+        return self._named(self.random.randbytes(16).hex(), name)
+
+    def new_router_id(self, name: str) -> str:
+        """Mint the id of a router that was started by hand: the calendar orders such routers."""
+        return self._named(new_router_id(0, self.calendar.now_s(), self.random.randbytes(16)), name)
+
+    def new_address(self) -> Address:
+        """Return an unused address."""
+        self._last_port += 1
+        return Address("sim", self._last_port)
+
+    def _named(self, minted: str, name: str) -> str:
+        self.recorder.names[minted] = name
+        return minted
+
+
+class SimRouter:
+    """One life of a router."""
+
+    def __init__(self, context: SimContext, name: str, settings: RouterSettings, address: Address) -> None:
+        self.process = context.new_process(name)
+        self._files = context.files
+        id_, clock = context.new_router_id(name), self.process.clock
+        self.router = Router(settings, clock, id_, max_index_pages=MAX_INDEX_PAGES)
+        if len(context.routers) > 1:
+            self.router.cluster_state.link(context.stream.join(self.process, self.router.heard))
+        context.new_host(self.process).serve(self.router, address)
+
+    def fill_disk(self) -> None:
+        """Fail all further writes of the decision log, a router's only file."""
+        log = self._files.enter_context(closing(DecisionLog(FULL_DISK)))
+        self.router.cluster_state.log_to(log.write)
+
+
+class SimGateway:
+    """One life of a gateway."""
+
+    def __init__(self, context: SimContext, name: str) -> None:
+        self.process = context.new_process(name)
+        host, clock = context.new_host(self.process), self.process.clock
+        self.frontend = Frontend(context.new_id(name), context.routers, host.dial, clock, context.limits)
+        host.serve(self.frontend)
+
+
+class WorkerPlan(NamedTuple):
+    """The properties that a worker keeps through all its lives."""
+
+    name: str
+    role: WorkerRole
+    machine: TokenMachine
+    local_prefill_tokens: int
+
+
+class SimWorker:
+    """One life of a worker."""
+
+    def __init__(self, context: SimContext, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self.process = process = context.new_process(plan.name)
+        self.engine = SimEngine(plan.machine, process.clock, process.spend)
+        self.endpoint = SimEndpoint(
+            process, self.engine, context.network, context.random, context.recorder, self._admit
+        )
+        self._may_end_s = math.inf
+        self._context = context
+        self._host = context.new_host(process)
+        address, kv_address = context.new_address(), context.new_address()
+        context.endpoints[kv_address] = self.endpoint
+        self.worker = self._make_worker(self._hello(address, kv_address))
+        self._steps = StepWatchdog(process.clock)
+        process.turn = self._turn
+        self._host.serve(self.worker, address)
+        self._give_sign_of_life()
+
+    def drain(self) -> None:
+        """Drain and end, as SIGTERM makes a worker process do (cluster/worker_process.py)."""
+        self.process.post(self._drain)
+
+    def _drain(self) -> None:
+        self._may_end_s = self._context.events.now_s + DRAIN_NOTICE_S
+        self.worker.drain()
+
+    def _give_sign_of_life(self) -> None:
+        """Do what the RPC thread does beside the engine: see SignsOfLife."""
+        self._host.tell_routers(Alive(step=self._steps.present))
+        self.process.later(BEAT_S, self._give_sign_of_life)
+
+    def _turn(self) -> None:
+        self._steps.begin()
+        self.worker.step()
+        if self.engine.has_work():
+            self.process.wake()
+        elif self.worker.is_idle and self._context.events.now_s >= self._may_end_s:
+            self._context.network.close_all(self.process)
+            self.process.die()
+
+    def _admit(self, reserve: Reserve, num_pages: int) -> str | None:
+        worker = self.worker
+        return worker.admit(reserve, num_pages) if isinstance(worker, DecodeWorker) else None
+
+    def _hello(self, address: Address, kv_address: Address) -> Hello:
+        plan, machine = self.plan, self.plan.machine
+        worker = Worker(
+            id=self._context.new_id(plan.name),
+            name=plan.name,
+            incarnation=next(self._context.starts),
+            role=plan.role,
+            model="numbers",
+            fingerprint=FINGERPRINT,
+            address=address,
+            kv_address=kv_address,
+            page_size=machine.page_size,
+            num_pages=machine.num_pages,
+            max_num_seqs=machine.max_num_seqs,
+            max_num_batched_tokens=machine.max_num_batched_tokens,
+            max_model_len=machine.max_model_len,
+        )
+        return Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+
+    def _make_worker(self, hello: Hello) -> PrefillWorker | DecodeWorker:
+        is_prefill = self.plan.role is WorkerRole.PREFILL
+        wanted = () if is_prefill else (WorkerRole.PREFILL,)
+        peer_registry = PeerRegistry(hello, self._context.routers, self._host.dial, wanted)
+        clock, links = self.process.clock, KvLinks(self._connect)
+        if is_prefill:
+            return PrefillWorker(self.engine, self.endpoint, peer_registry, clock, links)
+        num_local = self.plan.local_prefill_tokens
+        return DecodeWorker(
+            self.engine, self.endpoint, peer_registry, clock, links, local_prefill_tokens=num_local
+        )
+
+    def _connect(self, address: Address, answer: Callable[[Link | None], None]) -> None:
+        """See Connect in kvtransfer/links.py."""
+        process, other = self.process, self._context.endpoints[address]
+        network, is_direct = self._context.network, self._context.random.random() < 0.5
+
+        def dial() -> None:
+            link = None
+            is_there = not other.process.is_dead and not other.process.is_paused
+            is_open = not network.connects_in_s(process, other.process)
+            if is_there and is_open and not network.is_parted(process, other.process):
+                link = self.endpoint.connect(other, is_direct=is_direct)
+            process.post(lambda: answer(link))
+
+        wait_s = SLOW_DIAL_S if other.process.is_paused else network.connects_in_s(process, other.process)
+        process.later(min(HANDSHAKE_TIMEOUT_S, wait_s + network.delay_s()), dial)
+
+
+Life: TypeAlias = SimRouter | SimGateway | SimWorker
+LifeT = TypeVar("LifeT", bound=Life)
 
 
 class Slot:
-    """A name that one process at a time has."""
+    """A name that one process at a time has, and the supervisor of that process."""
 
-    def __init__(self, name: str, start: Callable[[], Life], site: SimSite) -> None:
+    def __init__(self, name: str, start: Callable[[], Life], context: SimContext) -> None:
         self.name = name
         self.life = start()
-        self.absences: list[tuple[float, float]] = []  # from when to when it was dead, or seemed so
-        self.former: list[SimProcess] = []  # that were replaced, and may live
+        self.absences: list[tuple[float, float]] = []  # times in which it was dead, or seemed to be
+        self._replaced: list[SimProcess] = []  # processes that may still live
         self._start = start
-        self._site = site
+        self._context = context
         self._restart_s: float | None = None
         self._watch()
 
+    @property
+    def is_whole(self) -> bool:
+        """One process has the name, and it runs."""
+        process = self.life.process
+        is_alone = all(replaced.is_dead for replaced in self._replaced)
+        return is_alone and not process.is_dead and not process.is_paused
+
     def kill(self, restart_s: float | None = None) -> None:
-        """restart_s: how long its supervisor takes to start it again; None: as long as it happens to."""
+        """restart_s: until the supervisor starts the process again; None: a random time."""
         self._restart_s = restart_s
         self.life.process.die()
 
     def pause(self, seconds: float) -> None:
-        """Nothing happens when it is paused already."""
-        process, events = self.life.process, self._site.events
-        if process.is_paused:
-            return
-        process.pause()
-        self._site.network.stands_still(process, events.now_s + seconds)
-        events.after(seconds, process.resume)
-        if seconds >= SEEMS_DEAD_S:
+        """Pause the process, unless it is paused already."""
+        process = self.life.process
+        if self._stop(process, seconds) and seconds >= SEEMS_DEAD_S:
             self.seems_gone(seconds)
 
+    def replace(self, seconds: float) -> None:
+        """Start another process in place of one whose host does not answer; the old one resumes, and dies."""
+        process = self.life.process
+        if self._stop(process, seconds):
+            self.seems_gone(seconds + ZOMBIE_S)
+            self._replaced.append(process)
+            self._restart()
+            self._context.events.after(seconds + ZOMBIE_S, process.die)
+
     def seems_gone(self, seconds: float) -> None:
-        """To somebody, for so long from now on."""
-        now_s = self._site.events.now_s
+        """Note that peers may take the process for dead, for so long from now on."""
+        now_s = self._context.events.now_s
         self.absences.append((now_s, now_s + seconds))
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether its one process runs."""
-        process = self.life.process
-        is_alone = all(former.is_dead for former in self.former)
-        return is_alone and not process.is_dead and not process.is_paused
-
-    def replace(self, seconds: float) -> None:
-        """Start another in its place, as one does whose host does not answer. It wakes up again, and dies."""
-        process, events = self.life.process, self._site.events
+    def _stop(self, process: SimProcess, seconds: float) -> bool:
+        """Return whether the process was not paused before."""
         if process.is_paused:
-            return
+            return False
         process.pause()
-        self._site.network.stands_still(process, events.now_s + seconds)
-        self.seems_gone(seconds + ZOMBIE_S)
-        self.former.append(process)
-        self._restart()
-        events.after(seconds, process.resume)
-        events.after(seconds + ZOMBIE_S, process.die)
+        self._context.network.stands_still(process, self._context.events.now_s + seconds)
+        self._context.events.after(seconds, process.resume)
+        return True
 
     def _watch(self) -> None:
-        life = self.life
-        life.process.on_death.append(lambda: self._died(life))
+        self.life.process.on_death.append(partial(self._died, self.life))
 
     def _died(self, life: Life) -> None:
-        self._site.trace.died(self.name)
-        self._site.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
+        self._context.recorder.say(f"{self.name} has died")
+        self._context.killers[life.process.killed_by[:REQUEST_ID_LENGTH]] += 1
         if life is not self.life:
             return
         restart_s, self._restart_s = self._restart_s, None
         if restart_s is None:
-            restart_s = self._site.random.uniform(*RESTART_S)
+            restart_s = self._context.random.uniform(*RESTART_S)
         self.seems_gone(max(restart_s, MAX_DEATH_DELAY_S))
-        self._site.events.after(restart_s, self._restart)
+        self._context.events.after(restart_s, self._restart)
 
     def _restart(self) -> None:
         self.life = self._start()
@@ -95,8 +367,10 @@ class Slot:
 
 
 class Deployment:
-    def __init__(self, site: SimSite, random: Random) -> None:
-        self.site = site
+    """A cluster of random size and settings."""
+
+    def __init__(self, context: SimContext, random: Random) -> None:
+        self.context = context
         settings = RouterSettings(
             policy=random.choice(("least-loaded", "round-robin", "cost")),
             local_prefill_tokens=random.choice((0, 4, 8, 16)),
@@ -107,26 +381,30 @@ class Deployment:
             for role in WorkerRole
             for number in range(random.randint(1, 3))
         ]
-        self.routers = [self._router(number, settings) for number in range(len(site.routers))]
-        self.gateways = [self._gateway(f"gateway-{number}") for number in range(random.randint(1, 2))]
-        self.workers = [self._worker(plan) for plan in plans]
+        self.routers = [
+            self._slot(f"router-{number}", partial(SimRouter, context, f"router-{number}", settings, address))
+            for number, address in enumerate(context.routers)
+        ]
+        gateways = [f"gateway-{number}" for number in range(random.randint(1, 2))]
+        self.gateways = [self._slot(name, partial(SimGateway, context, name)) for name in gateways]
+        self.workers = [self._slot(plan.name, partial(SimWorker, context, plan)) for plan in plans]
 
     @property
     def slots(self) -> list[Slot]:
+        """All processes."""
         return [*self.routers, *self.gateways, *self.workers]
 
-    def lives(self, kind: type[_Life]) -> list[_Life]:
+    @property
+    def is_whole(self) -> bool:
+        """Every process runs."""
+        return all(slot.is_whole for slot in self.slots)
+
+    def lives(self, kind: type[LifeT]) -> list[LifeT]:
+        """Return the present lives of one kind."""
         return [slot.life for slot in self.slots if isinstance(slot.life, kind)]
 
-    def _router(self, number: int, settings: RouterSettings) -> Slot:
-        name, address = f"router-{number}", self.site.routers[number]
-        return Slot(name, lambda: RouterLife(self.site, name, settings, address), self.site)
-
-    def _gateway(self, name: str) -> Slot:
-        return Slot(name, lambda: GatewayLife(self.site, name), self.site)
-
-    def _worker(self, plan: WorkerPlan) -> Slot:
-        return Slot(plan.name, lambda: WorkerLife(self.site, plan), self.site)
+    def _slot(self, name: str, start: Callable[[], Life]) -> Slot:
+        return Slot(name, start, self.context)
 
 
 def _worker_plan(role: WorkerRole, number: int, random: Random) -> WorkerPlan:

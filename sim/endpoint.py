@@ -1,80 +1,67 @@
-"""An endpoint of the simulation: the real transfers, over wires and between ranks that carry no real bytes.
+"""A simulated KV endpoint: the production transfers over simulated links and a simulated rank.
 
-A source that dies is known to be dead some time after its links have ended; until then its writers may live.
+Links of a dead source end before its death is known; until then its writers may still write.
 """
 
-from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Final
 
 from baton.errors import WireError
-from baton.kvtransfer.links import Link, OnMessage
+from baton.kvtransfer.links import Link
 from baton.kvtransfer.page_endpoint import PageEndpoint
 from baton.kvtransfer.protocol.handoff import Timing, TransferEnded
-from baton.kvtransfer.protocol.messages import AnyMessage, EndpointHello, decode, encode
+from baton.kvtransfer.protocol.messages import AnyMessage, decode, encode
 from baton.kvtransfer.protocol.pull import ID_BYTES
-from baton.kvtransfer.ranks.receive_registration import ReceiveRegistrations
 from baton.kvtransfer.settings import Admit, EndpointSettings
 from baton.pages import PageLayout
 from baton.sim.engine import FINGERPRINT, SimEngine
-from baton.sim.host import Trace
 from baton.sim.network import End, Network
 from baton.sim.process import SimProcess
 from baton.sim.rank import SimRank
-
-# A link between two endpoints of the simulation: what they say about transfers, over a wire of its own.
-
-
-class SimLink(Link):
-    """Has no socket and no thread; both ends of it know each other's Hello from the start."""
-
-    def __init__(
-        self,
-        end: End,
-        hello: EndpointHello,
-        on_message: OnMessage,
-        on_end: Callable[["SimLink"], None],
-        note: Callable[[WireError], None],
-    ) -> None:
-        self.hello = hello
-        self.number = 0
-        self.is_lost = False
-        self._end = end
-        self._on_message = on_message
-        self._on_end = on_end
-        self._note = note
-        end.on_body = self._received
-        end.on_end = self._lost
-
-    def send(self, message: AnyMessage) -> None:
-        self._end.send(encode(message))
-
-    def digest_key(self, transfer: bytes) -> bytes:
-        return transfer.ljust(32)  # nothing here asks for it: there are no forgers
-
-    def drop(self, error: WireError) -> None:
-        self._note(error)
-        self._end.abort()
-
-    def close(self) -> None:
-        self._end.close()
-
-    def _received(self, body: bytes) -> None:
-        self._on_message(self, decode(body))
-
-    def _lost(self) -> None:
-        self.is_lost = True
-        self._on_end(self)
-
+from baton.sim.trace import Recorder
 
 TICK_S: Final = 0.25
 TIMING: Final = Timing(lease_s=2.0, heartbeat_s=0.5)
-DEATH_IS_KNOWN_S: Final = (0.0, 0.5)  # after a process has died, to those that it could write to
+DEATH_IS_KNOWN_S: Final = (0.0, 0.5)  # after a process has died, to the processes that it could write to
+
+
+class SimLink(Link):
+    """A link without socket and thread. Both ends know each other's Hello from the start."""
+
+    def __init__(self, endpoint: "SimEndpoint", end: End, peer: "SimEndpoint") -> None:
+        self.hello = peer.hello
+        self.number = 0
+        self.is_lost = False
+        self._endpoint = endpoint
+        self._end = end
+        end.on_body = lambda body: endpoint.received(self, decode(body))
+        end.on_end = self._lost
+
+    def send(self, message: AnyMessage) -> None:
+        """See Link."""
+        self._end.send(encode(message))
+
+    def digest_key(self, transfer: bytes) -> bytes:
+        """See Link. No forger exists here, so no digest is keyed."""
+        return transfer.ljust(32)
+
+    def drop(self, error: WireError) -> None:
+        """See Link."""
+        self._endpoint.recorder.dropped(self._endpoint.process.name, error)
+        self._end.abort()
+
+    def close(self) -> None:
+        """See Link."""
+        self._end.close()
+
+    def _lost(self) -> None:
+        self.is_lost = True
+        self._endpoint.lost(self)
 
 
 class SimEndpoint(PageEndpoint):
-    """All calls are made by its process's turns."""
+    """A PageEndpoint of one process. Turns of the process make all calls."""
 
     def __init__(
         self,
@@ -82,7 +69,7 @@ class SimEndpoint(PageEndpoint):
         engine: SimEngine,
         network: Network,
         random: Random,
-        trace: Trace,
+        recorder: Recorder,
         admit: Admit,
     ) -> None:
         settings = EndpointSettings(
@@ -92,23 +79,25 @@ class SimEndpoint(PageEndpoint):
         super().__init__(settings, rank.incarnation, engine.pages, admit, process.clock, rank)
         self.lend = engine.lend
         self.process = process
-        self.pieces = rank.pieces
+        self.recorder = recorder
         self.hello = settings.hello(rank.incarnation)
         self.links: list[SimLink] = []
         self._network = network
         self._random = random
-        self._trace = trace
         self._next_tick_s = process.clock.now_s()
 
     @property
-    def registrations(self) -> ReceiveRegistrations:
-        return self.rank.registrations
+    def has_writers(self) -> bool:
+        """Bytes may still be written, here or by this process."""
+        return bool(self.rank.registrations.num_open() or self.rank.pieces.num_going)
 
     def counts(self) -> dict[str, int]:
-        counters = self.registrations.counters
+        """See PageEndpoint."""
+        counters = self.rank.registrations.counters
         return {"pieces": counters.num_pieces, "stale_pieces": counters.num_stale}
 
     def poll(self) -> list[TransferEnded]:
+        """See PageEndpoint."""
         self.process.hear()
         if self.process.clock.now_s() >= self._next_tick_s:
             self._next_tick_s = self.process.clock.now_s() + TICK_S
@@ -116,23 +105,28 @@ class SimEndpoint(PageEndpoint):
         return self._transfer_manager.take_ended()
 
     def connect(self, other: "SimEndpoint", *, is_direct: bool) -> SimLink:
-        """is_direct: both sides write into each other's pools by their own hand."""
+        """Link two endpoints. is_direct: each side writes into the other's pages itself."""
         ours, theirs = self._network.connect(self.process, other.process)
         link = self._join(ours, other, is_direct=is_direct)
         other._join(theirs, self, is_direct=is_direct)
         return link
 
-    def _join(self, end: End, other: "SimEndpoint", *, is_direct: bool) -> SimLink:
-        link = SimLink(end, other.hello, self._received, self._ended, self._note)
-        self.links.append(link)
-        self.pieces.reach(other.rank, is_direct=is_direct)
-        self.registrations.writer_came(other.incarnation)
-        other.process.on_death.append(lambda: self._died(other))
-        return link
+    def received(self, link: SimLink, message: AnyMessage) -> None:
+        """Take a message of a link."""
+        self._received(link, message)
 
-    def _ended(self, link: SimLink) -> None:
+    def lost(self, link: SimLink) -> None:
+        """Take the end of a link."""
         self.links.remove(link)
         self._lost(link)
+
+    def _join(self, end: End, other: "SimEndpoint", *, is_direct: bool) -> SimLink:
+        link = SimLink(self, end, other)
+        self.links.append(link)
+        self.rank.pieces.reach(other.rank, is_direct=is_direct)
+        self.rank.registrations.writer_came(other.incarnation)
+        other.process.on_death.append(lambda: self._died(other))
+        return link
 
     def _link_to(self, incarnation: bytes) -> SimLink | None:
         return next((link for link in self.links if link.hello.incarnation == incarnation), None)
@@ -145,12 +139,9 @@ class SimEndpoint(PageEndpoint):
     def _new_id(self) -> bytes:
         return self._random.randbytes(ID_BYTES)
 
-    def _note(self, error: WireError) -> None:
-        self._trace.dropped(self.process.name, error)
-
 
 def _layout(page_size: int) -> PageLayout:
-    """Eight bytes a token: an entry of sim/engine.py."""
+    """Return a layout of eight bytes a token: see ENTRY_BYTES."""
     return PageLayout(
         tp_size=1, page_size=page_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32"
     )

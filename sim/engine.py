@@ -1,4 +1,10 @@
-"""A replica of the simulation: the engine's own scheduler and ledgers, and a model of numbers (model.py)."""
+"""A simulated replica: the engine's own scheduler and page ledger over a model of numbers.
+
+The model's next token depends on every KV entry that the model reads, page by page. The entry of a token
+encodes the token, its position, and a hash of everything before it, which the model reads back through the
+page table. So one entry that is missing, late, foreign or damaged changes all later tokens, and `golden`
+computes the answer of an undisturbed run without an engine.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +18,7 @@ from baton.engine.cache.page_events import PageChanges
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.replica import EngineStats, LayerWatch, StepFigures, take_stats
-from baton.engine.scheduler.plan import Advance, Batch, ScheduledChunk
+from baton.engine.scheduler.plan import Batch, ScheduledChunk
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.engine.scheduler.sequence import SequenceProgress
@@ -22,22 +28,16 @@ from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.sim.process import Crash
 
-# A model whose next token depends on every KV entry that it reads, page by page.
-#
-# The entry of a token says what the token is, where, and what came before it; what came before is what the
-# model reads back through the page table. So one entry that is missing, late, of another request or damaged
-# changes all that follows, and the answer that an undisturbed run gives is known without running it.
-
 VOCAB_SIZE: Final = 61
-POISON: Final = VOCAB_SIZE - 1  # in a prompt: it makes the process that computes it die
-UNSAMPLEABLE: Final = VOCAB_SIZE - 2  # in a prompt: what comes out of it are no numbers
-NUM_WORDS: Final = VOCAB_SIZE - 2  # token ids below are harmless, and only they are ever sampled
-ENTRY_BYTES: Final = 8  # of one token's KV, as in a layout of one layer, one head, one fp32 number each
+POISON: Final = VOCAB_SIZE - 1  # in a prompt: kills the process that computes it
+UNSAMPLEABLE: Final = VOCAB_SIZE - 2  # in a prompt: its logits are not finite
+NUM_WORDS: Final = VOCAB_SIZE - 2  # token ids below are harmless; only they are sampled
+ENTRY_BYTES: Final = 8  # of one token's KV: one layer, one head, one fp32 number each for key and value
 _MASK: Final = 2**64 - 1
 
 
 class KvMemory:
-    """Contents of one replica's pages: `page_size` entries each."""
+    """The contents of one replica's pages, `page_size` entries each."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
@@ -45,7 +45,7 @@ class KvMemory:
         self.bytes = bytearray(num_pages * self.page_bytes)
 
     def read(self, pages: Sequence[int], num_tokens: int, context: int) -> int:
-        """Go on from `context` over the entries of the first `num_tokens` tokens."""
+        """Return the hash of `context` and the entries of the first `num_tokens` tokens in `pages`."""
         view, size = memoryview(self.bytes), self.page_bytes
         num_left = num_tokens * ENTRY_BYTES
         for page in pages:
@@ -57,19 +57,26 @@ class KvMemory:
         return context
 
     def write(self, page: int, slot: int, entry: bytes) -> None:
+        """Write one token's entry."""
         first = page * self.page_bytes + slot * ENTRY_BYTES
         self.bytes[first : first + ENTRY_BYTES] = entry
 
-    def unit(self, page: int, first_slot: int, num_tokens: int) -> slice:
-        first = page * self.page_bytes + first_slot * ENTRY_BYTES
-        return slice(first, first + num_tokens * ENTRY_BYTES)
+    def place(self, pages: Sequence[int], unit: int, unit_tokens: int) -> tuple[int, slice]:
+        """Return the page of a transfer's unit, and the unit's place in `bytes`.
+
+        pages: of the transfer, in order; a page holds one or several units.
+        """
+        units_per_page = self.page_size // unit_tokens
+        page = pages[unit // units_per_page]
+        first = page * self.page_bytes + unit % units_per_page * unit_tokens * ENTRY_BYTES
+        return page, slice(first, first + unit_tokens * ENTRY_BYTES)
 
 
 def run_chunk(memory: KvMemory, chunk: ScheduledChunk) -> int | None:
-    """Read what is computed, write what is new; the next token if it is due."""
+    """Read the KV before the chunk, write the chunk's KV, and return the next token if one is due."""
     sequence, page_size = chunk.sequence, memory.page_size
     table = sequence.page_table
-    context = memory.read(table, chunk.start, context_of_salt(sequence.cache_salt))
+    context = memory.read(table, chunk.start, crc32(sequence.cache_salt))
     for position in range(chunk.start, chunk.start + chunk.num_tokens):
         entry = entry_of(context, sequence.token_ids[position], position)
         memory.write(table[position // page_size], position % page_size, entry)
@@ -77,19 +84,19 @@ def run_chunk(memory: KvMemory, chunk: ScheduledChunk) -> int | None:
     return _sample_next(context, sequence) if chunk.samples else None
 
 
-def context_of_salt(salt: bytes) -> int:
-    return crc32(salt)
-
-
 def entry_of(context: int, token_id: int, position: int) -> bytes:
+    """Return the KV entry of a token. context: the hash of everything before the token."""
     value = (context * 6364136223846793005 + token_id * 2862933555777941757 + position + 1) & _MASK
     return (value ^ value >> 29).to_bytes(ENTRY_BYTES, "little")
 
 
 def golden(request: Request, seed: int | None, max_model_len: int) -> tuple[list[int], FinishReason]:
-    """What an undisturbed run answers. seed: the request's, or the one that was minted for it."""
+    """Return the tokens and the finish reason of an undisturbed run.
+
+    seed: the request's, or the seed that its gateway minted.
+    """
     sampling, token_ids = request.sampling, list(request.token_ids)
-    context = context_of_salt(request.cache_salt)
+    context = crc32(request.cache_salt)
     for position, token_id in enumerate(token_ids):
         context = crc32(entry_of(context, token_id, position), context)
     num_prompt, answer = len(token_ids), list[int]()
@@ -110,7 +117,7 @@ def golden(request: Request, seed: int | None, max_model_len: int) -> tuple[list
 
 
 def sample(context: int, key: int, choice: int, position: int, banned: Iterable[int]) -> int:
-    """A harmless token; `banned` ones are not sampled."""
+    """Return a harmless token that is not in `banned`."""
     value = (context * 3202034522624059733 + key * 935386905 + choice * 7919 + position) & _MASK
     token_id = (value ^ value >> 33) % NUM_WORDS
     while token_id in banned:
@@ -126,21 +133,21 @@ def _sample_next(context: int, sequence: EngineSequence) -> int:
 
 
 def _key(sampling: SamplingParams, seed: int | None) -> int:
-    """What chance is keyed by: nothing, where the likeliest token is taken."""
+    """Return the key of the random numbers; greedy sampling has none."""
     if sampling.temperature == 0:
         return 0
-    assert seed is not None, "a gateway mints a seed for whoever has none"
+    assert seed is not None, "gateways mint a seed for every sampled request"
     return seed
 
 
 FINGERPRINT: Final = "numbers"
-IDLE_STEP_S: Final = 0.02  # one that finds no pages for anybody
-STEPS_PER_CHECK: Final = 16  # the books are derived anew so often
+IDLE_STEP_S: Final = 0.02  # a step without a batch
+STEPS_PER_CHECK: Final = 16  # between two integrity checks
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMachine:
-    """What a replica runs on."""
+    """Sizes and speed of a simulated replica."""
 
     page_size: int
     num_pages: int
@@ -148,16 +155,17 @@ class TokenMachine:
     max_num_batched_tokens: int
     max_model_len: int
     step_s: float  # of an empty batch
-    token_s: float  # for each token in it more
+    token_s: float  # for each token of the batch
 
 
 class SimEngine:
-    """See Replica. `spend` is told how long each step takes."""
+    """A Replica (engine/replica.py), whose methods do the same as those of `Engine`."""
 
     def __init__(self, machine: TokenMachine, clock: Clock, spend: Callable[[float], None]) -> None:
+        """spend: called with the duration of each step."""
         self.machine = machine
         self.memory = KvMemory(machine.num_pages, machine.page_size)
-        self.more_s = 0.0  # that each step takes beyond what it should: a fault
+        self.more_s = 0.0  # that each step takes longer: a fault
         self._clock = clock
         self._spend = spend
         self._num_steps = 0
@@ -196,7 +204,7 @@ class SimEngine:
         return (sequence,)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
-        return [_last_output(sequence) for sequence in self.scheduler.abort(request_id, choice)]
+        return [_ended(sequence) for sequence in self.scheduler.abort(request_id, choice)]
 
     def relieve(self, pressure_mode: PressureMode) -> None:
         self.scheduler.pressure_mode = pressure_mode
@@ -212,7 +220,11 @@ class SimEngine:
         self._spend(duration_s)
         if batch.chunks:
             self._last_step = StepFigures.of(batch, duration_s)
-        failed = [chunk.sequence for chunk in batch.chunks if chunk.samples and _fails(chunk.sequence)]
+        failed = [
+            chunk.sequence
+            for chunk in batch.chunks
+            if chunk.samples and UNSAMPLEABLE in chunk.sequence.token_ids
+        ]
         sampled = [self._run(chunk) for chunk in batch.chunks]
         for sequence in failed:
             self.scheduler.fail(sequence)
@@ -220,7 +232,8 @@ class SimEngine:
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()
-        return [_output(advance) for advance in advances] + [_last_output(sequence) for sequence in failed]
+        outputs = [_output(each.sequence, each.index, each.token_id, each.finish_reason) for each in advances]
+        return outputs + [_ended(sequence) for sequence in failed]
 
     def claim_prefix(
         self, token_ids: Sequence[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
@@ -279,28 +292,19 @@ class SimEngine:
         return run_chunk(self.memory, chunk)
 
 
-def _fails(sequence: EngineSequence) -> bool:
-    return UNSAMPLEABLE in sequence.token_ids
+def _ended(sequence: EngineSequence) -> StepOutput:
+    """Return the output of a sequence that ended without a token."""
+    return _output(sequence, sequence.num_generated_tokens, None, sequence.finish_reason)
 
 
-def _output(advance: Advance) -> StepOutput:
-    sequence = advance.sequence
+def _output(
+    sequence: EngineSequence, index: int, token_id: int | None, finish_reason: FinishReason | None
+) -> StepOutput:
     return StepOutput(
         request_id=sequence.request_id,
         choice=sequence.choice,
-        index=advance.index,
-        token_id=advance.token_id,
-        finish_reason=advance.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )
-
-
-def _last_output(sequence: EngineSequence) -> StepOutput:
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=sequence.num_generated_tokens,
-        token_id=None,
-        finish_reason=sequence.finish_reason,
+        index=index,
+        token_id=token_id,
+        finish_reason=finish_reason,
         num_cached_tokens=sequence.num_cached_tokens,
     )

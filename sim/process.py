@@ -1,12 +1,14 @@
-"""A process of the simulation: it hears one thing after another, may be stopped for a while, and may die.
+"""Virtual time and simulated processes.
 
-1. What comes to it from outside waits in its inbox. A turn makes all those calls, in order, then whatever its
-   program does between them: a worker's loop steps its engine.
-2. A turn may `spend` time, as a step of the model does. What it sends leaves when that time is over, and the
-   next turn begins no sooner.
-3. `later` is for its own timers and its I/O threads, which go on while a turn lasts.
+`Events` makes calls by their time, in one thread and always in the same order. A `SimProcess` runs one node:
+
+1. Calls from outside wait in the process's inbox. A turn makes all of them, in order, then runs the process's
+   program: a worker's loop steps its engine.
+2. A turn may `spend` time, as a step of the model does. Messages sent during the turn leave when that time is
+   over, and the next turn begins no sooner.
+3. `later` is for the process's timers and I/O threads, which go on while a turn lasts.
 4. `pause` is SIGSTOP: no turn and no timer until `resume`, which finds everything that came meanwhile.
-5. `die` ends it as SIGKILL does: nothing that had not left yet is ever sent.
+5. `die` is SIGKILL: messages that have not left are never sent.
 """
 
 import heapq
@@ -17,67 +19,54 @@ from typing import Final, TypeAlias
 
 from baton.clock import Clock
 
-# Virtual time: what happens when, in one thread and always in the same order.
-
 Call: TypeAlias = Callable[[], None]
+MAX_INBOX: Final = 20_000  # far more than honest peers leave unread
 
 
 class Events:
-    """Calls by their time, and at one time in the order in which they were asked for."""
+    """Calls ordered by time; calls of one time are made in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.num_made = 0
         self._calls: list[tuple[float, int, Call]] = []
         self._serials = count()
 
     def at(self, time_s: float, call: Call) -> None:
-        """A time that has passed means now."""
+        """Schedule a call. A time in the past means now."""
         heapq.heappush(self._calls, (max(time_s, self.now_s), next(self._serials), call))
 
     def after(self, delay_s: float, call: Call) -> None:
+        """Schedule a call `delay_s` seconds from now."""
         self.at(self.now_s + delay_s, call)
 
     def run_until(self, time_s: float) -> None:
-        """Make every call that is due by then; it is then afterwards."""
+        """Make every call that is due by then, and set the time."""
         calls = self._calls
         while calls and calls[0][0] <= time_s:
             self.now_s, _, call = heapq.heappop(calls)
-            self.num_made += 1
             call()
         self.now_s = time_s
 
 
-class ProcessClock:
-    """What one process takes for the time: clocks of different processes begin anywhere."""
+class OffsetClock:
+    """A clock that runs with the events from an offset: a process's own clock, or the calendar of all
+    hosts."""
 
     def __init__(self, events: Events, offset_s: float) -> None:
         self._events = events
         self._offset_s = offset_s
 
     def now_s(self) -> float:
+        """See Clock."""
         return self._events.now_s + self._offset_s
 
-
-class Calendar:
-    """The date that all hosts take for the present one; it may jump, which no process's clock does."""
-
-    def __init__(self, events: Events, date_s: float) -> None:
-        self._events = events
-        self._date_s = date_s
-
-    def now_s(self) -> float:
-        return self._date_s + self._events.now_s
-
     def jump(self, seconds: float) -> None:
-        self._date_s += seconds
-
-
-MAX_INBOX: Final = 20_000  # far more than an honest cluster's peers leave unread
+        """Set the clock forward, or back. Only calendars jump; the clocks of processes never do."""
+        self._offset_s += seconds
 
 
 class Crash(Exception):
-    """A process ends itself: an error that is no request's own. `culprit`: the request all the same."""
+    """The process ends itself because of the request `culprit`."""
 
     def __init__(self, culprit: str) -> None:
         super().__init__(culprit)
@@ -85,51 +74,54 @@ class Crash(Exception):
 
 
 class SimProcess:
+    """One process: its clock, its inbox, and its life."""
+
     def __init__(self, name: str, events: Events, clock_offset_s: float = 0.0) -> None:
         self.name = name
-        self.clock: Clock = ProcessClock(events, clock_offset_s)
+        self.clock: Clock = OffsetClock(events, clock_offset_s)
         self.is_dead = False
         self.is_paused = False
         self.killed_by = ""  # a request's id
-        self.turn: Call = self.hear  # what a turn does
+        self.turn: Call = self.hear  # the program of one turn
         self.on_death: list[Call] = []
         self._events = events
         self._inbox: deque[Call] = deque()
-        self._held: list[Call] = []  # timers that came due while it was paused
-        self._unsent: list[Call] = []  # by the turn that lasts
+        self._held: list[Call] = []  # timers that came due during a pause
+        self._unsent: list[Call] = []  # of the current turn
         self._busy_until_s = 0.0
-        self._is_awaited = False  # a turn has been asked for
+        self._is_awaited = False  # a turn is scheduled
 
     @property
     def num_unheard(self) -> int:
+        """The number of calls in the inbox."""
         return len(self._inbox)
 
     def post(self, call: Call) -> None:
-        """Something has come for it."""
+        """Put a call into the inbox."""
         if self.is_dead:
             return
         self._inbox.append(call)
-        assert len(self._inbox) < MAX_INBOX, f"{self.name} is buried in what others send"
+        assert len(self._inbox) < MAX_INBOX, f"{self.name}'s inbox is full"
         self.wake()
 
     def wake(self) -> None:
-        """Have a turn as soon as it can."""
+        """Schedule a turn, as soon as the current one is over."""
         if not self._is_awaited and not self.is_dead and not self.is_paused:
             self._is_awaited = True
             self._events.at(self._busy_until_s, self._take_turn)
 
     def hear(self) -> None:
-        """Make the calls that were in the inbox when this began."""
+        """Make the calls that are in the inbox at the start."""
         for _ in range(len(self._inbox)):
-            if self._inbox:  # it has not died of the last one
+            if self._inbox:  # a call may have killed the process
                 self._inbox.popleft()()
 
     def spend(self, seconds: float) -> None:
-        """This turn lasts so much longer."""
+        """Make this turn last longer."""
         self._busy_until_s = max(self._busy_until_s, self._events.now_s) + seconds
 
     def send(self, call: Call) -> None:
-        """Make this call, which puts something on a wire, when the turn is over."""
+        """Make this call, which puts a message on a wire, when the turn is over."""
         if self._busy_until_s <= self._events.now_s:
             call()
             return
@@ -138,12 +130,15 @@ class SimProcess:
         self._unsent.append(call)
 
     def later(self, delay_s: float, call: Call) -> None:
+        """Make this call after a delay, beside the turns."""
         self._events.after(delay_s, lambda: self._due(call))
 
     def pause(self) -> None:
+        """Stop turns and timers."""
         self.is_paused = True
 
     def resume(self) -> None:
+        """End a pause, and make the calls that came due meanwhile."""
         self.is_paused = False
         held, self._held = self._held, []
         for call in held:
@@ -152,6 +147,7 @@ class SimProcess:
         self.wake()
 
     def die(self) -> None:
+        """End the process; `on_death` is called once."""
         if self.is_dead:
             return
         self.is_dead = True
@@ -181,7 +177,7 @@ class SimProcess:
 
     def _flush(self) -> None:
         if self._events.now_s < self._busy_until_s:
-            return  # another turn has begun since, and has sent what was due
+            return  # another turn has begun since, and has sent the messages
         unsent, self._unsent = self._unsent, []
         for call in unsent:
             call()

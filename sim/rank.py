@@ -1,11 +1,11 @@
-"""The one rank of a simulated replica: does for the real state machines what kvtransfer's ranks do.
+"""The only rank of a simulated replica. Serves the production state machines as kvtransfer's ranks do.
 
-A pool's pages are written in one of two ways, chosen for each pair of endpoints:
+Pages of a pool are written in one of two ways, chosen for each pair of endpoints:
 
-- through the destination's receiver, as over TCP: a piece travels by itself, is let into its landing or
-  drained, and may be damaged on the way;
-- by the source's own hand, as in shared memory: it looks whether the landing is open, and writes a moment
-  later, whatever has become of the destination meanwhile. Only the ledger keeps such a page from being
+- through the destination's receiver, as over TCP: a piece travels by itself, is admitted by its registration
+  or drained, and may be damaged on the way;
+- directly by the source, as in shared memory: the source checks that the registration is open and writes a
+  moment later, whatever has become of the destination meanwhile. Only the ledger keeps such a page from being
   reused before.
 """
 
@@ -48,21 +48,22 @@ from baton.kvtransfer.ranks.messages import (
 from baton.kvtransfer.ranks.ranks import Route
 from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations, Writing
 from baton.kvtransfer.transports.base import Spans
+from baton.messages.bounds import LINK_TIMEOUT_S
 from baton.pages import PageLayout
 from baton.sim.engine import ENTRY_BYTES, SimEngine
-from baton.sim.network import LINK_TIMEOUT_S, Network
+from baton.sim.network import Network
 from baton.sim.process import SimProcess
 
-# How the bytes of transfers get from one simulated pool into another, and what can go wrong on the way.
-
-OnEnd: TypeAlias = Callable[[bytes | None, str], None]  # digests of the piece's units, or why it failed
-NAPS_S: Final = (0.0, 0.0, 0.0, 0.0, 0.3)
+OnEnd: TypeAlias = Callable[
+    [bytes | None, str], None
+]  # digests of the piece's units, or the reason of failure
+NAPS_S: Final = (0.0, 0.0, 0.0, 0.0, 0.3)  # of a writer between its check and its write
 FLIPPED: Final = 0x40
 
 
 @dataclass(slots=True, eq=False)
 class SimPiece:
-    """Units [first, stop) of a transfer; `pages` are the destination's, of all its units."""
+    """Units [first, stop) of a transfer. `pages` and `generations` are the destination's, for all units."""
 
     transfer: bytes
     epoch: int
@@ -81,74 +82,73 @@ class SimPiece:
         return (self.stop - self.first) * self.unit_tokens * ENTRY_BYTES
 
     @property
-    def digests(self) -> bytes:
-        return b"".join(map(digest, self.contents))
+    def units(self) -> range:
+        return range(self.first, self.stop)
 
 
 def digest(content: bytes | bytearray) -> bytes:
+    """Return the digest of a unit's bytes."""
     return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-class TransferFaults:
-    """What a source's pieces suffer at present."""
-
-    def __init__(self) -> None:
-        self.flip_chance = 0.0  # that a piece arrives damaged
-        self.break_chance = 0.0  # that it does not arrive
-        self.delay_s = 0.0  # that each takes longer
-
-
 class Pieces:
-    """What leaves one endpoint. Reading and writing go on beside the turns of both processes."""
+    """Pieces that leave one endpoint. Reads and writes go on beside the turns of both processes."""
 
     def __init__(self, process: SimProcess, network: Network, random: Random) -> None:
-        self.faults = TransferFaults()
+        self.flip_chance = 0.0  # faults: the chance that a piece arrives damaged,
+        self.break_chance = 0.0  # the chance that it does not arrive,
+        self.delay_s = 0.0  # and a delay of each piece
         self._process = process
         self._network = network
         self._random = random
-        self._targets: dict[bytes, tuple[SimRank, bool]] = {}  # by incarnation
+        self._targets: dict[bytes, tuple[SimRank, bool]] = {}  # incarnation -> rank, writes directly
         self._going: dict[SimPiece, SimRank] = {}
 
     @property
     def num_going(self) -> int:
+        """The number of pieces under way."""
         return len(self._going)
 
     def reach(self, target: SimRank, *, is_direct: bool) -> None:
+        """Learn how to write a peer's pages."""
         self._targets.setdefault(target.incarnation, (target, is_direct))
 
     def is_direct(self, incarnation: bytes) -> bool:
+        """Return whether pages of that peer are written directly."""
         return self._targets[incarnation][1]
 
     def push(self, source: SimRank, incarnation: bytes, piece: SimPiece) -> None:
+        """Send a piece to a peer; `piece.on_end` is posted once, unless the transfer is stopped before."""
         target, is_direct = self._targets[incarnation]
         self._going[piece] = target
-        if self._random.random() < self.faults.break_chance:
+        if self._random.random() < self.break_chance:
             self._later(lambda: self._fail(piece, "broken"))
         elif is_direct:
-            self._later(lambda: self._look(source, target, piece))
+            self._later(lambda: self._check(source, target, piece))
         else:
             self._later(lambda: self._read(source, target, piece))
 
     def stop(self, transfer: bytes) -> None:
-        """This process reads and writes nothing of it any more; what flies is for its target to refuse."""
+        """Neither read nor write for a transfer any more; its target refuses pieces that are under way."""
         for piece in [piece for piece in self._going if piece.transfer == transfer]:
             piece.is_stopped = True
             del self._going[piece]
 
     def target_died(self, incarnation: bytes) -> None:
+        """Fail the pieces that are under way to a dead process."""
         for piece in [piece for piece, its in self._going.items() if its.incarnation == incarnation]:
             self._fail(piece, "the destination is gone")
 
     def _later(self, call: Callable[[], None]) -> None:
-        self._process.later(self._network.delay_s() + self.faults.delay_s, call)
+        self._process.later(self._network.delay_s() + self.delay_s, call)
 
     def _nap_s(self) -> float:
-        """Between looking and writing: a thread may be held up there."""
+        """Draw the time between a check and its write: a thread may be held up there."""
         return self._random.choice(NAPS_S) + self._network.delay_s()
 
-    # By hand.
+    # Direct writes.
 
-    def _look(self, source: SimRank, target: SimRank, piece: SimPiece) -> None:
+    def _check(self, source: SimRank, target: SimRank, piece: SimPiece) -> None:
         if piece.is_stopped:
             return
         units_per_page = target.memory.page_size // piece.unit_tokens
@@ -157,14 +157,14 @@ class Pieces:
                 self._fail(piece, "the page is not ours any more")
                 return
         self._take_contents(source, piece)
-        self._process.later(self._nap_s(), lambda: self._write_by_hand(target, piece))
+        self._process.later(self._nap_s(), lambda: self._write_directly(target, piece))
 
-    def _write_by_hand(self, target: SimRank, piece: SimPiece) -> None:
+    def _write_directly(self, target: SimRank, piece: SimPiece) -> None:
         if not piece.is_stopped:
             self._write(target, piece)
             self._end(piece)
 
-    # Through the receiver.
+    # Writes through the receiver.
 
     def _read(self, source: SimRank, target: SimRank, piece: SimPiece) -> None:
         if piece.is_stopped:
@@ -174,7 +174,7 @@ class Pieces:
         if wait_s < LINK_TIMEOUT_S:
             target.process.later(wait_s + self._network.delay_s(), lambda: self._arrive(target, piece))
         else:
-            self._process.later(LINK_TIMEOUT_S, lambda: self._fail(piece, "nobody acknowledges it"))
+            self._process.later(LINK_TIMEOUT_S, lambda: self._fail(piece, "the destination is silent"))
 
     def _arrive(self, target: SimRank, piece: SimPiece) -> None:
         whole = piece.first, piece.stop, piece.num_bytes
@@ -182,9 +182,9 @@ class Pieces:
         if writing is None:
             self._later(lambda: self._fail(piece, "refused"))
         else:
-            target.process.later(self._nap_s(), lambda: self._land(target, piece, writing))
+            target.process.later(self._nap_s(), lambda: self._receive(target, piece, writing))
 
-    def _land(self, target: SimRank, piece: SimPiece, writing: Writing) -> None:
+    def _receive(self, target: SimRank, piece: SimPiece, writing: Writing) -> None:
         is_whole = not writing.must_stop
         if is_whole:
             self._write(target, piece)
@@ -194,55 +194,48 @@ class Pieces:
     # Both.
 
     def _take_contents(self, source: SimRank, piece: SimPiece) -> None:
-        memory, reader = source.memory, ("reader", piece.transfer)
-        units_per_page = memory.page_size // piece.unit_tokens
-        for unit in range(piece.first, piece.stop):
-            page = piece.source_pages[unit // units_per_page]
-            assert reader in source.pool.owners(page), f"page {page} is read unheld"
-            place = memory.unit(page, unit % units_per_page * piece.unit_tokens, piece.unit_tokens)
-            piece.contents.append(bytes(memory.bytes[place]))
+        for unit in piece.units:
+            page, place = source.memory.place(piece.source_pages, unit, piece.unit_tokens)
+            assert ("reader", piece.transfer) in source.pool.owners(page), f"page {page} is read unheld"
+            piece.contents.append(bytes(source.memory.bytes[place]))
 
     def _write(self, target: SimRank, piece: SimPiece) -> None:
-        memory, writer = target.memory, ("writer", piece.transfer, 0)
-        units_per_page = memory.page_size // piece.unit_tokens
-        for unit, content in zip(range(piece.first, piece.stop), piece.contents, strict=True):
-            page = piece.pages[unit // units_per_page]
+        writer = "writer", piece.transfer, 0
+        for unit, content in zip(piece.units, piece.contents, strict=True):
+            page, place = target.memory.place(piece.pages, unit, piece.unit_tokens)
             owners = target.pool.owners(page)
             is_held = writer in owners or target.process.is_dead
             assert is_held, f"{target.process.name}: page {page} is {owners}'s while a writer is in it"
-            if self._random.random() < self.faults.flip_chance:
+            if self._random.random() < self.flip_chance:
                 content = bytes((content[0] ^ FLIPPED, *content[1:]))
-            memory.bytes[memory.unit(page, unit % units_per_page * piece.unit_tokens, piece.unit_tokens)] = (
-                content
-            )
+            target.memory.bytes[place] = content
 
     def _end(self, piece: SimPiece) -> None:
-        self._conclude(piece, piece.digests, "")
+        self._conclude(piece, b"".join(map(digest, piece.contents)), "")
 
     def _fail(self, piece: SimPiece, reason: str) -> None:
         self._conclude(piece, None, reason)
 
     def _conclude(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
-        piece.is_stopped = True  # what was about to be read is not
+        piece.is_stopped = True
         if self._going.pop(piece, None) is not None:
             self._process.post(lambda: piece.on_end(digests, reason))
 
 
-PART: Final = 0  # the only one: there is one rank at either end, and a layer
+PART: Final = 0  # the only part: one rank at either end, one group of layers
 LAYERS: Final = (0, 1)
-AT_ONCE: Final = Spans(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _Incoming:
     order: OpenPart
     plan: TransferPlan
-    found: bytearray  # digests of what came
-    is_landed: bool = False
+    found: bytearray  # digests of the units that came
+    is_registered: bool = False
 
 
 @dataclass(slots=True)
-class _Departing:
+class _Outgoing:
     peer: PeerRank
     plan: TransferPlan
     grant: GrantPart | None = None
@@ -250,7 +243,7 @@ class _Departing:
 
 
 class SimRank:
-    """See `Performer`, whose calls it answers by `emit`, and `Routing`."""
+    """A `Performer`, whose commands it answers by `emit`, and a `Routing` of one rank."""
 
     transports = ("shm", "tcp")
 
@@ -267,70 +260,68 @@ class SimRank:
         self.memory = engine.memory
         self.pool = engine.pages
         self.registrations = ReceiveRegistrations(engine.machine.num_pages)
-        self.open_pages: dict[int, int] = {}  # page -> generation: what may be written by hand now
+        self.open_pages: dict[int, int] = {}  # page -> generation: open for direct writes
         self.incarnation = random.randbytes(ID_BYTES)
         self.pieces = Pieces(process, network, random)
         self._network = network
         self._layout = layout
         self._emit = emit
-        self._arriving: dict[bytes, _Arriving] = {}
-        self._departing: dict[bytes, _Departing] = {}
-
-    # Routing.
+        self._incoming: dict[bytes, _Incoming] = {}
+        self._outgoing: dict[bytes, _Outgoing] = {}
 
     def complaint(self) -> str | None:
+        """See Routing."""
         return None
 
     def routes(self, link: Link, num_layer_groups: int, *, is_source: bool) -> list[Route]:
+        """See Routing."""
         assert num_layer_groups == 1, "the model has one layer"
         doors = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
         return [Route(PART, self, PeerRank(host="", layout=link.hello.layout, rank=0, doors=doors), LAYERS)]
 
     def drop(self, link: Link) -> None:
-        """What it had to move ends with its transfers."""
-
-    # What rank 0's machines want done.
+        """See Routing. The work for a link ends with its transfers."""
 
     def perform(self, command: Command) -> None:
+        """See Performer."""
         match command:
             case OpenPart():
                 self._open(command)
             case ClosePart():
                 self._close(command)
             case HashUnits():
-                self._hash(self._arriving[command.transfer], command.first, command.stop)
+                self._hash(self._incoming[command.transfer], command.first, command.stop)
             case VerifyPart():
                 self._verify(command)
             case ReachPeer():
                 self._reach(command)
             case GrantPart():
-                self._departing[command.transfer].grant = command
+                self._outgoing[command.transfer].grant = command
             case PushPart():
                 self._push(command)
             case StopPart():
                 self.pieces.stop(command.transfer)
                 self._emit(PartStopped(transfer=command.transfer, part=PART))
             case ForgetPart():
-                self._arriving.pop(command.transfer, None)
-                self._departing.pop(command.transfer, None)
+                self._incoming.pop(command.transfer, None)
+                self._outgoing.pop(command.transfer, None)
             case DropLink():
                 pass
 
     def on_peer_death(self, incarnation: bytes) -> None:
-        """That process is known to be dead."""
+        """A peer's process is known to be dead: it reads and writes no more."""
         self.pieces.target_died(incarnation)
-        orphans = self.registrations.writer_died(incarnation)
-        for transfer in orphans:
+        for transfer in self.registrations.writer_died(incarnation):
             self._emit(WriterDied(transfer=transfer, part=PART))
 
-    # What arrives.
+    # The destination's side.
 
     def _open(self, order: OpenPart) -> None:
-        part = self._arriving.get(order.transfer)
+        part = self._incoming.get(order.transfer)
         if part is None:
             plan = plan_transfer(order.source.layout, self._layout, 0, 0)
-            part = _Arriving(order, plan, bytearray(order.num_units * DIGEST_BYTES))
-            self._arriving[order.transfer] = part
+            part = _Incoming(order, plan, bytearray(order.num_units * DIGEST_BYTES))
+            self._incoming[order.transfer] = part
         registration = ReceiveRegistration(
             id=order.transfer,
             epoch=order.epoch,
@@ -340,47 +331,42 @@ class SimRank:
             writer=order.source.doors.incarnation,
             may_write_directly=self.pieces.is_direct(order.source.doors.incarnation),
         )
-        if part.is_landed:
+        if part.is_registered:
             self.registrations.reopen(registration)
         else:
             self.registrations.add(registration)
-        part.is_landed = True
+        part.is_registered = True
         self.open_pages.update(zip(order.pages, order.generations, strict=True))
         self._emit(PartOpened(transfer=order.transfer, part=PART))
 
     def _close(self, command: ClosePart) -> None:
         transfer = command.transfer
-        for page in self._arriving[transfer].order.pages:
+        for page in self._incoming[transfer].order.pages:
             self.open_pages.pop(page, None)
         if command.is_confirmed:
             self.registrations.release(transfer)
         stopped = WriterStopped(transfer=transfer, part=PART)
         self.registrations.close(transfer, on_safe=lambda: self._emit_later(stopped))
 
-    def _hash(self, part: _Arriving, first: int, stop: int) -> None:
-        unit_tokens = part.plan.unit_tokens
-        units_per_page = self.memory.page_size // unit_tokens
+    def _hash(self, part: _Incoming, first: int, stop: int) -> None:
         for unit in range(first, stop):
-            page = part.order.pages[unit // units_per_page]
-            place = self.memory.unit(page, unit % units_per_page * unit_tokens, unit_tokens)
+            _, place = self.memory.place(part.order.pages, unit, part.plan.unit_tokens)
             part.found[unit * DIGEST_BYTES : (unit + 1) * DIGEST_BYTES] = digest(self.memory.bytes[place])
 
     def _verify(self, command: VerifyPart) -> None:
-        corrupt_units = differing_units(command.digests, bytes(self._arriving[command.transfer].found))
-        self._emit_later(
-            PartVerified(transfer=command.transfer, part=PART, corrupt_units=tuple(corrupt_units))
-        )
+        corrupt = tuple(differing_units(command.digests, bytes(self._incoming[command.transfer].found)))
+        self._emit_later(PartVerified(transfer=command.transfer, part=PART, corrupt_units=corrupt))
 
-    # What leaves.
+    # The source's side.
 
     def _reach(self, order: ReachPeer) -> None:
         peer = order.destination
-        self._departing[order.transfer] = _Departing(peer, plan_transfer(self._layout, peer.layout, 0, 0))
+        self._outgoing[order.transfer] = _Outgoing(peer, plan_transfer(self._layout, peer.layout, 0, 0))
         reached = PartReached(transfer=order.transfer, part=PART, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
     def _push(self, order: PushPart) -> None:
-        part = self._departing[order.transfer]
+        part = self._outgoing[order.transfer]
         assert part.grant is not None, "pages are granted before any is pushed"
         part.pages += order.more_pages
         piece = SimPiece(
@@ -397,24 +383,24 @@ class SimRank:
         self.pieces.push(self, part.peer.doors.incarnation, piece)
 
     def _pushed(self, piece: SimPiece, digests: bytes | None, reason: str) -> None:
-        """digests: of its units; None when they were not written."""
+        """digests: of the piece's units; None when they were not written."""
         is_done = digests is not None
-        written = PartWritten(
-            transfer=piece.transfer,
-            part=PART,
-            first=piece.first,
-            stop=piece.stop,
-            is_done=is_done,
-            reason=reason,
-            num_bytes=piece.num_bytes if is_done else 0,
-            num_messages=1,
-            spans=AT_ONCE,
+        self._emit(
+            PartWritten(
+                transfer=piece.transfer,
+                part=PART,
+                first=piece.first,
+                stop=piece.stop,
+                is_done=is_done,
+                reason=reason,
+                num_bytes=piece.num_bytes if is_done else 0,
+                num_messages=1,
+                spans=Spans(),
+            )
         )
-        self._emit(written)
         if digests is not None:
-            units = written.first, written.stop
             hashed = PartHashed(
-                transfer=piece.transfer, part=PART, first=units[0], stop=units[1], digests=digests
+                transfer=piece.transfer, part=PART, first=piece.first, stop=piece.stop, digests=digests
             )
             self._emit(hashed)
 

@@ -1,4 +1,4 @@
-"""What happened in a simulation, for whoever reads it: one line a message, a fault or a death."""
+"""The trace of a simulation: one line for each message, fault and death."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,7 +8,6 @@ from baton.messages.codec import AnyMessage
 from baton.messages.control import (
     Alive,
     AttemptFailed,
-    Cancel,
     Dispatch,
     Ended,
     Heartbeat,
@@ -16,7 +15,6 @@ from baton.messages.control import (
     Prefill,
     Prefilled,
     PrefillFailed,
-    Queued,
     Reachable,
     Rejected,
     Routed,
@@ -28,32 +26,33 @@ from baton.messages.operations import Status, StatusQuery
 from baton.request import TokenEvent
 from baton.sim.process import Events
 
-SHOWN: Final = 8  # of an id
-DULL: Final = (Alive, Heartbeat, Status, StatusQuery)
+SHOWN: Final = 8  # characters of an id
+HIDDEN: Final = (Alive, Heartbeat, Status, StatusQuery)
 
 
 class Recorder:
-    """See host.Trace. `write` takes the lines; without it only drops are kept."""
+    """Writes the trace, and keeps the dropped peers."""
 
     def __init__(self, events: Events, write: Callable[[str], None] | None = None) -> None:
+        """write: takes the lines; None: only drops are kept."""
         self.names: dict[str, str] = {}  # id of a process -> its name
-        self.drops: list[tuple[str, WireError]] = []
+        self.drops: list[tuple[str, WireError]] = []  # name of the dropping process, reason
         self._events = events
         self._write = write
 
     def say(self, text: str) -> None:
+        """Write one line, with the time."""
         if self._write is not None:
             self._write(f"{self._events.now_s:8.4f}  {text}")
 
     def message(self, sender: str, receiver: str, message: AnyMessage) -> None:
-        if self._write is not None and not isinstance(message, DULL):
+        """Record a message that is heard. sender: the id of a process; receiver: the name of one."""
+        if self._write is not None and not isinstance(message, HIDDEN):
             kind = type(message).__name__
             self.say(f"{self._name(sender):>10} -> {receiver:<10} {kind:<13} {self._text(message)}")
 
-    def died(self, name: str) -> None:
-        self.say(f"{name} has died")
-
     def dropped(self, host: str, error: WireError) -> None:
+        """Record a dropped peer: honest processes drop each other rarely."""
         self.drops.append((host, error))
         self.say(f"{host} drops a peer, {error.reason}: {error}")
 
@@ -85,9 +84,8 @@ class Recorder:
                 return " ".join(_key(*attempt) for attempt in attempts)
             case Rejected() | PrefillFailed() | AttemptFailed():
                 return f"{_key(message.request_id, message.attempt)} {message.reason}"
-            case Queued() | Cancel():
-                return _key(message.request_id, message.attempt)
-        return ""
+        request_id = getattr(message, "request_id", "")
+        return _key(request_id, getattr(message, "attempt", 0)) if request_id else ""
 
 
 def _key(request_id: str, attempt: int) -> str:

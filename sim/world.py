@@ -1,9 +1,9 @@
 """One simulated cluster from its start to its rest, all of it from one seed.
 
-1. A cluster, a load and faults are drawn by chance. The cluster starts while the first requests come.
-2. Requests and faults happen; whatever dies is started again.
-3. When the last request has ended, everything comes to rest. Then nothing may be held anywhere, and every
-   client must have been given what an undisturbed run gives, or one error that its fate explains.
+1. A cluster, a load and faults are drawn at random. The cluster starts while the first requests come.
+2. Requests and faults happen; processes that die are started again.
+3. After the last request the cluster comes to rest. Then no process may hold anything, and every client must
+   have got the answer of an undisturbed run, or one error that the faults explain.
 """
 
 from collections import Counter
@@ -13,91 +13,217 @@ from typing import Final
 
 from baton.decode_worker.worker import CancelledAttempts
 from baton.engine.cache.page_pool import PageState
-from baton.errors import InvalidRequest, Overloaded, WorkerLost
+from baton.errors import Overloaded, WorkerLost
 from baton.gateway.streams.request_stream import MAX_STRIKES, ReplayLimits
 from baton.router.in_flight import SILENCE_S
 from baton.rpc.reports import BEAT_S
-from baton.sim.clients import ILL_CHANCE, ClientLoad, ClientVisit, SimClient
-from baton.sim.deployment import Deployment
+from baton.sim.clients import BAD_REQUEST_CHANCE, Arrival, ClientLoad, SimClient
+from baton.sim.deployment import Deployment, SimContext, SimGateway, SimRouter, SimWorker
 from baton.sim.faults import Faults, Trouble
-from baton.sim.lives import GatewayLife, RouterLife, SimSite, WorkerLife
 from baton.sim.network import Network
 from baton.sim.process import Events
 from baton.sim.trace import Recorder
 
-# What must hold when a simulation has come to rest, whatever went wrong in it.
+LIMITS: Final = ReplayLimits(max_wait_s=20.0, max_begun_wait_s=20.0, max_silence_s=80.0)
+QUIET_REST_S: Final = 1.0  # until rest after a run without faults
+REST_S: Final = 5.0  # until leases, heartbeats and ticks of the past have no effect
+FORGET_S: Final = SILENCE_S + BEAT_S + 1.0  # until a router forgets another router's attempts
+MAY_BE_DROPPED: Final = {"fenced"}  # a worker that resumes after another has taken its name
+MAX_LIFE_S: Final = 180.0
+MAX_SLOW_LIFE_S: Final = 600.0  # where a process takes minutes to start, or a step seconds
+UNNEEDED: Final = frozenset({"replays_lost", "replays_router", "replays_unheard", "repeated_events"})
+WORKER_MODULES: Final = ("baton.decode_worker", "baton.prefill_worker")
 
 
-def client_complaints(client: SimClient, deployment: Deployment) -> Iterator[str]:
-    """Exactly one end, the right tokens, and no error without a reason."""
+class Violation(AssertionError):
+    """A rule of the simulation does not hold."""
+
+
+class World:
+    """One simulation. It is deterministic: a seed always gives the same trace."""
+
+    def __init__(
+        self,
+        seed: int,
+        write: Callable[[str], None] | None = None,
+        trouble: Trouble = Trouble.ANY,
+    ) -> None:
+        """write: takes the trace, line by line."""
+        self.events = Events()
+        self._replay = f"baton sim --seed {seed}"
+        if trouble is not Trouble.ANY:
+            self._replay += f" --trouble {trouble}"
+        self._is_slow = trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS)
+        draws = ("cluster", "load", "faults", "network", "ids", "routers")
+        draw = {name: Random(f"{seed} {name}") for name in draws}
+        self._recorder = Recorder(self.events, write)
+        self._context = SimContext(
+            self.events,
+            Network(self.events, draw["network"]),
+            draw["ids"],
+            self._recorder,
+            LIMITS,
+            draw["routers"].choice((1, 1, 2)),
+        )
+        self._deployment = Deployment(self._context, draw["cluster"])
+        self._faults = Faults(self._deployment, draw["faults"], self._recorder.say)
+        may_be_bad = trouble in (Trouble.ANY, Trouble.SILENCE)
+        load = ClientLoad(self.events, draw["load"], BAD_REQUEST_CHANCE if may_be_bad else 0.0)
+        self._arrivals = load.arrivals(len(self._deployment.gateways))
+        self._faults.schedule(trouble, load.ends_s + 1.0)
+        self._busy_until_s = max(self._faults.last_s, load.ends_s)
+
+    def run(self) -> Counter[str]:
+        """Return how many clients ended how.
+
+        AssertionError, with a note how to replay it, when a rule is broken.
+        """
+        try:
+            return self._run()
+        except Exception as error:
+            error.add_note(f"replay: {self._replay}")
+            raise
+        finally:
+            self._context.files.close()
+
+    @property
+    def summary(self) -> str:
+        """The size of the simulation, for a line of output."""
+        deployment = self._deployment
+        return (
+            f"{len(deployment.routers)} routers, {len(deployment.workers)} workers, "
+            f"{len(deployment.gateways)} gateways, "
+            f"{self._faults.num_faults} faults, {len(self._clients)} clients"
+        )
+
+    @property
+    def _clients(self) -> list[SimClient]:
+        return [client for arrival in self._arrivals for client in arrival.clients]
+
+    def _run(self) -> Counter[str]:
+        for arrival in self._arrivals:
+            self.events.at(arrival.at_s, lambda arrival=arrival: self._come(arrival))  # type: ignore[misc]
+        self.events.run_until(self._busy_until_s)
+        self._run_until_all_have_ended()
+        self.events.run_until(self.events.now_s + self._rest_s)
+        self._check()
+        return Counter(client.fate for client in self._clients)
+
+    def _come(self, arrival: Arrival) -> None:
+        gateway = self._deployment.gateways[arrival.gateway].life
+        assert isinstance(gateway, SimGateway)
+        if gateway.process.is_dead:  # the connection is refused, and the client tries again
+            self.events.after(0.1, lambda: self._come(arrival))
+            return
+        first = arrival.clients[0]
+        first.open(gateway)
+        if arrival.cancel_s is not None:
+            self.events.after(arrival.cancel_s, first.cancel)
+
+    def _run_until_all_have_ended(self) -> None:
+        max_life_s = MAX_SLOW_LIFE_S if self._is_slow else MAX_LIFE_S
+        while not (
+            all(arrival.has_ended for arrival in self._arrivals)
+            and self._deployment.is_whole
+            and self.events.now_s >= self._faults.over_s
+        ):
+            if self.events.now_s > max_life_s:
+                left = [client.name for client in self._clients if not client.is_settled]
+                raise Violation(f"{len(left)} requests never end: {' '.join(left)}")
+            self.events.run_until(self.events.now_s + 0.5)
+
+    @property
+    def _was_troubled(self) -> bool:
+        return bool(self._faults.num_faults or self._context.killers)
+
+    @property
+    def _rest_s(self) -> float:
+        if len(self._deployment.routers) > 1 and (self._was_troubled or self._context.stream.may_lose):
+            return FORGET_S
+        return REST_S if self._was_troubled else QUIET_REST_S
+
+    def _check(self) -> None:
+        drops = [each for each in self._recorder.drops if each[1].reason not in MAY_BE_DROPPED]
+        complaints = [f"{host} dropped a peer: {error}" for host, error in drops]
+        for client in self._clients:
+            complaints += _client_complaints(client, self._deployment)
+        complaints += _rest_complaints(self._deployment)
+        if not self._was_troubled:
+            complaints += _quiet_complaints(self._deployment)
+        if complaints:
+            raise Violation("\n".join(complaints))
+
+
+def _client_complaints(client: SimClient, deployment: Deployment) -> Iterator[str]:
+    """A client gets exactly one end, the right tokens, and no error without a reason."""
     yield from client.complaints
-    name, network = client.request.request_id[:8], deployment.site.network
-    if client.is_ill:
+    context = deployment.context
+    if client.is_unanswerable:
         if client.finish_reason is not None:
-            yield f"{name} can't be answered, and ended with {client.finish_reason}"
-        num_killed = deployment.site.killers[client.request.request_id]
-        if num_killed > MAX_STRIKES + network.has_been_cut:  # one may die unseen while its wire is cut
-            yield f"{name} has killed {num_killed} workers"
+            yield f"{client.name} can't be answered, and ended with {client.finish_reason}"
+        num_killed = context.killers[client.request.request_id]
+        if num_killed > MAX_STRIKES + context.network.has_been_cut:  # a death behind a cut wire is unseen
+            yield f"{client.name} has killed {num_killed} workers"
         return
     token_ids, reason = client.golden()
     if client.token_ids != token_ids[: len(client.token_ids)]:
-        yield f"{name} got {client.token_ids}, an undisturbed run says {token_ids}"
+        yield f"{client.name} got {client.token_ids}, an undisturbed run says {token_ids}"
     if client.finish_reason is not None and (client.token_ids, client.finish_reason) != (token_ids, reason):
-        yield f"{name} ended with {client.finish_reason} after {len(client.token_ids)} of {len(token_ids)}"
+        num_tokens = f"{len(client.token_ids)} of {len(token_ids)}"
+        yield f"{client.name} ended with {client.finish_reason} after {num_tokens}"
     if client.error is not None and client.gateway is not None:
         yield from _error_complaints(client, deployment)
 
 
 def _error_complaints(client: SimClient, deployment: Deployment) -> Iterator[str]:
-    name, error = client.request.request_id[:8], client.error
-    lasted_s = client.ended_s - client.opened_s
+    error, lasted_s = client.error, client.ended_s - client.opened_s
     match error:
         case Overloaded():
-            if lasted_s < deployment.site.limits.max_wait_s:
-                yield f"{name} was given up after {lasted_s:.2f} s: {error}"
+            if lasted_s < deployment.context.limits.max_wait_s:
+                yield f"{client.name} was given up after {lasted_s:.2f} s: {error}"
         case WorkerLost():
             absences = [absence for slot in deployment.workers for absence in slot.absences]
             num_gone = sum(first <= client.ended_s and client.opened_s <= last for first, last in absences)
             if num_gone < 2:
-                yield f"{name} was given up after {num_gone} deaths: {error}"
-        case InvalidRequest() | _:
-            yield f"{name} failed: {error!r}"
+                yield f"{client.name} was given up after {num_gone} deaths: {error}"
+        case _:
+            yield f"{client.name} failed: {error!r}"
 
 
-def rest_complaints(deployment: Deployment) -> Iterator[str]:
-    """Nothing is held, nobody waits, every book is empty and adds up."""
+def _rest_complaints(deployment: Deployment) -> Iterator[str]:
+    """At rest no process holds or awaits anything, and every count is zero."""
     for slot in deployment.slots:
         life = slot.life
         if life.process.num_unheard:
-            yield f"{slot.name} has {life.process.num_unheard} things to hear"
+            yield f"{slot.name} has {life.process.num_unheard} calls in its inbox"
         match life:
-            case RouterLife():
+            case SimRouter():
                 yield from _router_complaints(life, deployment)
-            case GatewayLife():
+            case SimGateway():
                 if life.frontend.num_open:
                     yield f"{slot.name} has {life.frontend.num_open} open streams"
                 if life.frontend.counters["contradictions"]:
                     yield f"{slot.name} has been told two things of one token"
-            case WorkerLife():
+            case SimWorker():
                 yield from _worker_complaints(life)
 
 
-def _router_complaints(life: RouterLife, deployment: Deployment) -> Iterator[str]:
-    router = life.router
+def _router_complaints(life: SimRouter, deployment: Deployment) -> Iterator[str]:
+    router, name = life.router, life.process.name
     router.in_flight.check_integrity()
     router.admission_queue.check_integrity()
     if len(router.admission_queue):
-        yield f"{life.process.name}'s queue has {len(router.admission_queue)} attempts"
+        yield f"{name}'s queue has {len(router.admission_queue)} attempts"
     if len(router.in_flight):
-        yield f"{life.process.name}'s books have {len(router.in_flight)} attempts"
+        yield f"{name} has {len(router.in_flight)} attempts in flight"
     if len(router.members) != len(deployment.workers):
-        yield f"{life.process.name} knows {len(router.members)} of {len(deployment.workers)} workers"
+        yield f"{name} knows {len(router.members)} of {len(deployment.workers)} workers"
     for worker in router.status().workers:
         if worker.num_attempts:
-            yield f"{life.process.name} counts {worker.num_attempts} attempts at {worker.worker.name}"
+            yield f"{name} counts {worker.num_attempts} attempts at {worker.worker.name}"
 
 
-def _worker_complaints(life: WorkerLife) -> Iterator[str]:
+def _worker_complaints(life: SimWorker) -> Iterator[str]:
     name, engine, worker = life.process.name, life.engine, life.worker
     if worker.attempts or not worker.is_idle:
         yield f"{name} still works on {worker.attempts}, {life.endpoint.num_open} transfers are open"
@@ -107,190 +233,27 @@ def _worker_complaints(life: WorkerLife) -> Iterator[str]:
         yield f"{name} keeps pages of {list(engine.scheduler.outside.kept)}"
     engine.scheduler.check_integrity()
     pool = engine.pages
-    num_there = pool.count(PageState.FREE) + pool.count(PageState.CACHED)
-    if num_there != pool.num_pages:
+    num_idle = pool.count(PageState.FREE) + pool.count(PageState.CACHED)
+    if num_idle != pool.num_pages:
         counts = {state.name: pool.count(state) for state in PageState}
         yield f"{name} has {counts} of {pool.num_pages} pages"
-    if life.endpoint.registrations.num_open() or life.endpoint.pieces.num_going:
+    if life.endpoint.has_writers:
         yield f"{name}: bytes may still be written"
-    yield from _size_complaints(life)
+    yield from _memory_complaints(life)
 
 
-def _size_complaints(life: WorkerLife) -> Iterator[str]:
-    """Nothing that is over is remembered, but for what has a bound of its own."""
-    parts = [part for part in vars(life.worker).values() if type(part).__module__.startswith(OF_WORKERS)]
+def _memory_complaints(life: SimWorker) -> Iterator[str]:
+    """Collections of a worker and its parts are empty, except those with a bound of their own."""
+    parts = [part for part in vars(life.worker).values() if type(part).__module__.startswith(WORKER_MODULES)]
     for owner in (life.worker, *parts):
         for name, value in vars(owner).items() if not isinstance(owner, CancelledAttempts) else ():
             if isinstance(value, dict | list | set) and value and not isinstance(value, Counter):
                 yield f"{life.process.name} remembers {len(value)} in {type(owner).__name__}.{name}"
 
 
-OF_WORKERS = ("baton.decode_worker", "baton.prefill_worker")
-
-
-def quiet_complaints(deployment: Deployment) -> Iterator[str]:
-    """Where nothing goes wrong nothing is done twice, but for what was rejected before the cluster stood."""
-    for life in deployment.lives(GatewayLife):
+def _quiet_complaints(deployment: Deployment) -> Iterator[str]:
+    """Without faults nothing is done twice."""
+    for life in deployment.lives(SimGateway):
         for name, number in life.frontend.counters.items():
             if name in UNNEEDED and number:
                 yield f"{life.process.name} counts {number} {name}, and nothing went wrong"
-
-
-UNNEEDED = frozenset({"replays_lost", "replays_router", "replays_unheard", "repeated_events"})
-
-
-def is_whole(deployment: Deployment) -> bool:
-    """Whether every process runs again."""
-    return all(slot.is_whole for slot in deployment.slots)
-
-
-LIMITS: Final = ReplayLimits(max_wait_s=20.0, max_begun_wait_s=20.0, max_silence_s=80.0)
-QUIET_REST_S: Final = 1.0  # where nothing went wrong, that is time enough
-REST_S: Final = 5.0  # after which nothing of the past may be felt: leases, heartbeats and ticks are over
-FORGET_S: Final = SILENCE_S + BEAT_S + 1.0  # what a router was told of another's, and nobody ended
-MAY_BE_DROPPED: Final = {"fenced"}  # a worker that wakes up after another has taken its place
-MAX_LIFE_S: Final = 180.0
-MAX_SILENT_LIFE_S: Final = 600.0  # where a process takes minutes to start, or a step seconds
-
-
-class Violation(AssertionError):
-    """Something that must hold did not."""
-
-
-class World:
-    def __init__(
-        self,
-        seed: int,
-        write: Callable[[str], None] | None = None,
-        trouble: Trouble = Trouble.ANY,
-    ) -> None:
-        """write: takes the trace, line by line."""
-        self.seed = seed
-        self.events = Events()
-        self.recorder = Recorder(self.events, write)
-        draws = ("cluster", "load", "faults", "network", "ids", "routers")
-        draw = {name: Random(f"{seed} {name}") for name in draws}
-        network = Network(self.events, draw["network"])
-        num_routers = draw["routers"].choice((1, 1, 2))
-        self.site = SimSite(self.events, network, draw["ids"], self.recorder, LIMITS, num_routers)
-        self.recorder.names = self.site.names
-        self.deployment = Deployment(self.site, draw["cluster"])
-        self.faults = Faults(self.deployment, draw["faults"], self.recorder.say)
-        self._trouble = trouble
-        load = ClientLoad(
-            self.events, draw["load"], ILL_CHANCE if trouble in (Trouble.ANY, Trouble.SILENCE) else 0.0
-        )
-        self.visits = load.visits(len(self.deployment.gateways))
-        self.faults.schedule(trouble, load.ends_s + 1.0)
-        self._busy_until_s = max(self.faults.last_s, load.ends_s)
-
-    @property
-    def clients(self) -> list[SimClient]:
-        return [client for visit in self.visits for client in visit.clients]
-
-    def run(self) -> Counter[str]:
-        """How many clients ended how. AssertionError, noting how to replay it, when a rule did not hold."""
-        try:
-            return self._run()
-        except Exception as error:
-            error.add_note(f"replay: {replay_command(self.seed, self._trouble)}")
-            raise
-        finally:
-            self.site.files.close()
-
-    @property
-    def summary(self) -> str:
-        deployment = self.deployment
-        return (
-            f"{len(deployment.routers)} routers, {len(deployment.workers)} workers, "
-            f"{len(deployment.gateways)} gateways, "
-            f"{self.faults.num_faults} faults, {len(self.clients)} clients"
-        )
-
-    def _run(self) -> Counter[str]:
-        for visit in self.visits:
-            self.events.at(visit.at_s, lambda visit=visit: self._come(visit))  # type: ignore[misc]
-        self.events.run_until(self._busy_until_s)
-        self._run_until_all_have_ended()
-        self.events.run_until(self.events.now_s + self._rest_s)
-        self._check()
-        return Counter(_fate(client) for client in self.clients)
-
-    @property
-    def was_troubled(self) -> bool:
-        return bool(self.faults.num_faults or self.site.killers)
-
-    @property
-    def _rest_s(self) -> float:
-        if len(self.deployment.routers) > 1 and (self.was_troubled or self.site.stream.may_lose):
-            return FORGET_S
-        return REST_S if self.was_troubled else QUIET_REST_S
-
-    @property
-    def _max_life_s(self) -> float:
-        is_slow = self._trouble in (Trouble.SILENCE, Trouble.SLOW_STEPS)
-        return MAX_SILENT_LIFE_S if is_slow else MAX_LIFE_S
-
-    def _come(self, visit: ClientVisit) -> None:
-        slot = self.deployment.gateways[visit.gateway]
-        if slot.life.process.is_dead:  # it is refused a connection, and tries again
-            self.events.after(0.1, lambda: self._come(visit))
-            return
-        assert isinstance(slot.life, GatewayLife)
-        first = visit.clients[0]
-        first.open(slot.life)
-        if visit.cancel_s is not None:
-            self.events.after(visit.cancel_s, first.cancel)
-
-    def _run_until_all_have_ended(self) -> None:
-        while not (
-            self._has_ended() and is_whole(self.deployment) and self.events.now_s >= self.faults.over_s
-        ):
-            if self.events.now_s > self._max_life_s:
-                left = [client.request.request_id[:8] for client in self.clients if not _has_ended(client)]
-                raise Violation(f"{len(left)} requests never end: {' '.join(left)}")
-            self.events.run_until(self.events.now_s + 0.5)
-
-    @property
-    def _is_well(self) -> bool:
-        """Every process runs, and every fault is over."""
-        return is_whole(self.deployment) and self.events.now_s >= self.faults.over_s
-
-    def _has_ended(self) -> bool:
-        return all(_has_ended(client) for visit in self.visits for client in _asked_for(visit))
-
-    def _check(self) -> None:
-        drops = [(host, error) for host, error in self.recorder.drops if error.reason not in MAY_BE_DROPPED]
-        complaints = [f"{host} dropped a peer: {error}" for host, error in drops]
-        for client in self.clients:
-            complaints += client_complaints(client, self.deployment)
-        complaints += rest_complaints(self.deployment)
-        if not self.was_troubled:
-            complaints += quiet_complaints(self.deployment)
-        if complaints:
-            raise Violation("\n".join(complaints))
-
-
-def replay_command(seed: int, trouble: Trouble) -> str:
-    which = "" if trouble is Trouble.ANY else f" --trouble {trouble}"
-    return f"baton sim --seed {seed}{which}"
-
-
-def _has_ended(client: SimClient) -> bool:
-    return client.gateway is not None and client.is_over
-
-
-def _asked_for(visit: ClientVisit) -> list[SimClient]:
-    """The first, and the others once it has its first token."""
-    first, *others = visit.clients
-    return [first, *(client for client in others if client.gateway is not None)]
-
-
-def _fate(client: SimClient) -> str:
-    if client.error is not None:
-        return type(client.error).__name__
-    if client.finish_reason is not None:
-        return str(client.finish_reason)
-    if client.has_cancelled:
-        return "cancelled"
-    return "gone with its gateway" if client.gateway is not None else "never asked for"

@@ -1,4 +1,4 @@
-"""The simulator is worth what it finds: each test breaks a rule of the real code, and a seed must show it."""
+"""Each test breaks a rule of the production code, and a seed of the simulator must show it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ MAX_SEEDS = 150
 
 
 def finding(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., Any]) -> str:
-    """What the first seed that shows it says."""
+    """Return the message of the first seed that fails."""
     monkeypatch.setattr(owner, name, broken)
     for seed in range(MAX_SEEDS):
         try:
@@ -71,9 +71,9 @@ def test_promises_that_never_end_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing in" not in found
 
 
-def test_attempts_that_stay_in_the_router_s_books_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_that_stay_in_flight_show(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(monkeypatch, InFlight, "ended", lambda self, key: None)
-    assert "router-0's books have" in found
+    assert "attempts in flight" in found
 
 
 def test_replays_with_another_seed_show(monkeypatch: pytest.MonkeyPatch) -> None:

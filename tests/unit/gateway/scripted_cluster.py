@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from baton.config.router import RouterConfig
-from baton.errors import BatonError, InvalidRequest, Overloaded, WireError, WorkerLost
+from baton.errors import BatonError, InvalidRequest, Overloaded, WorkerLost
 from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
-from baton.messages.codec import AnyMessage
 from baton.messages.workers import Address, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
 from baton.router.router import Router
-from baton.sim.host import Directory, Host
+from baton.sim.host import Host
 from baton.sim.network import Network
 from baton.sim.process import Events, SimProcess
+from baton.sim.trace import Recorder
 from tests.node_peers import a_worker, id_of
 from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 
@@ -60,7 +60,7 @@ class Running:
     def __init__(self, cluster: "ScriptedCluster", name: str) -> None:
         self.id = id_of(f"{name}.{next(cluster.serials)}")
         self.process = SimProcess(name, cluster.events, cluster.random.uniform(0, 1000))
-        self.host = Host(self.process, cluster.network, cluster.directory, cluster)
+        self.host = Host(self.process, cluster.network, cluster.listeners, cluster.recorder)
 
 
 class ScriptedCluster:
@@ -68,9 +68,9 @@ class ScriptedCluster:
         self.random = Random(seed)
         self.events = Events()
         self.network = Network(self.events, self.random)
-        self.directory = Directory()
+        self.listeners: dict[Address, Host] = {}
         self.serials = iter(range(1, 1_000_000))
-        self.drops: list[str] = []
+        self.recorder = Recorder(self.events)
         self.num_dead = 0  # worker processes that died, or seemed to
         self.running: dict[str, Running] = {}
         self.frontends: dict[str, Frontend] = {}
@@ -83,17 +83,6 @@ class ScriptedCluster:
         self.worker_names += [f"d{index}" for index in range(num_decode)]
         for name in self.worker_names:
             self.start_worker(name)
-
-    # Trace, see cluster.sim.host.
-
-    def message(self, sender: str, receiver: str, message: AnyMessage) -> None:
-        pass
-
-    def died(self, name: str) -> None:
-        pass
-
-    def dropped(self, host: str, error: WireError) -> None:
-        self.drops.append(f"{host}: {error}")
 
     # Processes.
 
@@ -207,6 +196,7 @@ class ScriptedCluster:
         self.router.in_flight.check_integrity()
         left = {name: worker.attempts for name, worker in self.workers.items() if worker.attempts}
         assert not left, f"work is left: {left}"
-        assert not [drop for drop in self.drops if "has been replaced" not in drop], self.drops
+        drops = [str(error) for _, error in self.recorder.drops]
+        assert not [drop for drop in drops if "has been replaced" not in drop], drops
         for frontend in self.frontends.values():
             assert not frontend.counters["contradictions"]

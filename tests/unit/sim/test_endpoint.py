@@ -1,20 +1,19 @@
-"""Pages that move between two simulated pools, and what can go wrong with them."""
+"""Pages that move between two simulated pools, and faults of the move."""
 
 from random import Random
 
 import pytest
 
 from baton.engine.cache.page_pool import PageState
-from baton.errors import WireError
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, TransferEnded
 from baton.kvtransfer.protocol.messages import Reserve
-from baton.messages.codec import AnyMessage
 from baton.sim.endpoint import TIMING, SimEndpoint, SimLink
 from baton.sim.engine import SimEngine
 from baton.sim.network import Network
 from baton.sim.process import Events, SimProcess
+from baton.sim.trace import Recorder
 from tests.numbered_pages import NumberedPages, wanted_pages
-from tests.unit.sim.machines import a_machine
+from tests.unit.sim.test_engine import a_machine
 
 TRANSFER = b"t" * 16
 NUM_TOKENS = 24
@@ -26,7 +25,12 @@ class Side:
         self.process = SimProcess(name, pair.events)
         self.engine = SimEngine(a_machine(page_size=page_size), self.process.clock, self.process.spend)
         self.endpoint = SimEndpoint(
-            self.process, self.engine, pair.network, pair.random, pair, lambda reserve, num_pages: OWNER
+            self.process,
+            self.engine,
+            pair.network,
+            pair.random,
+            pair.recorder,
+            lambda reserve, num_pages: OWNER,
         )
         self.ended: list[TransferEnded] = []
         self.process.turn = self._turn
@@ -36,8 +40,8 @@ class Side:
 
     def contents(self, pages: tuple[int, ...]) -> bytes:
         memory = self.engine.memory
-        whole = b"".join(bytes(memory.bytes[memory.unit(page, 0, memory.page_size)]) for page in pages)
-        return whole[: NUM_TOKENS * 8]
+        places = [memory.place(pages, index, memory.page_size)[1] for index in range(len(pages))]
+        return b"".join(bytes(memory.bytes[place]) for place in places)[: NUM_TOKENS * 8]
 
     @property
     def num_held(self) -> int:
@@ -46,12 +50,12 @@ class Side:
 
 
 class Pair:
-    """A source that has computed a prompt, and a destination; see `host.Trace` for the last methods."""
+    """A source that has computed a prompt, and a destination."""
 
     def __init__(self, *, is_direct: bool, page_sizes: tuple[int, int] = (4, 4)) -> None:
         self.events, self.random = Events(), Random(7)
         self.network = Network(self.events, Random(7))
-        self.drops: list[WireError] = []
+        self.recorder = Recorder(self.events)
         self.source, self.destination = (
             Side(self, "source", page_sizes[0]),
             Side(self, "destination", page_sizes[1]),
@@ -70,23 +74,14 @@ class Pair:
         self.source.engine.pages.release(self.pages, OWNER)
 
     def run(self, seconds: float) -> None:
-        """With a turn of both every quarter of a second."""
+        """Give both a turn every quarter of a second."""
         for _ in range(round(4 * seconds)):
             for side in (self.source, self.destination):
                 side.process.wake()
             self.events.run_until(self.events.now_s + 0.25)
 
-    def message(self, sender: str, receiver: str, message: AnyMessage) -> None:
-        pass
 
-    def died(self, name: str) -> None:
-        pass
-
-    def dropped(self, host: str, error: WireError) -> None:
-        self.drops.append(error)
-
-
-@pytest.fixture(params=[False, True], ids=["receiver", "by hand"])
+@pytest.fixture(params=[False, True], ids=["receiver", "direct"])
 def is_direct(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
@@ -106,18 +101,18 @@ def test_pages_arrive_as_they_were(is_direct: bool, page_sizes: tuple[int, int])
     assert not pair.source.endpoint.num_open and not pair.destination.endpoint.num_open
 
 
-def test_damaged_pages_are_never_adopted(is_direct: bool) -> None:
+def test_damaged_pages_are_computed_again(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.pieces.faults.flip_chance = 1.0
+    pair.source.endpoint.rank.pieces.flip_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
     assert pair.source.num_held == pair.destination.num_held == 0
 
 
-def test_pages_that_do_not_leave_come_to_nothing(is_direct: bool) -> None:
+def test_pages_that_never_arrive_fail_the_transfer(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.pieces.faults.break_chance = 1.0
+    pair.source.endpoint.rank.pieces.break_chance = 1.0
     pair.send()
     pair.run(4.0)
     assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
@@ -125,13 +120,13 @@ def test_pages_that_do_not_leave_come_to_nothing(is_direct: bool) -> None:
     assert pair.source.num_held == pair.destination.num_held == 0
 
 
-def test_pages_are_not_free_while_a_writer_that_stands_still_may_write_them(
+def test_pages_are_quarantined_while_a_paused_writer_may_write_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("baton.sim.rank.NAPS_S", (1.0,))
     pair = Pair(is_direct=True)
     pair.send()
-    pair.run(0.5)  # it has looked, and will write when it wakes up
+    pair.run(0.5)  # the source has checked, and writes when it resumes
     pair.source.process.pause()
     pair.run(3 * TIMING.lease_s)
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
@@ -144,9 +139,9 @@ def test_pages_are_not_free_while_a_writer_that_stands_still_may_write_them(
     assert pair.source.num_held == pair.destination.num_held == 0
 
 
-def test_pages_of_a_dead_writer_are_free_soon(is_direct: bool) -> None:
+def test_pages_of_a_dead_writer_are_freed(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.pieces.faults.delay_s = 0.6
+    pair.source.endpoint.rank.pieces.delay_s = 0.6
     pair.send()
     pair.run(0.5)
     assert pair.destination.num_held == len(pair.pages)
@@ -156,9 +151,9 @@ def test_pages_of_a_dead_writer_are_free_soon(is_direct: bool) -> None:
     assert pair.destination.num_held == 0
 
 
-def test_lost_link_ends_a_transfer_at_both_ends_and_leaves_nothing(is_direct: bool) -> None:
+def test_lost_link_ends_a_transfer_at_both_ends(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
-    pair.source.endpoint.pieces.faults.delay_s = 0.6
+    pair.source.endpoint.rank.pieces.delay_s = 0.6
     pair.send()
     pair.run(0.5)
     (wire,) = pair.network.wires
@@ -170,19 +165,19 @@ def test_lost_link_ends_a_transfer_at_both_ends_and_leaves_nothing(is_direct: bo
     assert [each.outcome for each in pair.source.ended] == [HandoffOutcome.FAILED]
     assert [each.outcome for each in pair.destination.ended] == [HandoffOutcome.RECOMPUTE]
     assert pair.source.num_held == pair.destination.num_held == 0
-    assert not pair.drops
+    assert not pair.recorder.drops
 
 
-def test_second_reservation_of_one_transfer_costs_the_link(is_direct: bool) -> None:
+def test_second_reservation_of_a_transfer_drops_the_link(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
     pair.send()
     pair.link.send(Reserve(transfer=TRANSFER, num_units=1, deadline_ms=1000))
     pair.run(1.0)
-    assert [error.reason for error in pair.drops] == ["protocol"]
+    assert [error.reason for _, error in pair.recorder.drops] == ["protocol"]
     assert pair.link.is_lost
 
 
-def test_known_pages_can_be_pulled_by_who_has_seen_their_generations(is_direct: bool) -> None:
+def test_pages_are_pulled_by_their_generations(is_direct: bool) -> None:
     pair = Pair(is_direct=is_direct)
     pool, sent = pair.source.engine.pages, pair.source.contents(pair.pages)
     for page in pair.pages:

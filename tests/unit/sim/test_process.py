@@ -1,17 +1,54 @@
-"""Turns, timers, pauses and death of a simulated process."""
-
 import pytest
 
-from baton.sim.process import Crash, Events, SimProcess
+from baton.sim.process import Crash, Events, OffsetClock, SimProcess
+
+
+def test_calls_are_made_by_time_then_in_order_of_asking() -> None:
+    events, made = Events(), list[str]()
+    events.after(2.0, lambda: made.append("late"))
+    events.after(1.0, lambda: made.append("first"))
+    events.after(1.0, lambda: made.append("second"))
+    events.run_until(1.5)
+    assert (made, events.now_s) == (["first", "second"], 1.5)
+    events.run_until(2.0)
+    assert made == ["first", "second", "late"]
+
+
+def test_call_for_a_past_time_is_made_now() -> None:
+    events, made = Events(), list[float]()
+    events.run_until(3.0)
+    events.at(1.0, lambda: made.append(events.now_s))
+    events.run_until(3.0)
+    assert made == [3.0]
+
+
+def test_calls_may_schedule_calls() -> None:
+    events, made = Events(), list[float]()
+
+    def again() -> None:
+        made.append(events.now_s)
+        events.after(1.0, again)
+
+    again()
+    events.run_until(2.5)
+    assert made == [0.0, 1.0, 2.0]
+
+
+def test_clocks_have_offsets_and_may_jump() -> None:
+    events = Events()
+    one, other = OffsetClock(events, 0.0), OffsetClock(events, 500.0)
+    events.run_until(2.0)
+    other.jump(-3600.0)
+    assert (one.now_s(), other.now_s()) == (2.0, -3098.0)
 
 
 class Working(SimProcess):
-    """Its turns take `turn_s`, and send when each began."""
+    """Each turn takes `turn_s` and sends the time at which it began."""
 
     def __init__(self, events: Events, turn_s: float) -> None:
         super().__init__("p", events)
         self.turn = self.work
-        self.sent: list[tuple[float, float]] = []  # when it left, what it says
+        self.sent: list[tuple[float, float]] = []  # time of departure, message
         self._turn_s = turn_s
         self._now = events
 
@@ -22,7 +59,7 @@ class Working(SimProcess):
         self.send(lambda: self.sent.append((self._now.now_s, began_s)))
 
 
-def test_what_a_turn_sends_leaves_when_it_is_over_and_the_next_begins_then() -> None:
+def test_messages_of_a_turn_leave_at_its_end_and_the_next_turn_begins_then() -> None:
     events = Events()
     process = Working(events, 0.5)
     process.post(lambda: None)
@@ -31,7 +68,7 @@ def test_what_a_turn_sends_leaves_when_it_is_over_and_the_next_begins_then() -> 
     assert process.sent == [(0.5, 0.0), (1.0, 0.5)]
 
 
-def test_one_turn_hears_everything_that_has_come_meanwhile() -> None:
+def test_one_turn_takes_the_whole_inbox() -> None:
     events = Events()
     process, heard = Working(events, 0.5), list[int]()
     for number in range(3):
@@ -41,7 +78,7 @@ def test_one_turn_hears_everything_that_has_come_meanwhile() -> None:
     assert process.num_unheard == 0
 
 
-def test_dead_process_sends_nothing_more_and_hears_nothing() -> None:
+def test_dead_process_neither_sends_nor_hears() -> None:
     events = Events()
     process, heard, deaths = Working(events, 0.5), list[int](), list[int]()
     process.on_death.append(lambda: deaths.append(1))
@@ -55,7 +92,7 @@ def test_dead_process_sends_nothing_more_and_hears_nothing() -> None:
     assert (heard, process.sent, deaths) == ([1], [], [1])
 
 
-def test_paused_process_does_everything_when_it_resumes() -> None:
+def test_resumed_process_catches_up() -> None:
     events = Events()
     process, done = SimProcess("p", events), list[tuple[str, float]]()
     process.pause()
@@ -68,7 +105,7 @@ def test_paused_process_does_everything_when_it_resumes() -> None:
     assert sorted(done) == [("heard", 1.0), ("timer", 1.0)]
 
 
-def test_turn_that_was_asked_for_before_a_pause_comes_after_it() -> None:
+def test_turn_scheduled_before_a_pause_comes_after_the_pause() -> None:
     events = Events()
     process = Working(events, 0.5)
     process.post(lambda: None)
@@ -92,7 +129,7 @@ def test_crash_names_its_culprit() -> None:
     assert process.is_dead and process.killed_by == "r.0"
 
 
-def test_bug_in_a_turn_is_no_crash() -> None:
+def test_other_errors_of_a_turn_are_raised() -> None:
     events = Events()
     process = SimProcess("p", events)
 

@@ -36,7 +36,7 @@ def test_violation_names_its_command(
     assert main(["sim", "--seed", "3", "--trouble", "none", "--quiet"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "replay: baton sim --seed 3 --trouble none"
-    assert any("'s books have" in line for line in lines)
+    assert any("attempts in flight" in line for line in lines)
 
 
 def test_unknown_trouble_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
