@@ -2,6 +2,7 @@
 # make test    set up on first use, then run every test
 # make check   lint, formatting, types and layers
 # make format  format every file
+# make api     write docs/api.md from the docstrings
 # make bench   the benchmarks that need no model of yours
 #
 # Longer suites; make test runs a part of each:
@@ -30,7 +31,7 @@ SOAK_MINUTES ?= 30
 SOAK_SEED ?= 1
 STAMP := $(VENV)/.installed-from-$(notdir $(CONSTRAINTS))
 
-.PHONY: all help setup redis serve test bench parity faults sim soak fuzz check format clean
+.PHONY: all help setup redis serve test bench parity faults sim soak fuzz check format api clean
 
 all: check test
 
@@ -94,6 +95,10 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix --exit-zero .
 	$(BIN)/ruff format .
+
+api: setup
+	$(BIN)/python -m tests.api_page > docs/api.md.new
+	mv docs/api.md.new docs/api.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -10,7 +10,7 @@ class BatonError(Exception):
 
 
 class ConfigError(BatonError, ValueError):
-    """The operator must change a setting; the message names it, what was expected and what came."""
+    """The operator must change a setting; the message names the setting, what was expected and what came."""
 
 
 class ModelError(BatonError, ValueError):
@@ -30,12 +30,12 @@ class Overloaded(BatonError):
 
 
 class Refused(Overloaded):
-    """Something other than room stands against it: the tenant's quota, its objectives, the overload."""
+    """The tenant's quota, its latency objectives or the overload level forbid the request, not a lack of room."""
 
     def __init__(
         self, message: str, *, refusal: Refusal, retry_after_s: float, may_return: bool = True
     ) -> None:
-        """may_return: whether the client should try again by itself."""
+        """may_return: False: the client should not try again by itself."""
         super().__init__(message, retry_after_s=retry_after_s)
         self.refusal = refusal
         self.may_return = may_return
@@ -50,7 +50,7 @@ class TransferFailed(BatonError):
 
 
 class IntegrityError(BatonError, AssertionError):
-    """A ledger contradicts itself: a bug of ours, never the caller's fault."""
+    """A ledger contradicts itself: a bug of Baton, never the caller's fault."""
 
 
 class PeerGone(WorkerLost):

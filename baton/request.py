@@ -21,10 +21,12 @@ MAX_INTEGER = 2**63 - 1  # of any value, also where a float is meant: what every
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"  # something went wrong with this one alone; StepOutput.error says what
+    """The reason for which a choice has no more tokens."""
+
+    STOP = "stop"  # an end token, a stop token id or a stop string
+    LENGTH = "length"  # max_tokens, or the model's limit
+    ABORT = "abort"  # the caller ended the request
+    ERROR = "error"  # a failure of this request alone; StepOutput.error has the message
 
 
 class _NamesTheNearest(msgspec.StructMeta):
@@ -52,10 +54,10 @@ def _hint(unknown: str, known: tuple[str, ...]) -> str:
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesTheNearest
 ):
-    """How the next token is chosen; names, meanings and defaults are vLLM's, less `stop`: it is about text.
+    """The choice of each next token. Names, meanings and defaults are vLLM's.
 
-    Raises InvalidRequest when a value is outside its range. Limits that depend on the model (top_k,
-    token ids, context length) are checked by the engine that knows the model.
+    Stop strings are no field: `LLM.generate(..., stop="END")` takes them. Raises InvalidRequest when a value is
+    outside its range. The engine checks the limits that depend on the model: top_k, token ids, context length.
     """
 
     n: int = 1  # number of choices for one prompt
@@ -198,12 +200,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Natural-log probabilities at one position, before temperature, most likely alternatives first."""
+    """Natural-log probabilities at one position, before temperature."""
 
-    token_id: int
-    logprob: float
-    rank: int  # 1: the most likely token
-    top: tuple[tuple[int, float], ...] = ()
+    token_id: int  # of the token at this position
+    logprob: float  # of that token
+    rank: int  # of that token; 1: the most likely one
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the likeliest tokens, likeliest first
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):

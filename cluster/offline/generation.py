@@ -20,14 +20,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One of the `n` choices for one prompt, as in vLLM."""
 
     index: int  # of the choice
-    # Without special tokens, stop strings and the token that ended the choice. "" for a model without a
-    # tokenizer.
-    text: str
+    text: str  # without stop strings, special tokens and the end token; "" for a model without a tokenizer
     token_ids: tuple[int, ...]  # all generated tokens, those of a stop string and the last one too
     finish_reason: FinishReason  # stop, length or abort
-    stop_reason: str | int | None = (
-        None  # the stop string or stop token id that ended the choice; None: end token
-    )
+    stop_reason: str | int | None = None  # the stop string or stop token id; None: the end token, or no stop
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token; None: not asked for
 
 

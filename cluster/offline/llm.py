@@ -3,9 +3,9 @@
     with LLM("tiny") as llm:
         print(llm.generate("sort(3 1 2)=")[0].outputs[0].text)
 
-1. Every prompt of a call is encoded and checked; one that cannot run fails the call before any is added.
+1. Every prompt of a call is encoded and checked; a bad prompt fails the call before any request is added.
 2. The engine steps; each token becomes a TextDelta of the call that its request belongs to.
-3. A call that ends early, however, leaves nothing of its requests in the engine.
+3. A call that ends early aborts its requests in the engine.
 """
 
 import threading
@@ -13,10 +13,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from baton.cluster.model_directory import resolve_model
 from baton.cluster.offline.generation import Completion, Generation, TextDelta
@@ -46,13 +45,14 @@ from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import Request, SamplingParams, StepOutput
 from baton.rpc import process
 
-# Who uses an LLM: one thread at a time, held by a lock that is tried and never waited for.
-
 ItemT = TypeVar("ItemT")
 
 
 class OneThread:
-    """`with` it around a use. The thread that is inside may enter again; another is refused at once."""
+    """A lock that refuses a second thread at once.
+
+    `with` it around a use; the same thread may enter again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -63,22 +63,17 @@ class OneThread:
                 "this LLM is in use by another thread: give the prompts to one call, or hold a lock around it"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
 
     def try_to(self, act: Callable[[], None]) -> None:
-        """Act now, or not at all while another thread is inside."""
-        if self._lock.acquire(blocking=False):
-            try:
-                act()
-            finally:
-                self._lock.release()
+        """Call `act` now, or not at all while another thread is inside."""
+        with suppress(InvalidRequest), self:
+            act()
 
 
 class OneThreadStream(Generator[ItemT, None, None]):
-    """The same items; a thread that is refused changes nothing, and may read on later."""
+    """The same items. A second thread is refused, which changes nothing: it may read on later."""
 
     def __init__(self, items: Generator[ItemT, None, None], one_thread: OneThread) -> None:
         self._items = items
@@ -99,12 +94,15 @@ Conversation: TypeAlias = Sequence[Message]
 
 
 class LLM:
-    """For one thread at a time: a second one is refused. Streams may be read in turns: whoever reads, all
-    advance.
+    """One model in this process, which completes prompts and answers chats, as in vLLM.
 
-    `stop`, wherever it is an argument: one or several strings that end the text, of which nothing is shown.
-    An interrupt (Ctrl-C) loses the requests that run; with `tensor_parallel_size` over 1 it may leave the
-    ranks apart, and what is asked then raises WorkerLost: close this LLM and load another.
+        with LLM("tiny") as llm:
+            completions = llm.generate(["sort(3 1 2)=", "7+5="], SamplingParams(temperature=0))
+            print(completions[0].outputs[0].text)
+
+    An LLM serves one thread at a time and refuses a second one with InvalidRequest. Several streams may be
+    open: reading one of them advances all. After an interrupt (Ctrl-C) the running requests are lost; with
+    `tensor_parallel_size` over 1 later calls may raise WorkerLost: close the LLM and load another.
     """
 
     def __init__(
@@ -115,18 +113,21 @@ class LLM:
         generation_config: str = "auto",
         **settings: object,
     ) -> None:
-        """Load `model`: a directory, or "tiny" for the model that comes with Baton.
+        """Load a model. Weights of gigabytes take seconds to minutes.
 
-        `settings` are the fields of EngineConfig; a part is a mapping, as `cache={"page_size": 64}`, or its
-        struct. With `load_format="dummy"` the directory may lack a tokenizer: prompts are token ids then, and
-        texts "".
-        generation_config: as in vLLM, "auto" takes the sampling of calls that give none from the model's
-        `generation_config.json`, "vllm" takes SamplingParams().
-        Raises ModelError and ConfigError, which say what to change.
+        model: a directory in Hugging Face layout, or "tiny" for the model that comes with Baton.
+        load_progress: called with the bytes read so far and the bytes in all.
+        generation_config: "auto" takes the sampling of calls without `sampling_params` from the model's
+            generation_config.json, "vllm" takes SamplingParams().
+        settings: fields of EngineConfig, such as `max_model_len=4096`; a part is a mapping or its struct, such
+            as `cache={"page_size": 64}`. With `load_format="dummy"` the directory may lack a tokenizer:
+            prompts are token ids then, and texts "".
+
+        Raises ModelError for the directory, and ConfigError for a setting; the message says what to change.
         """
         directory = resolve_model(model)
         config = engine_config({"model": str(directory), **settings})
-        read_model_config(directory)  # whatever is wrong with it is said before minutes of loading, and first
+        read_model_config(directory)  # its errors come first, before minutes of loading
         if generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config: expected 'auto' or 'vllm', got {generation_config!r}")
         self._default_sampling = read_sampling_defaults(directory, generation_config).sampling()
@@ -134,20 +135,21 @@ class LLM:
         self._tokenizer = (Tokenizer.find if may_lack_text else Tokenizer.from_directory)(directory)
         self._chat_template = ChatTemplate.from_directory(directory)
         self.engine = load_engine(config, progress=load_progress)
-        self._calm = ExitStack()
-        self._calm.enter_context(process.freeze_gc())
-        self._calls: dict[str, _Call] = {}  # request_id -> who asked; the requests that the engine works on
+        self._frozen_gc = ExitStack()
+        self._frozen_gc.enter_context(process.freeze_gc())
+        self._calls: dict[str, _Call] = {}  # request_id -> its call; the requests in the engine
         self._unwanted: deque[str] = deque()  # request_ids of calls that ended early
         self._one_thread = OneThread()
         self._is_closed = False
 
     @property
     def has_tokenizer(self) -> bool:
+        """False: prompts are token ids, and texts ""."""
         return self._tokenizer is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequest when the model has none: whoever needs it came with text."""
+        """The model's tokenizer. Raises InvalidRequest when the model has none."""
         if self._tokenizer is None:
             raise InvalidRequest(
                 "the model has no tokenizer.json: its prompts are token ids, text and chat need it"
@@ -162,11 +164,14 @@ class LLM:
         stop: Stop = None,
         use_tqdm: bool = False,
     ) -> list[Completion]:
-        """Complete each prompt, in the forms of vLLM (`cluster/offline/prompts.py`); answers come in their
-        order.
+        """Complete each prompt, and return one Completion for each, in their order.
 
-        `sampling_params`: one for all, or one a prompt. Raises InvalidRequest naming the prompt that cannot
-        run.
+        prompts: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}, or an iterable of these.
+        sampling_params: one for all, or one for each; None: the model's own (see `generation_config`).
+        stop: one or several strings; a choice ends before the first of them.
+        use_tqdm: show progress on stderr.
+
+        Raises InvalidRequest, which names the prompt, before any prompt is computed.
         """
         with self._one_thread:
             generations = self._prepare(prompts, sampling_params, stop)
@@ -179,7 +184,10 @@ class LLM:
     def stream(
         self, prompts: Prompts, sampling_params: Sampling = None, *, stop: Stop = None
     ) -> Generator[TextDelta, None, None]:
-        """What `generate` would return, token by token. Closing the iterator ends what still runs."""
+        """Yield the results of `generate` token by token, one TextDelta for each token of each choice.
+
+        Closing the iterator aborts its requests. Raises InvalidRequest at once, not at the first item.
+        """
         return OneThreadStream(self._run(self._prepare(prompts, sampling_params, stop)), self._one_thread)
 
     def chat(
@@ -191,44 +199,44 @@ class LLM:
         use_tqdm: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[Completion]:
-        """The next turn of one conversation or of several, such as `[{"role": "user", "content": "Hi"}]`."""
+        """Answer one conversation or several, such as `[{"role": "user", "content": "Hi"}]`.
+
+        add_generation_prompt: end the prompt with the beginning of the assistant's turn.
+        Other arguments and errors are those of `generate`. Raises InvalidRequest for a model without a chat
+        template.
+        """
         listed = items_of(messages)
         nested = [items_of(item) for item in listed or ()]
         one = listed is None or None in nested
-        conversations: Sequence[object] = [listed or messages] if one else nested
+        conversations: Sequence[Any] = [listed or messages] if one else nested
         prompts = []
         for index, conversation in enumerate(conversations):
             with naming(index, len(conversations)):
-                prompts.append(self._chat_prompt(conversation, add_generation_prompt))
+                prompts.append(self.chat_prompt(conversation, add_generation_prompt=add_generation_prompt))
         return self.generate(prompts, sampling_params, stop=stop, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
-        """The conversation as the model's chat template writes it, ready for the assistant's answer."""
-        return self._chat_prompt(messages, add_generation_prompt)
-
-    def close(self) -> None:
-        """End what still runs and let the other ranks go; nothing can be generated afterwards."""
-        with self._one_thread:
-            for request_id in list(self._calls):
-                self._end(request_id)
-            self._is_closed = True
-            self.engine.close()
-            self._calm.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _chat_prompt(self, messages: object, add_generation_prompt: bool) -> list[int]:
+        """Return the token ids of a conversation in the model's chat template. Raises InvalidRequest."""
         read, tokenizer = read_messages(messages), self.tokenizer
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template: it completes text and cannot chat")
         text = self._chat_template.render(read, add_generation_prompt=add_generation_prompt)
         return tokenizer.encode(text, add_special_tokens=False)
+
+    def close(self) -> None:
+        """Abort the running requests and end the other ranks. Later calls raise ValueError."""
+        with self._one_thread:
+            for request_id in list(self._calls):
+                self._end(request_id)
+            self._is_closed = True
+            self.engine.close()
+            self._frozen_gc.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _prepare(self, prompts: object, sampling_params: object, stop: object) -> list[Generation]:
         listed, stops = list_prompts(prompts), list_stops(stop)
@@ -268,13 +276,13 @@ class LLM:
                     self._step()
         finally:
             self._unwanted.extend(call.running)
-            self._one_thread.try_to(self._end_unwanted)  # else the thread that steps does it
+            self._one_thread.try_to(self._end_unwanted)  # or the thread that steps ends them
 
     def _step(self) -> None:
-        """One step for every call; a request that has ended is let go of."""
+        """Step once for all calls, and drop the requests that have ended."""
         self._end_unwanted()
         outputs = self.engine.step()
-        if self.engine.wait_s is not None:  # prompts wait for company (max_queue_delay_ms)
+        if self.engine.wait_s is not None:  # prompts wait for others to share their step (max_queue_delay_ms)
             time.sleep(self.engine.wait_s)
         for output in outputs:
             call = self._calls[output.request_id]
@@ -290,7 +298,7 @@ class LLM:
             self._end(self._unwanted.popleft())
 
     def _end(self, request_id: str) -> None:
-        """Let go of a request, wherever it is; choices that were still wanted end as aborted."""
+        """Abort a request if it still runs, and drop it. Its unfinished choices end as aborted."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return
@@ -300,7 +308,7 @@ class LLM:
 
 
 class _Call:
-    """One `generate` or `stream`: the requests that still run, and deltas that its caller has not read."""
+    """One `generate` or `stream`: the requests that run, and the deltas that its caller has not read."""
 
     def __init__(self, generations: Sequence[Generation]) -> None:
         self.running = {generation.request.request_id: generation for generation in generations}

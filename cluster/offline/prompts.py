@@ -1,4 +1,4 @@
-"""What `generate` and `stream` are given, in the forms that vLLM takes, checked and brought into one form.
+"""The arguments of `generate` and `stream`, in the forms that vLLM takes, checked and brought into one form.
 
 One prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; several are any iterable of
 these. Integers alone are one prompt. Arrays and tensors count as the lists that they hold.
@@ -22,14 +22,14 @@ EXPECTED: Final = "text, token ids, or a dict with 'prompt' or 'prompt_token_ids
 
 
 class GivenPrompt(NamedTuple):
-    """`text` is encoded where there are no `token_ids`; beside them it is kept for the answer alone."""
+    """One prompt. `text` is encoded unless `token_ids` are given; beside token ids it is only shown."""
 
     text: str | None
     token_ids: tuple[int, ...] | None
 
 
 def list_prompts(prompts: object) -> list[object]:
-    """One entry for each prompt, not yet read. Raises InvalidRequest on what can hold none."""
+    """Return one entry for each prompt, unread. Raises InvalidRequest for a value that holds no prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = items_of(prompts)
@@ -39,6 +39,7 @@ def list_prompts(prompts: object) -> list[object]:
 
 
 def read_prompt(prompt: object) -> GivenPrompt:
+    """Read one entry of `list_prompts`. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return GivenPrompt(prompt, None)
     if isinstance(prompt, Mapping):
@@ -47,6 +48,7 @@ def read_prompt(prompt: object) -> GivenPrompt:
 
 
 def list_stops(stop: object) -> tuple[str, ...]:
+    """Return the stop strings. Raises InvalidRequest for anything but text."""
     if stop is None or isinstance(stop, str):
         return () if stop is None else (stop,)
     listed = items_of(stop)
@@ -57,7 +59,7 @@ def list_stops(stop: object) -> tuple[str, ...]:
 
 
 def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt."""
+    """Return one for each prompt. Raises InvalidRequest."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * num_prompts
     listed = items_of(sampling)
@@ -75,7 +77,7 @@ def list_sampling(sampling: object, num_prompts: int) -> list[SamplingParams]:
 
 @contextmanager
 def naming(index: int, num_prompts: int) -> Iterator[None]:
-    """Say which of several prompts is at fault."""
+    """Name the prompt in an InvalidRequest, where there are several."""
     try:
         yield
     except InvalidRequest as error:
@@ -85,7 +87,7 @@ def naming(index: int, num_prompts: int) -> Iterator[None]:
 
 
 def items_of(value: object) -> list[object] | None:
-    """None for what holds no items, or none that a caller could have meant, as the bytes of a text."""
+    """Return the items of a list, array or tensor; None for text, bytes, mappings and single values."""
     if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         return None
     to_list = getattr(value, "tolist", None)  # of arrays and tensors

@@ -1,0 +1,99 @@
+"""Writes docs/api.md from docstrings and comments: `python -m tests.api_page > docs/api.md`, or `make api`."""
+
+import ast
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Final
+
+INTRODUCTION: Final = """# Public API
+
+The names on this page are public. Everything else may change in any release. `make api` writes this page from the
+docstrings; a test fails while the page differs from them. A class is shown as its fields, and the signatures and
+docstrings of its documented methods.
+
+`from baton import LLM, SamplingParams` loads neither torch nor Ray until the names are used.
+"""
+# heading -> text below the heading, and the classes: module and names
+SECTIONS: Final = {
+    "Offline generation": (
+        "Text in, text out, in this process. `baton generate` is the same on the command line.",
+        (
+            ("baton.cluster.offline.llm", "LLM"),
+            ("baton.request", "SamplingParams"),
+            ("baton.cluster.offline.generation", "Completion CompletionOutput TextDelta"),
+            ("baton.request", "TokenLogprobs FinishReason"),
+        ),
+    ),
+    "Errors": (
+        "Every error that Baton raises on purpose is a BatonError. Its class says what the caller can do.",
+        (
+            (
+                "baton.errors",
+                "BatonError ConfigError ModelError InvalidRequest Overloaded Refused WorkerLost TransferFailed "
+                "IntegrityError",
+            ),
+        ),
+    ),
+    "Extension points": (
+        "[extending.md](extending.md) has a walk through each, and the tests that add one from outside.",
+        (
+            (
+                "baton.router.policies.base",
+                "RoutingPolicy PolicyContext RoutingChoice ClusterView TenantClaim",
+            ),
+            ("baton.engine.models.architecture", "Architecture Traits"),
+            ("baton.kvtransfer.transports.base", "Transport TransferProgress TransferStatus"),
+        ),
+    ),
+}
+
+
+def page() -> str:
+    """Return the text of docs/api.md."""
+    return "\n".join([INTRODUCTION, *_sections()])
+
+
+def _sections() -> Iterator[str]:
+    for heading, (text, modules) in SECTIONS.items():
+        yield f"## {heading}\n\n{text}\n"
+        for module, names in modules:
+            for name in names.split():
+                found = getattr(importlib.import_module(module), name)
+                yield f"### {name}\n\nDefined in `{module}`.\n\n```python\n{outline(found)}\n```\n"
+
+
+def outline(shown: type) -> str:
+    """Return a class's source without its private parts and without the bodies of its methods."""
+    lines = textwrap.dedent(inspect.getsource(shown)).splitlines()
+    (definition,) = ast.parse("\n".join(lines)).body
+    assert isinstance(definition, ast.ClassDef)
+    parts = [lines[: definition.body[0].lineno - 1]]
+    for previous, node in zip([definition.body[0], *definition.body], definition.body, strict=False):
+        if isinstance(node, ast.Expr):
+            parts.append(lines[node.lineno - 1 : node.end_lineno])
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            first = previous.end_lineno or node.lineno  # with the comments above
+            parts.append(lines[first if previous is not node else node.lineno - 1 : node.end_lineno])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_shown(node):
+            parts.append(["", *_signature(lines, node)])
+    return "\n".join(line for part in parts for line in part).rstrip()
+
+
+def _is_shown(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return node.name == "__init__" or (not node.name.startswith("_") and ast.get_docstring(node) is not None)
+
+
+def _signature(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+    body = node.body[0]
+    if ast.get_docstring(node) is not None:
+        return lines[first : body.end_lineno]
+    head = lines[first : body.lineno - 1]  # an __init__ without a docstring
+    return [*head[:-1], f"{head[-1]} ..."]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
