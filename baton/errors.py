@@ -30,7 +30,7 @@ class Overloaded(BatonError):
 
 
 class Refused(Overloaded):
-    """The tenant's quota, its latency objectives or the overload level forbid the request, not a lack of room."""
+    """The tenant's quota or latency objectives, or the overload level, forbid the request now."""
 
     def __init__(
         self, message: str, *, refusal: Refusal, retry_after_s: float, may_return: bool = True

@@ -56,8 +56,9 @@ class SamplingParams(
 ):
     """The choice of each next token. Names, meanings and defaults are vLLM's.
 
-    Stop strings are no field: `LLM.generate(..., stop="END")` takes them. Raises InvalidRequest when a value is
-    outside its range. The engine checks the limits that depend on the model: top_k, token ids, context length.
+    Stop strings are no field: `LLM.generate(..., stop="END")` takes them. Raises InvalidRequest when a value
+    is outside its range. The engine checks the limits that depend on the model: top_k, token ids, context
+    length.
     """
 
     n: int = 1  # number of choices for one prompt

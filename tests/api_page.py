@@ -1,4 +1,4 @@
-"""Writes docs/api.md from docstrings and comments: `python -m tests.api_page > docs/api.md`, or `make api`."""
+"""Writes docs/api.md from docstrings and comments; `make api` runs it."""
 
 import ast
 import importlib
@@ -10,9 +10,9 @@ from typing import Final
 
 INTRODUCTION: Final = """# Public API
 
-The names on this page are public. Everything else may change in any release. `make api` writes this page from the
-docstrings; a test fails while the page differs from them. A class is shown as its fields, and the signatures and
-docstrings of its documented methods.
+The names on this page are public. Everything else may change in any release. `make api` writes this page from
+the docstrings; a test fails while the page differs from them. A class is shown as its fields, and the
+signatures and docstrings of its documented methods.
 
 `from baton import LLM, SamplingParams` loads neither torch nor Ray until the names are used.
 """
@@ -32,8 +32,8 @@ SECTIONS: Final = {
         (
             (
                 "baton.errors",
-                "BatonError ConfigError ModelError InvalidRequest Overloaded Refused WorkerLost TransferFailed "
-                "IntegrityError",
+                "BatonError ConfigError ModelError InvalidRequest Overloaded Refused WorkerLost "
+                "TransferFailed IntegrityError",
             ),
         ),
     ),

@@ -119,8 +119,8 @@ class LLM:
         load_progress: called with the bytes read so far and the bytes in all.
         generation_config: "auto" takes the sampling of calls without `sampling_params` from the model's
             generation_config.json, "vllm" takes SamplingParams().
-        settings: fields of EngineConfig, such as `max_model_len=4096`; a part is a mapping or its struct, such
-            as `cache={"page_size": 64}`. With `load_format="dummy"` the directory may lack a tokenizer:
+        settings: fields of EngineConfig, such as `max_model_len=4096`; a part is a mapping or its struct,
+            such as `cache={"page_size": 64}`. With `load_format="dummy"` the directory may lack a tokenizer:
             prompts are token ids then, and texts "".
 
         Raises ModelError for the directory, and ConfigError for a setting; the message says what to change.
