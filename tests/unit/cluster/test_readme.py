@@ -8,11 +8,14 @@ from typing import Final
 
 import pytest
 
-from baton.cluster.cli.main import main
+from baton.cluster.cli.main import COMMANDS, main
 from baton.cluster.cli.options import Parser
-from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings
+from baton.cluster.cli.settings import Settings, add_serve_options, serve_settings, variable
 from baton.config.cluster import ServeConfig
+from baton.config.environment import VARIABLES
+from baton.config.loader import known_keys
 from tests.test_layers import CONTRACT, EVERYTHING, MAY_IMPORT
+from tests.unit.cluster.test_operations_files import exported_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 PAGES: Final = {
@@ -93,3 +96,13 @@ def test_architecture_page_shows_the_arrows_of_the_layer_test() -> None:
         shown |= {name: allowed - {name} for name in re.findall(r"\w+", folders)}
     arrows = {name: may - {name} for name, may in MAY_IMPORT.items() if name not in ("baton", "tests")}
     assert {name: shown[name] for name in arrows} == arrows
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_settings_variables_and_metrics_exist(page: str) -> None:
+    text = PAGES[page]
+    keys = set(known_keys(ServeConfig))
+    assert set(re.findall(r"`((?:gateway|router|engine|prefill|decode)\.(?!json)[a-z_.]+)`", text)) <= keys
+    assert set(re.findall(r"BATON_[A-Z_]+", text)) <= {*VARIABLES, *map(variable, keys)}
+    assert set(re.findall(r"(?:^    |`)baton ([a-z][a-z-]*)(?=[ `\n])", text, re.MULTILINE)) <= set(COMMANDS)
+    assert set(re.findall(r"\bbaton_[a-z_]+", text)) <= exported_metrics()
