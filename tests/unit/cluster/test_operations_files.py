@@ -1,4 +1,4 @@
-"""The files of deploy/ for systemd, nginx and Prometheus, checked by these programs where they are there."""
+"""The files of deploy/ for systemd, nginx and Prometheus; these programs check them where installed."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ RUNBOOK: Final = ROOT / "docs/operations.md"
 
 
 def program(name: str) -> str:
-    """Return where a program is; skip the test where it is not installed."""
+    """Return the path of a program; skip the test when it is not installed."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/bin")
     if found is None:
         pytest.skip(f"{name} is not installed")
@@ -43,26 +43,26 @@ def rules() -> list[dict[str, Any]]:
     return found
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "baton.service"
     text = (DEPLOY / "systemd/baton.service").read_text()
     unit.write_text(text.replace("/opt/baton/bin/baton", sys.executable))
     check(program("systemd-analyze"), "verify", str(unit))
 
 
-def test_unit_gives_the_cluster_time_to_drain_and_does_not_repeat_a_users_error() -> None:
+def test_unit_waits_for_drains_and_does_not_restart_after_a_wrong_setting() -> None:
     text = (DEPLOY / "systemd/baton.service").read_text()
     settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
-    assert settings["KillMode"] == "mixed"  # SIGTERM is for `baton serve`, which drains the others in order
+    assert settings["KillMode"] == "mixed"  # SIGTERM goes to `baton serve`, which drains the others in order
     assert int(settings["TimeoutStopSec"]) > 2 * 30 + 5  # drain_timeout_s of gateways, then of workers
     assert settings["RestartPreventExitStatus"] == "2"
 
 
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     check(program("promtool"), "check", "rules", str(RULES))
 
 
-def test_alerts_are_about_metrics_that_there_are_and_the_runbook_names_each() -> None:
+def test_alerts_use_exported_metrics_and_have_runbook_entries() -> None:
     asked = {name for rule in rules() for name in re.findall(r"baton_\w+", rule["expr"])}
     assert asked
     assert {name.removesuffix("_bucket") for name in asked} <= exported_metrics()
