@@ -1,6 +1,6 @@
-"""The machine a figure is from: what it is called, and how fast it reads, copies and multiplies.
+"""The machine that figures are from: its description, and how fast it reads, copies and multiplies.
 
-The rates are the denominators of the other figures, so they are measured anew in every run.
+The rates are the denominators of other figures, so every run measures them anew.
 """
 
 import os
@@ -15,21 +15,21 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-# How long work takes: on a GPU by events around graph replays, on a CPU by the clock.
-
 Call: TypeAlias = Callable[[], object]
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels, make handles and settle the allocator
-LEAST_GRAPH_S: Final = 2e-3  # a graph repeats short calls, so that its own launch is no part of the figure
+LEAST_GRAPH_S: Final = 2e-3  # a graph repeats short calls until its own launch no longer counts
 MAX_ROUNDS: Final = 20
 CLOCK_RAMP_S: Final = 0.1  # an idle GPU takes this long to reach its clocks
+BUFFER_BYTES: Final = {"cpu": 2**29, "cuda": 2**32}  # many times the caches
+MATMUL_SIZE: Final = {"cpu": 2048, "cuda": 8192}
 
 
 def seconds_per_call(calls: Sequence[Call], device: torch.device, *, num_runs: int = 7) -> float:
-    """Median over `num_runs` of the time of all calls, one after another, divided by their number.
+    """Return the median over `num_runs` of the time of all calls in a row, divided by their number.
 
-    On a GPU the calls are captured into one graph and its replays are timed, so that neither Python nor
-    launches are in the figure; a call may therefore not wait for the device. Calls should differ in the
-    memory they touch: what fits into a cache is measured from the cache.
+    On a GPU the calls are captured into one graph and its replays are timed, so neither Python nor launches
+    count; a call must not wait for the device. Calls should touch different memory: data that fits into a
+    cache is measured from the cache.
     """
     for _ in range(NUM_WARMUP_RUNS):
         _run(calls)
@@ -41,7 +41,7 @@ def seconds_per_call(calls: Sequence[Call], device: torch.device, *, num_runs: i
 
 
 def wall_seconds(run: Call, device: torch.device) -> float:
-    """Time by the clock until the device has finished: for work that includes Python."""
+    """Return the time by the clock until the device has finished, Python included."""
     synchronize(device)
     started_s = perf_counter()
     run()
@@ -50,6 +50,7 @@ def wall_seconds(run: Call, device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -79,11 +80,8 @@ def _replay_seconds(calls: Sequence[Call], num_rounds: int, num_runs: int) -> li
     return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 
-BUFFER_BYTES: Final = {"cpu": 2**29, "cuda": 2**32}  # many times the caches
-MATMUL_SIZE: Final = {"cpu": 2048, "cuda": 8192}
-
-
 def machine_description() -> dict[str, str | int | float]:
+    """Return the processor, memory, versions, load and date, as the JSON of a suite keeps them."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     description: dict[str, str | int | float] = {
         "cpu": _cpu_model(),
@@ -103,12 +101,13 @@ def machine_description() -> dict[str, str | int | float]:
 
 
 def one_line(description: dict[str, str | int | float]) -> str:
+    """Return the description as a line of text."""
     return ", ".join(f"{key} {value}" for key, value in description.items())
 
 
 @torch.inference_mode()
 def read_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> float:
-    """GB/s (10^9) at which a plain reduction reads memory: the best of two kinds, for neither is ideal."""
+    """Return the GB/s (10^9) at which a plain reduction reads memory: the better of two kinds."""
     values = _random(num_bytes or BUFFER_BYTES[device.type], device)
     seconds = min(seconds_per_call([values.sum], device), seconds_per_call([values.amax], device))
     return values.nbytes / seconds / 1e9
@@ -116,7 +115,7 @@ def read_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> f
 
 @torch.inference_mode()
 def copy_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> float:
-    """GB/s (10^9) of a copy within the device's memory, bytes read and bytes written counted."""
+    """Return the GB/s (10^9) of a copy within the device's memory; bytes read and bytes written count."""
     source = _random((num_bytes or BUFFER_BYTES[device.type]) // 2, device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)], device) / 1e9
@@ -124,7 +123,7 @@ def copy_bandwidth_gbps(device: torch.device, num_bytes: int | None = None) -> f
 
 @torch.inference_mode()
 def matmul_peak_tflops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """TFLOP/s of the library's product of two square random matrices, ten in a row."""
+    """Return the TFLOP/s of the library's product of two square random matrices."""
     size = size or MATMUL_SIZE[device.type]
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)

@@ -1,65 +1,67 @@
-"""What every bench prints and keeps: figures with their bars beside them, and the machine they are from."""
+"""The report of a suite: figures beside their limits, as a table, as JSON and as a plot.
 
+A suite is a function `measure(options, report)`. It adds rows to the report and tells what it measures.
+`run_suite` prints the machine, the progress and the table, and writes NAME.json and NAME.png into the folder
+that `--output` names.
+"""
+
+import argparse
 import importlib.util
 import json
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
-from baton.bench.machine import machine_description
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from baton.bench.machine import machine_description, one_line
 
 _TREE: Final = Path(__file__).resolve().parents[1]
-# Of a checkout; an installed Baton keeps them where it is started, not among the libraries.
+# In a checkout, bench/results; an installed Baton writes into the current folder, not among the libraries.
 RESULTS: Final = _TREE / "bench" / "results" if (_TREE / "pyproject.toml").exists() else Path()
-_HEADINGS: Final = ("figure", "value", "unit", "bar", "", "note")
+TELL_EVERY_S: Final = 10.0  # where stderr is no terminal
+WIDTH: Final = 1000  # columns where stdout is no terminal: a note is never wrapped
+STYLES: Final = {"ok": "green", "MISSED": "bold red", "FAILED": "bold red"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `value` None: there is none, and `note` says why; a failure if `met` is False."""
+    """One figure. `value` None: there is no figure, `note` says why, and the row failed if `met` is False."""
 
     name: str
     value: float | None
     unit: str
-    limit: str | None = None  # the bar as printed: ">= 1.9"
-    met: bool | None = None  # None: there is no bar, or it does not apply here
+    limit: str | None = None  # as printed: ">= 1.9"
+    met: bool | None = None  # None: there is no limit, or it does not apply here
     note: str = ""
 
-
-def at_least(name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
-    return Row(name, value, unit, f">= {bar:g}", value >= bar, note)
-
-
-def at_most(name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
-    return Row(name, value, unit, f"<= {bar:g}", value <= bar, note)
+    @property
+    def has_failed(self) -> bool:
+        return self.value is None and self.met is False
 
 
-def format_table(title: str, rows: list[Row]) -> str:
-    cells = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADINGS))]
-    lines = [_line(line, widths) for line in cells]
-    return "\n".join((title, *(f"  {line}".rstrip() for line in lines)))
+def at_least(name: str, value: float, unit: str, limit: float | None, note: str = "") -> Row:
+    """Return a row that meets its limit when `value` is at least `limit`; None is no limit."""
+    if limit is None:
+        return Row(name, value, unit, note=note)
+    return Row(name, value, unit, f">= {limit:g}", value >= limit, note)
 
 
-def print_table(title: str, rows: list[Row]) -> None:
-    print(format_table(title, rows), flush=True)
-
-
-def can_plot() -> bool:
-    """Plots need matplotlib, figures do without."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def write_json(path: Path, title: str, rows: list[Row], extra: Mapping[str, object]) -> None:
-    """Write the rows, the machine and whatever else the bench measured; folders are made as needed."""
-    content = {"title": title, "machine": machine_description(), "rows": [asdict(row) for row in rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**content, **extra}, indent=1) + "\n")
+def at_most(name: str, value: float, unit: str, limit: float | None, note: str = "") -> Row:
+    """Return a row that meets its limit when `value` is at most `limit`; None is no limit."""
+    if limit is None:
+        return Row(name, value, unit, note=note)
+    return Row(name, value, unit, f"<= {limit:g}", value <= limit, note)
 
 
 def format_number(value: float) -> str:
-    """Three significant digits at least, and no exponent where a person would write none."""
+    """Return at least three significant digits, without an exponent where a person would write none."""
     size = abs(value)
     if size >= 100:
         return f"{value:,.0f}"
@@ -68,16 +70,138 @@ def format_number(value: float) -> str:
     return f"{value:.2f}" if size >= 1 or size == 0 else f"{value:.3g}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    missing = "-" if row.met is None else "FAILED"
-    value = missing if row.value is None else format_number(row.value)
-    verdict = "" if row.value is None or row.met is None else "ok" if row.met else "MISSED"
-    return row.name, value, row.unit, row.limit or "", verdict, row.note
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    """Print one line a row: figure, value, unit, limit, verdict, note."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("figure", "value", "unit", "bar", "", "note"):
+        table.add_column(
+            heading, justify="right" if heading == "value" else "left", no_wrap=heading != "note"
+        )
+    for row in rows:
+        missing = "FAILED" if row.has_failed else "-"
+        value = missing if row.value is None else format_number(row.value)
+        verdict = "" if row.value is None or row.met is None else "ok" if row.met else "MISSED"
+        cells = (row.name, value, row.unit, row.limit or "", verdict, row.note)
+        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in cells))
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(Text(title, "bold"))
+    console.print(table)
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    name, value, *rest = (
-        cell.rjust(width) if column == 1 else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join((name, value, *rest))
+class Report:
+    """The rows of one run. `name` names the files, `extra` is what the JSON keeps beside the rows."""
+
+    def __init__(self, name: str, title: str, folder: Path) -> None:
+        self.name, self.title, self.folder = name, title, folder
+        self.rows: list[Row] = []
+        self.extra: dict[str, object] = {}
+        self.plot: Callable[[Path], None] | None = None  # draws the picture into a file
+        self._num_shown = 0
+        console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("starting", total=None)
+        self._is_live = console.is_terminal
+        self._begin_s = self._told_s = time.monotonic()
+
+    @property
+    def has_missed(self) -> bool:
+        return any(row.met is False for row in self.rows)
+
+    def tell(self, text: str, share: float | None = None) -> None:
+        """Say what is measured now: a live line on a terminal, else a line every TELL_EVERY_S.
+
+        share: how much of the suite is done, from 0 to 1, where that is known.
+        """
+        if self._is_live:
+            self._progress.start()
+            total = None if share is None else 1.0
+            self._progress.update(self._task, description=text, completed=share or 0.0, total=total)
+        elif (now_s := time.monotonic()) - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            done = "" if share is None else f"{share:4.0%} "
+            print(f"{now_s - self._begin_s:6.0f} s  {done}{text}", file=sys.stderr, flush=True)
+
+    def show(self, title: str, rows: Iterable[Row]) -> None:
+        """Add rows and print them at once, as a table of their own."""
+        assert self._num_shown == len(self.rows), "rows that were added before have not been shown"
+        self.rows += rows
+        self._show(title)
+
+    def save(self) -> Path:
+        """Write what there is into NAME.json; return its path. Folders are made as needed."""
+        path = self.folder / f"{self.name}.json"
+        write_json(path, self.title, self.rows, self.extra)
+        return path
+
+    def finish(self) -> None:
+        """Print the rows that have not been shown; write the JSON and the plot."""
+        if self._num_shown < len(self.rows):
+            self._show(self.title)
+        self._progress.stop()
+        print(f"kept in {self.save()}", flush=True)
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            print("no plot: pip install matplotlib", flush=True)
+        elif self.plot is not None:
+            self.plot(self.folder / f"{self.name}.png")
+
+    def stop(self) -> None:
+        """Take the live line off the terminal."""
+        self._progress.stop()
+
+    def _show(self, title: str) -> None:
+        self._progress.stop()
+        print_table(title, self.rows[self._num_shown :])
+        self._num_shown = len(self.rows)
+
+
+def can_plot() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write_json(path: Path, title: str, rows: Sequence[Row], extra: dict[str, object]) -> None:
+    """Write the title, the machine, the rows and `extra` as one JSON object."""
+    content = {"title": title, "machine": machine_description(), "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**content, **extra}, indent=1) + "\n")
+
+
+Measure: TypeAlias = Callable[[argparse.Namespace, Report], None]
+
+
+def add_output_option(parser: argparse.ArgumentParser, default: Path = RESULTS) -> None:
+    """Add the option that every suite has."""
+    parser.add_argument("--output", type=Path, default=default, metavar="FOLDER", help="of JSON and plot")
+
+
+def run_suite(measure: Measure, options: argparse.Namespace, name: str, title: str) -> Report:
+    """Measure, print and keep; `options.output` is the folder. Raises what `measure` raises."""
+    print(one_line(machine_description()), flush=True)
+    report = Report(name, title, options.output)
+    try:
+        measure(options, report)
+    except BaseException:
+        report.stop()
+        raise
+    report.finish()
+    return report
+
+
+def run_command(
+    doc: str | None,
+    add_options: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], Report],
+    words: Sequence[str] | None = None,
+    *,
+    fails_on_miss: bool = False,
+) -> int:
+    """Run a suite as a command; return its exit status.
+
+    The status is 1 when a figure failed, and with `fails_on_miss` when a limit was missed.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    report = run(parser.parse_args(words))
+    has_failed = any(row.has_failed for row in report.rows)
+    return 1 if has_failed or (fails_on_miss and report.has_missed) else 0

@@ -1,4 +1,4 @@
-"""Request traces of real services: when requests came, how long they were, what they shared.
+"""Request traces of real services: arrival times, lengths, and shared prefixes.
 
 Two formats are read: Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`
 for blocks of 512 tokens) and Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens).
@@ -14,16 +14,16 @@ import msgspec
 
 from baton.errors import ConfigError
 
-BLOCK_TOKENS: Final = 512  # of a hash id
+BLOCK_TOKENS: Final = 512  # tokens that one of Mooncake's hash ids names
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Equal `block_ids` at equal depth are a shared prefix of `block_tokens` tokens each."""
+
     arrival_s: float  # since the trace began
     input_tokens: int
     output_tokens: int
-    block_ids: tuple[
-        int, ...
-    ] = ()  # one a block of `block_tokens`; equal ids at equal depth are a shared prefix
+    block_ids: tuple[int, ...] = ()
     block_tokens: int = BLOCK_TOKENS
 
 
@@ -35,9 +35,9 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, *, scale: float = 1.0, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests in order of arrival, their lengths divided by `scale`, at least 1.
+    """Return the first `limit` requests in order of arrival, their lengths divided by `scale`, at least 1.
 
-    ConfigError names the line that is not of either format.
+    ConfigError names a line of another format.
     """
     if not (scale > 0):
         raise ConfigError(f"scale: expected more than 0, got {scale}")

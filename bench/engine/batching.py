@@ -1,36 +1,42 @@
 """Static, dynamic and continuous batching of the same requests by the same engine.
 
-python -m baton.bench.engine.batching [--repeats N] [--out FOLDER]
+python -m baton.bench.engine.batching [--repeats 3] [--output FOLDER]
 
-1. Burst: all requests at once; what a full machine yields. 10 % short, 80 % medium, 10 % long answers.
-2. Open loop: Poisson arrivals in real time, at 70 % of what continuous batching yielded in 1, then at 70 %
-   of what static batching did, where all policies keep up.
+1. Burst: all requests at once, which shows the throughput of a full machine. 10 % of the answers are short,
+   80 % medium, 10 % long.
+2. Open loop: Poisson arrivals in real time, at 70 % of the burst's throughput of continuous batching, then at
+   70 % of that of static batching, where all policies keep up.
 3. Sweep: bursts of equal mean answer length and growing variance.
 
-Every figure is the median over repeats, policies taking turns within each; ratios are of the same repeat.
+Every figure is the median over repeats; policies take turns within a repeat, and ratios are of one repeat.
 Repeats differ in the order of the same lengths.
 """
 
 import argparse
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Final, TypeAlias
 
 from baton.bench.engine.replica import LlamaShape, Replica, load_replica
-from baton.bench.report import RESULTS, Row, at_least, can_plot, format_number, print_table, write_json
+from baton.bench.report import (
+    Report,
+    Row,
+    add_output_option,
+    at_least,
+    format_number,
+    run_command,
+    run_suite,
+)
 from baton.request import Request, SamplingParams
-
-# The same requests through one engine under a batching policy: what came out, and when.
-#
-# 1. `Requests` fixes prompts, answer lengths and arrival times; every policy gets the same ones.
-# 2. `run` hands each request to the engine when it is due and steps until all have ended.
-# 3. `Outcome` counts tokens, seconds, computed rows and each request's latency since its arrival.
 
 POLICIES: Final = ("static", "dynamic", "continuous")
 NUM_SEATS: Final = 16  # sequences a batch
@@ -55,6 +61,8 @@ DYNAMIC_WINDOW_MS: Final = 10.0  # a request-level batcher waits this long for a
 
 @dataclass(frozen=True)
 class Requests:
+    """The answer lengths and arrival times that every policy gets."""
+
     output_lengths: tuple[int, ...]  # tokens
     arrivals_s: tuple[float, ...]  # since the start, ascending
 
@@ -70,8 +78,10 @@ class Requests:
 
 @dataclass(frozen=True)
 class Outcome:
+    """The result of one run of `Requests` under one policy."""
+
     seconds: float  # from the first arrival to the last token
-    num_tokens: int  # generated, all of them asked for
+    num_tokens: int  # generated
     latencies_s: tuple[float, ...]  # from each arrival to its own last token, in order of arrival
     num_steps: int
     num_rows: int  # computed, prompts and padding included
@@ -95,7 +105,7 @@ class Outcome:
 
 
 def mixed_lengths(num_requests: int, seed: int = 0) -> tuple[int, ...]:
-    """10 % short (4 tokens, a label), 80 % medium (32, a sentence), 10 % long (256, a page), shuffled."""
+    """Return 10 % short (4 tokens), 80 % medium (32) and 10 % long (256) answers, shuffled."""
     num_tails = num_requests // 10
     lengths = [4] * num_tails + [256] * num_tails + [32] * (num_requests - 2 * num_tails)
     random.Random(seed).shuffle(lengths)
@@ -103,9 +113,9 @@ def mixed_lengths(num_requests: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def varied_lengths(num_requests: int, mean: int, variation: float, seed: int = 0) -> tuple[int, ...]:
-    """Gamma-distributed lengths of the wanted coefficient of variation, scaled to the exact mean.
+    """Return gamma-distributed lengths of this coefficient of variation and exactly this mean.
 
-    Quantiles of a larger draw, shuffled: a plain draw of this size misses the variation by a tenth.
+    The lengths are quantiles of a larger draw, shuffled: a plain draw misses the variation by a tenth.
     """
     if variation == 0:
         return (mean,) * num_requests
@@ -118,22 +128,24 @@ def varied_lengths(num_requests: int, mean: int, variation: float, seed: int = 0
 
 
 def burst(output_lengths: tuple[int, ...]) -> Requests:
+    """Return requests that all arrive at once."""
     return Requests(output_lengths, (0.0,) * len(output_lengths))
 
 
 def poisson(output_lengths: tuple[int, ...], requests_per_s: float, seed: int = 0) -> Requests:
+    """Return requests with Poisson arrivals."""
     rng = random.Random(seed)
     gaps_s = [rng.expovariate(requests_per_s) for _ in output_lengths]
     return Requests(output_lengths, tuple(accumulate(gaps_s)))
 
 
 def load_policies(shape: LlamaShape = SHAPE) -> dict[str, Replica]:
-    """One engine a policy, with the same weights, seats and pages; no prefix cache, so no prompt is free."""
+    """Load one engine a policy, with the same weights, seats and pages, and without a prefix cache."""
     return {policy: _load(policy, shape) for policy in POLICIES}
 
 
-def run(replica: Replica, requests: Requests) -> Outcome:
-    """Run to the end in real time; an idle engine sleeps until the next arrival."""
+def serve(replica: Replica, requests: Requests) -> Outcome:
+    """Run all requests to the end in real time; an idle engine sleeps until the next arrival."""
     engine, runner = replica.engine, replica.runner
     before = (runner.num_steps, runner.num_rows, runner.num_padded_rows)
     due = _Due(requests)
@@ -148,7 +160,7 @@ def run(replica: Replica, requests: Requests) -> Outcome:
         ended_s.update({output.request_id: now_s for output in outputs if output.finish_reason})
         if not engine.has_work():
             _sleep_until_due(due.next_s, now_s)
-        elif engine.wait_s is not None:  # the queue window holds all there is
+        elif engine.wait_s is not None:  # the queue window holds every request
             _sleep_until_due(due.next_s, now_s, engine.wait_s)
     arrivals_s = requests.arrivals_s
     return Outcome(
@@ -162,7 +174,7 @@ def run(replica: Replica, requests: Requests) -> Outcome:
 
 
 class _Due:
-    """Requests not yet handed out, by arrival."""
+    """Requests that the engine has not got yet, by arrival."""
 
     def __init__(self, requests: Requests) -> None:
         rng = random.Random(len(requests.output_lengths))
@@ -189,7 +201,7 @@ def _request(index: int, num_tokens: int, rng: random.Random) -> Request:
 
 
 def _sleep_until_due(next_s: float | None, now_s: float, window_s: float = math.inf) -> None:
-    """Until the next arrival or the opening of the queue window; not at all when neither will come."""
+    """Sleep until the next arrival or the end of the queue window, if either will come."""
     pause_s = min(window_s, math.inf if next_s is None else next_s - now_s)
     if 0 < pause_s < math.inf:
         time.sleep(pause_s)
@@ -205,13 +217,13 @@ def _load(policy: str, shape: LlamaShape) -> Replica:
 
 
 def _scaled(values: Sequence[float], mean: int) -> list[int]:
-    """Whole lengths within the bounds, in the order of the ascending `values`, of exactly this mean."""
+    """Return whole lengths of exactly this mean, in the order of the ascending `values`."""
     total, factor = mean * len(values), 1.0
     for _ in range(10):  # the bounds move the mean
         lengths = [min(MAX_OUTPUT_TOKENS, max(1, round(value * factor))) for value in values]
         factor *= total / sum(lengths)
     missing = total - sum(lengths)
-    middle = len(lengths) // 2  # of those above it none is at a bound that matters
+    middle = len(lengths) // 2  # lengths above the middle are far from the lower bound
     for index in range(middle, middle + abs(missing)):
         lengths[index] += 1 if missing > 0 else -1
     return lengths
@@ -221,11 +233,16 @@ THROUGHPUT_BAR: Final = 1.9  # continuous / static
 LATENCY_BAR: Final = 5.0  # static / continuous, means
 LOAD: Final = 0.7  # of a policy's measured capacity
 Outcomes: TypeAlias = dict[str, list[Outcome]]  # policy -> one outcome a repeat
-Measure: TypeAlias = Callable[[Outcome], float]
+OutcomeFigure: TypeAlias = Callable[[Outcome], float]
+tokens_per_s: Final[OutcomeFigure] = attrgetter("tokens_per_s")
+mean_latency_s: Final[OutcomeFigure] = attrgetter("mean_latency_s")
+num_steps: Final[OutcomeFigure] = attrgetter("num_steps")
 
 
 @dataclass(frozen=True)
 class Workload:
+    """The size of a run."""
+
     num_requests: int = 160
     sweep_requests: int = 240
     sweep_mean: int = 16  # tokens
@@ -235,9 +252,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Point:
-    """One variance of the sweep."""
+    """One variance of the sweep; `requests` are those of the first repeat."""
 
-    requests: Requests  # of the first repeat; the others have much the same lengths in another order
+    requests: Requests
     outcomes: Outcomes
 
     @property
@@ -246,59 +263,39 @@ class Point:
 
     @property
     def step_gain(self) -> float:
-        """The gain if all steps cost the same: it depends on no clock."""
+        """The gain if all steps cost the same; no clock is part of it."""
         return ratio(self.outcomes, "static", "continuous", num_steps)
 
-
-def tokens_per_s(outcome: Outcome) -> float:
-    return outcome.tokens_per_s
-
-
-def mean_latency_s(outcome: Outcome) -> float:
-    return outcome.mean_latency_s
-
-
-def num_steps(outcome: Outcome) -> float:
-    return outcome.num_steps
+    def as_json(self) -> dict[str, object]:
+        """Return what the JSON keeps of the point."""
+        figures = {"variation": self.requests.variation, "gain": self.gain, "step_gain": self.step_gain}
+        return {**figures, "samples": _samples(self.outcomes)}
 
 
 def take_turns(replicas: Mapping[str, Replica], requests_of_repeats: Sequence[Requests]) -> Outcomes:
-    """Every policy runs the requests of each repeat, in an order that is turned round each time."""
+    """Run the requests of each repeat under every policy, in an order that alternates."""
     outcomes: Outcomes = {policy: [] for policy in replicas}
     for repeat, requests in enumerate(requests_of_repeats):
         for policy in list(replicas)[:: 1 if repeat % 2 == 0 else -1]:
-            outcomes[policy].append(run(replicas[policy], requests))
+            outcomes[policy].append(serve(replicas[policy], requests))
     return outcomes
 
 
-def middle(outcomes: Sequence[Outcome], measure: Measure) -> float:
-    return median(map(measure, outcomes))
-
-
-def ratio(outcomes: Outcomes, above: str, below: str, measure: Measure) -> float:
+def ratio(outcomes: Outcomes, above: str, below: str, figure: OutcomeFigure) -> float:
+    """Return the median over the repeats of one policy's figure over another's."""
     pairs = zip(outcomes[above], outcomes[below], strict=True)
-    return median(measure(one) / measure(other) for one, other in pairs)
-
-
-def sweep(replicas: Mapping[str, Replica], workload: Workload) -> list[Point]:
-    two = {policy: replicas[policy] for policy in ("static", "continuous")}
-    points = []
-    for variation in workload.variations:
-        size = (workload.sweep_requests, workload.sweep_mean, variation)
-        requests = [burst(varied_lengths(*size, seed)) for seed in range(workload.repeats)]
-        points.append(Point(requests[0], take_turns(two, requests)))
-    return points
+    return median(figure(one) / figure(other) for one, other in pairs)
 
 
 def burst_rows(outcomes: Outcomes) -> list[Row]:
+    """Return throughput, padding and latency of the burst."""
     rows = []
     for policy, runs in outcomes.items():
-        rows.append(Row(f"burst, {policy}: throughput", middle(runs, tokens_per_s), "tok/s"))
+        rows.append(Row(f"burst, {policy}: throughput", median(map(tokens_per_s, runs)), "tok/s"))
         rows.append(Row(f"burst, {policy}: padding", runs[0].padding_percent, "% of rows"))
     rows += latency_rows("burst", outcomes)
-    rows.append(
-        Row("burst: steps, static / continuous", ratio(outcomes, "static", "continuous", num_steps), "x")
-    )
+    steps = ratio(outcomes, "static", "continuous", num_steps)
+    rows.append(Row("burst: steps, static / continuous", steps, "x"))
     dynamic_gain = ratio(outcomes, "dynamic", "static", tokens_per_s)
     rows.append(Row("burst: throughput, dynamic / static", dynamic_gain, "x"))
     gain = ratio(outcomes, "continuous", "static", tokens_per_s)
@@ -306,67 +303,67 @@ def burst_rows(outcomes: Outcomes) -> list[Row]:
 
 
 def latency_rows(name: str, outcomes: Outcomes, bar: float | None = None) -> list[Row]:
-    """Seconds from arrival to a request's own last token, and how many times less continuous takes."""
+    """Return the seconds from arrival to a request's last token, and how many times less continuous takes."""
     rows = []
     for policy, runs in outcomes.items():
-        p99_s = middle(runs, lambda outcome: outcome.p99_latency_s)
-        rows.append(Row(f"{name}, {policy}: mean latency", middle(runs, mean_latency_s), "s"))
+        p99_s = median(outcome.p99_latency_s for outcome in runs)
+        rows.append(Row(f"{name}, {policy}: mean latency", median(map(mean_latency_s, runs)), "s"))
         rows.append(Row(f"{name}, {policy}: p99 latency", p99_s, "s"))
     times_less = ratio(outcomes, "static", "continuous", mean_latency_s)
-    label = f"{name}: mean latency, static / continuous"
-    return [*rows, Row(label, times_less, "x") if bar is None else at_least(label, times_less, "x", bar)]
+    return [*rows, at_least(f"{name}: mean latency, static / continuous", times_less, "x", bar)]
 
 
 def sweep_rows(points: Sequence[Point]) -> list[Row]:
+    """Return the gain at each variance, which must grow from one to the next."""
     rows = []
     for point in points:
-        note = f"{format_number(point.step_gain)} in steps"
-        rows.append(
-            Row(f"sweep: gain at variation {point.requests.variation:.2f}", point.gain, "x", note=note)
+        name, note = (
+            f"sweep: gain at variation {point.requests.variation:.2f}",
+            format_number(point.step_gain),
         )
-    gains = [point.gain for point in points]
-    least_rise = min(after - before for before, after in pairwise(gains))
+        rows.append(Row(name, point.gain, "x", note=f"{note} in steps"))
+    least_rise = min(after.gain - before.gain for before, after in pairwise(points))
     return [*rows, Row("sweep: least rise of the gain", least_rise, "x", "> 0", least_rise > 0)]
 
 
-def open_loop(replicas: Mapping[str, Replica], num_requests: int, rate: float, repeats: int) -> Outcomes:
-    """`rate`: requests a second."""
-    lists = [mixed_lengths(num_requests, seed) for seed in range(repeats)]
-    return take_turns(replicas, [poisson(lengths, rate, seed) for seed, lengths in enumerate(lists)])
-
-
-def measure(workload: Workload, out: Path, shape: LlamaShape = SHAPE) -> list[Row]:
-    """Run everything, write batching.json and, where it can be drawn, batching.png into `out`; the rows."""
+def measure_workload(workload: Workload, report: Report, shape: LlamaShape = SHAPE) -> None:
+    """Run the burst, the open loops and the sweep."""
+    report.tell("loading")
     replicas = load_policies(shape)
-    run_warmup(replicas)
-    num_requests, repeats = workload.num_requests, workload.repeats
-    full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in range(repeats)])
-    rows, samples = burst_rows(full), {"burst": _samples(full)}
-    for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
-        rate = LOAD * num_requests / middle(full[policy], lambda outcome: outcome.seconds)
-        # At the lower rate half as many requests take the time.
-        outcomes = open_loop(replicas, num_requests if bar else num_requests // 2, rate, repeats)
-        name = f"{LOAD:.0%} of {policy}"
-        rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
-        rows += latency_rows(name, outcomes, bar)
-        samples[name] = _samples(outcomes)
-    points = sweep(replicas, workload)
-    rows += sweep_rows(points)
-    setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
-    extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
-    write_json(out / "batching.json", "batching", rows, {**extra, "sweep": [_sweep_point(p) for p in points]})
-    if can_plot():
-        plot(points, out / "batching.png")
-    return rows
-
-
-def run_warmup(replicas: Mapping[str, Replica]) -> None:
     for replica in replicas.values():
-        run(replica, burst((8,) * NUM_SEATS))
+        serve(replica, burst((8,) * NUM_SEATS))  # the first steps are slow
+    num_requests, seeds = workload.num_requests, range(workload.repeats)
+    report.tell("burst")
+    full = take_turns(replicas, [burst(mixed_lengths(num_requests, seed)) for seed in seeds])
+    samples = {"burst": _samples(full)}
+    report.rows += burst_rows(full)
+    for policy, bar in (("continuous", LATENCY_BAR), ("static", None)):
+        name = f"{LOAD:.0%} of {policy}"
+        report.tell(name)
+        rate = LOAD * num_requests / median(outcome.seconds for outcome in full[policy])
+        num_open = num_requests if bar else num_requests // 2  # as long at the lower rate
+        requests = [poisson(mixed_lengths(num_open, seed), rate, seed) for seed in seeds]
+        outcomes = take_turns(replicas, requests)
+        report.rows.append(Row(f"{name}: arrivals", rate, "requests/s"))
+        report.rows += latency_rows(name, outcomes, bar)
+        samples[name] = _samples(outcomes)
+    two = {policy: replicas[policy] for policy in ("static", "continuous")}
+    points = []
+    for variation in workload.variations:
+        report.tell(f"sweep, variation {variation:g}")
+        size = (workload.sweep_requests, workload.sweep_mean, variation)
+        requests = [burst(varied_lengths(*size, seed)) for seed in seeds]
+        points.append(Point(requests[0], take_turns(two, requests)))
+    report.rows += sweep_rows(points)
+    setting = {"workload": asdict(workload), "model": asdict(shape), "seats": NUM_SEATS}
+    report.extra = {**setting, "prompt_tokens": PROMPT_TOKENS, "samples": samples}
+    report.extra["sweep"] = [point.as_json() for point in points]
+    report.plot = partial(plot, points)
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
-    from matplotlib.figure import Figure  # only here: `can_plot` says whether it is there
+    """Draw the gain over the variance of answer lengths."""
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -374,41 +371,31 @@ def plot(points: Sequence[Point], path: Path) -> None:
     axes.plot(variations, [point.gain for point in points], "o-", label="throughput")
     axes.plot(variations, [point.step_gain for point in points], "s--", label="if all steps cost the same")
     axes.legend()
-    axes.set_xlabel(
-        f"variation of answer length (deviation / mean), mean {points[0].requests.mean:.0f} tokens"
-    )
+    mean = points[0].requests.mean
+    axes.set_xlabel(f"variation of answer length (deviation / mean), mean {mean:.0f} tokens")
     axes.set_ylabel("continuous / static")
     axes.set_ylim(bottom=0)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_title(f"Continuous batching gains with variance ({NUM_SEATS} seats)")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def _sweep_point(point: Point) -> dict[str, object]:
-    return {
-        "variation": point.requests.variation,
-        "gain": point.gain,
-        "step_gain": point.step_gain,
-        "samples": _samples(point.outcomes),
-    }
 
 
 def _samples(outcomes: Outcomes) -> dict[str, list[dict[str, object]]]:
     return {policy: [asdict(outcome) for outcome in runs] for policy, runs in outcomes.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=Workload.repeats)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of batching.json and batching.png")
-    arguments = parser.parse_args()
-    if not can_plot():
-        print("note: no batching.png without matplotlib: pip install matplotlib", flush=True)
-    print_table("batching", measure(Workload(repeats=arguments.repeats), arguments.out))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--repeats", type=int, default=Workload.repeats, help="of every load (3)")
+    add_output_option(parser)
 
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Run the whole workload."""
+    measure_workload(Workload(repeats=options.repeats), report)
+
+
+run = partial(run_suite, measure, name="batching", title="batching")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

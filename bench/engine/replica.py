@@ -21,6 +21,8 @@ from baton.kernels.decoder_stack import OnLayers
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
+    """The sizes of a Llama model."""
+
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -54,25 +56,25 @@ class LlamaShape:
 
 
 def num_layer_parameters(shape: LlamaShape | ModelConfig) -> int:
-    """Of all layers' matrices: what every token is multiplied with."""
+    """Return the parameters of all layers' matrices, by which every token is multiplied."""
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * shape.hidden_size
     return shape.num_layers * (attention + 3 * shape.hidden_size * shape.intermediate_size)
 
 
 def num_head_parameters(shape: LlamaShape | ModelConfig) -> int:
-    """Of the output head: multiplied with the rows that sample."""
+    """Return the parameters of the output head, by which the rows that sample are multiplied."""
     return shape.vocab_size * shape.hidden_size
 
 
 class RecordingRunner(ModelRunner):
-    """Counts the rows that steps compute, real and padding, and keeps the last step that had any."""
+    """Counts the rows that steps compute, padding included, and keeps the last step that had any."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__(config, model, tp)
         self.last_step: StepArrays | None = None
         self.num_steps = 0
         self.num_rows = 0
-        self.num_padded_rows = 0  # computed for nothing: their keys and values are stored nowhere
+        self.num_padded_rows = 0  # rows whose keys and values are stored nowhere
 
     def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
         if len(arrays.token_ids):
@@ -85,12 +87,14 @@ class RecordingRunner(ModelRunner):
 
 @dataclass(frozen=True)
 class Replica:
+    """A ready engine of one rank, and its runner."""
+
     engine: Engine
     runner: RecordingRunner
 
 
 def load_replica(shape: LlamaShape, settings: Mapping[str, object]) -> Replica:
-    """A ready engine of one rank. `settings` are EngineConfig's, without the model."""
+    """Load an engine with dummy weights. `settings` are those of EngineConfig, without the model."""
     with TemporaryDirectory() as folder:
         shape.write(Path(folder))
         config = engine_config({"model": folder, "load_format": "dummy", **settings})

@@ -1,4 +1,4 @@
-"""What scheduling costs: microseconds a step, and the price of the prefix cache when nothing hits.
+"""The cost of scheduling: microseconds a step, and the price of the prefix cache when nothing hits.
 
 python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 """
@@ -6,13 +6,21 @@ python -m baton.bench.engine.scheduler [--steps 3000] [--requests 300]
 import argparse
 import gc
 import random
-from pathlib import Path
+import sys
+from functools import partial
 from statistics import median, quantiles
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from baton.bench.machine import machine_description, one_line
-from baton.bench.report import RESULTS, Row, at_most, format_number, print_table, write_json
+from baton.bench.report import (
+    Report,
+    Row,
+    add_output_option,
+    at_most,
+    format_number,
+    run_command,
+    run_suite,
+)
 from baton.clock import SystemClock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PagePool
@@ -31,45 +39,50 @@ NUM_CACHE_RUNS = 7
 
 
 class StepTimes(NamedTuple):
+    """Microseconds of each part of each step."""
+
     plan_us: list[float]
     apply_us: list[float]
     commit_us: list[float]
 
 
 class Work(NamedTuple):
-    seconds: float  # spent scheduling
-    num_tokens: int  # computed
+    """One run of the scheduler: seconds spent scheduling, and tokens scheduled."""
+
+    seconds: float
+    num_tokens: int
 
 
-def build(num_seqs: int, num_pages: int, *, prefix_caching: bool) -> Scheduler:
+def _scheduler(num_seqs: int, num_pages: int, *, prefix_caching: bool) -> Scheduler:
     keys = PageKeys(model_fingerprint="bench", dtype="bfloat16", page_size=PAGE_SIZE)
     cache = PrefixCache(PagePool(num_pages, PAGE_SIZE), keys if prefix_caching else None)
     config = SchedulerConfig(max_num_seqs=num_seqs, max_num_batched_tokens=max(2048, num_seqs))
     return Scheduler(config, cache, SystemClock())
 
 
-def new_sequence(number: int, prompt: list[int], max_tokens: int) -> Sequence:
+def _sequence(number: int, prompt: list[int], max_tokens: int) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = Request(request_id=f"request-{number}", token_ids=tuple(prompt), sampling=sampling)
     return Sequence.from_request(request, 0, max_model_len=1 << 20)
 
 
-def tokens_for(batch: Batch) -> list[int | None]:
+def _sampled(batch: Batch) -> list[int | None]:
     return [1 if chunk.samples else None for chunk in batch.chunks]
 
 
 def decode_steps(num_seqs: int, num_steps: int) -> StepTimes:
     """Time `num_steps` steps of `num_seqs` decodes, prompts of 50 to 200 tokens, prefix cache on."""
     rng = random.Random(num_seqs)
-    scheduler = build(num_seqs, num_seqs * (num_steps + 300) // PAGE_SIZE + num_seqs, prefix_caching=True)
+    num_pages = num_seqs * (num_steps + 300) // PAGE_SIZE + num_seqs
+    scheduler = _scheduler(num_seqs, num_pages, prefix_caching=True)
     for number in range(num_seqs):
         prompt = [rng.randrange(32_000) for _ in range(rng.randint(50, 200))]
-        scheduler.add(new_sequence(number, prompt, num_steps + 100))
-    while True:  # prefill until every sequence decodes
+        scheduler.add(_sequence(number, prompt, num_steps + 100))
+    num_decodes = 0
+    while num_decodes < num_seqs:  # prefill until every sequence decodes
         batch = scheduler.apply(scheduler.plan())
-        scheduler.commit(batch, tokens_for(batch))
-        if batch.num_decodes == num_seqs:
-            break
+        scheduler.commit(batch, _sampled(batch))
+        num_decodes = batch.num_decodes
     times = StepTimes([], [], [])
     for _ in range(num_steps):
         started = perf_counter_ns()
@@ -77,7 +90,7 @@ def decode_steps(num_seqs: int, num_steps: int) -> StepTimes:
         planned = perf_counter_ns()
         batch = scheduler.apply(plan)
         applied = perf_counter_ns()
-        sampled = tokens_for(batch)
+        sampled = _sampled(batch)
         sampled_at = perf_counter_ns()
         scheduler.commit(batch, sampled)
         times.commit_us.append((perf_counter_ns() - sampled_at) / 1e3)
@@ -86,12 +99,12 @@ def decode_steps(num_seqs: int, num_steps: int) -> StepTimes:
     return times
 
 
-def workload_seconds(num_requests: int, *, prefix_caching: bool) -> Work:
-    """Schedule requests that share nothing, in a pool small enough to evict all the time."""
+def schedule_unshared(num_requests: int, *, prefix_caching: bool) -> Work:
+    """Schedule requests that share nothing, in a pool so small that it evicts all the time."""
     rng = random.Random(0)
-    scheduler = build(64, 2_000, prefix_caching=prefix_caching)
+    scheduler = _scheduler(64, 2_000, prefix_caching=prefix_caching)
     sequences = [
-        new_sequence(n, [rng.randrange(32_000) for _ in range(rng.randint(16, 1024))], rng.randint(16, 128))
+        _sequence(n, [rng.randrange(32_000) for _ in range(rng.randint(16, 1024))], rng.randint(16, 128))
         for n in range(num_requests)
     ]
     num_tokens, started = 0, perf_counter_ns()
@@ -100,30 +113,30 @@ def workload_seconds(num_requests: int, *, prefix_caching: bool) -> Work:
     while scheduler.has_work():
         batch = scheduler.apply(scheduler.plan())
         num_tokens += sum(chunk.num_tokens for chunk in batch.chunks)
-        scheduler.commit(batch, tokens_for(batch))
+        scheduler.commit(batch, _sampled(batch))
     return Work((perf_counter_ns() - started) / 1e9, num_tokens)
 
 
 def step_rows(num_seqs: int, times: StepTimes) -> list[Row]:
-    """Medians; the bar is on plan and apply together."""
+    """Return medians; the limit is on plan and apply together."""
     both = [plan + apply for plan, apply in zip(times.plan_us, times.apply_us, strict=True)]
-    name = f"{num_seqs} decodes"
+    parts = {"plan": times.plan_us, "apply": times.apply_us, "plan + apply": both, "commit": times.commit_us}
     return [
-        Row(f"{name}, plan", median(times.plan_us), "us a step", note=_tail(times.plan_us)),
-        Row(f"{name}, apply", median(times.apply_us), "us a step", note=_tail(times.apply_us)),
-        at_most(f"{name}, plan + apply", median(both), "us a step", LIMITS_US[num_seqs], _tail(both)),
-        Row(f"{name}, commit", median(times.commit_us), "us a step", note=_tail(times.commit_us)),
+        at_most(
+            f"{num_seqs} decodes, {name}",
+            median(values_us),
+            "us a step",
+            LIMITS_US[num_seqs] if values_us is both else None,
+            f"p99 {format_number(quantiles(values_us, n=100)[98])} us",
+        )
+        for name, values_us in parts.items()
     ]
 
 
-def _tail(values_us: list[float]) -> str:
-    return f"p99 {format_number(quantiles(values_us, n=100)[98])} us"
-
-
 def cache_rows(off: list[Work], on: list[Work]) -> list[Row]:
-    """The extra scheduling time with the cache on, as a share of the model's time for the same tokens.
+    """Return the extra scheduling time with the cache, as a share of the model's time for the same tokens.
 
-    The best run of each side is compared: what else the machine does only ever adds.
+    The best runs are compared: other work on the machine only ever adds.
     """
     best_off, best_on = min(off), min(on)
     extra_s = best_on.seconds - best_off.seconds
@@ -136,29 +149,33 @@ def cache_rows(off: list[Work], on: list[Work]) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=3_000)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--steps", type=int, default=3_000, help="decode steps that are timed (3000)")
     parser.add_argument(
-        "--requests", type=int, default=300, help="of the work done with and without the cache"
+        "--requests", type=int, default=300, help="scheduled with and without the cache (300)"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS / "scheduler.json")
-    options = parser.parse_args()
-    gc.freeze()
-    print(one_line(machine_description()), flush=True)
-    steps = {num_seqs: decode_steps(num_seqs, options.steps) for num_seqs in LIMITS_US}
-    off, on = (
-        [workload_seconds(options.requests, prefix_caching=caching) for _ in range(NUM_CACHE_RUNS)]
-        for caching in (False, True)
-    )
-    rows = [row for num_seqs, times in steps.items() for row in step_rows(num_seqs, times)]
-    rows += cache_rows(off, on)
-    print_table("Scheduling", rows)
-    cache_s = {"off": [work.seconds for work in off], "on": [work.seconds for work in on]}
-    write_json(options.output, "Scheduling", rows, {"cache_s": cache_s})
+    add_output_option(parser)
 
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Time decode steps, then whole runs with and without the prefix cache."""
+    gc.freeze()
+    for num_seqs in LIMITS_US:
+        report.tell(f"{num_seqs} decodes")
+        report.rows += step_rows(num_seqs, decode_steps(num_seqs, options.steps))
+    runs: dict[bool, list[Work]] = {False: [], True: []}
+    for prefix_caching, works in runs.items():
+        for number in range(NUM_CACHE_RUNS):
+            report.tell(f"prefix cache {'on' if prefix_caching else 'off'}, run {number + 1}")
+            works.append(schedule_unshared(options.requests, prefix_caching=prefix_caching))
+    gc.unfreeze()
+    report.rows += cache_rows(runs[False], runs[True])
+    names = {False: "off", True: "on"}
+    report.extra = {"cache_s": {names[key]: [work.seconds for work in works] for key, works in runs.items()}}
+
+
+run = partial(run_suite, measure, name="scheduler", title="Scheduling")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

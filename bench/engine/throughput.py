@@ -1,20 +1,20 @@
 """Generation throughput of one engine on the CPU, beside the machine's limit and beside other engines.
 
 The work: 32 requests at once, prompts of 16 to 256 tokens, answers of 16 to 128, greedy, end tokens ignored.
-Every rival is a command that does the same work and prints "out tok/s N"; rounds of Baton and the rivals
-alternate, so that what else the machine does falls on all alike.
+A rival is a command that does the same work and prints "out tok/s N". Rounds of Baton and the rivals
+alternate, so other work on the machine disturbs all alike.
 
-    python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 10]
+    python -m baton.bench.engine.throughput MODEL [--rival NAME=COMMAND ...] [--rounds 5] [--pairs 40]
 """
 
 import argparse
-import random
 import re
 import shlex
 import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -22,8 +22,9 @@ from typing import Final, NamedTuple
 import torch
 
 from baton.bench.engine.replica import num_head_parameters, num_layer_parameters
-from baton.bench.machine import machine_description, matmul_peak_tflops, one_line, read_bandwidth_gbps
-from baton.bench.report import RESULTS, Row, at_least, at_most, print_table, write_json
+from baton.bench.machine import matmul_peak_tflops, read_bandwidth_gbps
+from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
 from baton.engine.engine import Engine
@@ -44,39 +45,22 @@ BARS: Final = {"vllm": 1.3, "transformers-cb": 3.0, "transformers-padded": 2.5, 
 CPU: Final = torch.device("cpu")
 
 
-class Job(NamedTuple):
-    token_ids: tuple[int, ...]
-    num_new_tokens: int
-
-
-def workload(vocab_size: int, seed: int = 0) -> list[Job]:
-    source = random.Random(seed)
-    jobs = []
-    for _ in range(NUM_REQUESTS):
-        prompt_length, num_new_tokens = source.randint(16, 256), source.randint(16, 128)
-        token_ids = tuple(source.randrange(4, vocab_size) for _ in range(prompt_length))
-        jobs.append(Job(token_ids, num_new_tokens))
-    return jobs
-
-
-def run(engine: Engine, jobs: list[Job], round_name: str) -> float:
-    """Seconds until the last answer is complete; every answer must have its full length."""
+def generate(engine: Engine, jobs: Sequence[Job], round_name: str) -> float:
+    """Return the seconds until the last answer is complete; RuntimeError if an answer is too short."""
     started_s = perf_counter()
     for index, job in enumerate(jobs):
-        sampling = SamplingParams(temperature=0.0, max_tokens=job.num_new_tokens, ignore_eos=True)
-        engine.add(Request(request_id=f"{round_name}-{index}", token_ids=job.token_ids, sampling=sampling))
-    num_tokens = 0
+        sampling = SamplingParams(temperature=0.0, max_tokens=job.num_tokens, ignore_eos=True)
+        engine.add(Request(request_id=f"{round_name}-{index}", token_ids=job.prompt, sampling=sampling))
+    num_tokens, num_expected = 0, sum(job.num_tokens for job in jobs)
     while engine.has_work():
         num_tokens += len(engine.step())
-    if num_tokens != sum(job.num_new_tokens for job in jobs):
-        raise RuntimeError(
-            f"{num_tokens} tokens came, {sum(job.num_new_tokens for job in jobs)} were asked for"
-        )
+    if num_tokens != num_expected:
+        raise RuntimeError(f"{num_tokens} tokens came, {num_expected} were asked for")
     return perf_counter() - started_s
 
 
 class StepClock:
-    """Adds up where an engine's time goes, by timing its parts from outside."""
+    """Adds up the time of an engine's parts, timed from outside; `steps` are the steps that ran."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -92,7 +76,7 @@ class StepClock:
         self._wrap(engine.runner, "execute", "forward")
 
     def shares(self, total_s: float) -> dict[str, float]:
-        """Seconds by part; together they are `total_s`."""
+        """Return seconds by part; the parts add up to `total_s`."""
         parts = dict(self.seconds)
         layers = self._stack.seconds() if self._stack is not None else {}
         layers = {name: seconds - self._before[name] for name, seconds in layers.items()}
@@ -116,7 +100,7 @@ class StepClock:
 
 
 class Limit(NamedTuple):
-    """The machine's rates, measured in this run, and what the work needs of them."""
+    """The rates of the machine in this run, and the seconds that the work takes at these rates."""
 
     read_gbps: float
     matmul_tflops: float
@@ -124,7 +108,7 @@ class Limit(NamedTuple):
 
 
 def measure_limit(model: ModelConfig, steps: list[StepArrays]) -> Limit:
-    """For each step the larger of the time to read the weights and the time to multiply, added up."""
+    """Add up, over the steps, the larger of the time to read the weights and the time to multiply."""
     dtype = TORCH_DTYPES[model.dtype]
     read_gbps, matmul_tflops = read_bandwidth_gbps(CPU), matmul_peak_tflops(CPU, dtype)
     layers, head = num_layer_parameters(model), num_head_parameters(model)
@@ -136,86 +120,66 @@ def measure_limit(model: ModelConfig, steps: list[StepArrays]) -> Limit:
 
 
 def rival_tokens_per_s(command: str) -> float:
-    """The best figure the command prints (it may try several settings); RuntimeError if it prints none."""
+    """Return the best figure that the command prints; RuntimeError if the command prints none."""
     result = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=900, check=False)
     figures = re.findall(r"out tok/s ([0-9.]+)", result.stdout)
     if not figures:
-        raise RuntimeError(
-            f"{command}: no 'out tok/s' in its output:\n{(result.stdout + result.stderr)[-2000:]}"
-        )
+        output = (result.stdout + result.stderr)[-2000:]
+        raise RuntimeError(f"{command}: no 'out tok/s' in its output:\n{output}")
     return max(map(float, figures))
 
 
-def compare(
-    engine: Engine, jobs: list[Job], rivals: dict[str, str], num_rounds: int
-) -> dict[str, list[float]]:
-    """Tokens per second of each, a figure a round."""
-    num_tokens = sum(job.num_new_tokens for job in jobs)
-    figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
-    run(engine, jobs, "warm-up")
-    for index in range(num_rounds):
-        figures["baton"] += [num_tokens / run(engine, jobs, f"{index}.{repeat}") for repeat in range(3)]
-        for name, command in rivals.items():
-            figures[name].append(rival_tokens_per_s(command))
-    return figures
+def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Report) -> Row:
+    """Measure the throughput lost to a prefix cache that never hits, from pairs of runs over fresh prompts.
 
-
-def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int) -> Row:
-    """Throughput lost to a prefix cache that never hits, from pairs of runs over fresh prompts.
-
-    Every other pair runs the cache first, so that a machine that slows down or speeds up favours neither.
+    Every other pair runs the cache first, so a machine that slows down or speeds up favours neither.
     """
     engines = {caching: load(caching) for caching in (False, True)}
     vocab_size = engines[False].runner.model.vocab_size
     losses = []
     for pair in range(num_pairs + NUM_WARMUP_PAIRS):
-        jobs = workload(vocab_size, seed=pair)
+        report.tell(f"prefix cache, pair {pair + 1} of {num_pairs + NUM_WARMUP_PAIRS}")
+        jobs = random_jobs(NUM_REQUESTS, pair, vocab_size=vocab_size)
         order = (False, True) if pair % 2 else (True, False)
-        seconds = {caching: run(engines[caching], jobs, f"pair {pair}") for caching in order}
+        seconds = {caching: generate(engines[caching], jobs, f"pair {pair}") for caching in order}
         losses.append(100 * (seconds[True] / seconds[False] - 1))
     del losses[:NUM_WARMUP_PAIRS]
     for engine in engines.values():
         engine.close()
-    low, _, high = quantiles(losses)
+    low, _, high = quantiles(losses) if num_pairs > 1 else losses * 3
     note = f"median of {num_pairs} pairs, half of them from {low:+.1f} to {high:+.1f}"
     return at_most("prefix cache at 0 % hits costs", median(losses), "%", 1.0, note)
 
 
 def rows_of(figures: dict[str, list[float]], limit: Limit, num_tokens: int) -> list[Row]:
+    """Return the rates of Baton, of the limit and of each rival, in tokens a second."""
     ours = median(figures["baton"])
     spread = f"{min(figures['baton']):.0f} to {max(figures['baton']):.0f} in {len(figures['baton'])} runs"
+    rates = f"{limit.read_gbps:.1f} GB/s, {limit.matmul_tflops:.3f} TFLOP/s measured in this run"
     rows = [
         Row("Baton", ours, "tok/s", note=spread),
-        Row(
-            "limit: weights and multiplications",
-            num_tokens / limit.seconds,
-            "tok/s",
-            note=f"{limit.read_gbps:.1f} GB/s, {limit.matmul_tflops:.3f} TFLOP/s measured in this run",
-        ),
+        Row("limit: weights and multiplications", num_tokens / limit.seconds, "tok/s", note=rates),
         Row("Baton / limit", ours * limit.seconds / num_tokens, "x"),
     ]
     for name, values in figures.items():
         if name != "baton":
             rows.append(Row(name, median(values), "tok/s", note=f"{min(values):.0f} to {max(values):.0f}"))
-            rows.append(_ratio(f"Baton / {name}", ours / median(values), BARS.get(name)))
+            rows.append(at_least(f"Baton / {name}", ours / median(values), "x", BARS.get(name)))
     return rows
 
 
-def _ratio(name: str, value: float, bar: float | None) -> Row:
-    return Row(name, value, "x") if bar is None else at_least(name, value, "x", bar)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
     parser.add_argument("model", help='a model directory, or "tiny", which comes with Baton')
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rival", action="append", default=[], metavar="NAME=COMMAND")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pairs", type=int, default=40, help="runs with and without the prefix cache")
-    parser.add_argument("--output", type=Path, default=RESULTS / "engine.json")
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=5, help="of Baton and every rival (5)")
+    parser.add_argument("--pairs", type=int, default=40, help="runs with and without the prefix cache (40)")
+    add_output_option(parser)
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Run Baton and the rivals in turns, then one timed run, then the price of the prefix cache."""
     rivals = dict(rival.split("=", 1) for rival in options.rival)
     settings = {
         "model": str(resolve_model(options.model)),
@@ -228,25 +192,31 @@ def main() -> None:
         return load_engine(engine_config({**settings, "cache": cache}))
 
     engine = load(False)
-    jobs = workload(engine.runner.model.vocab_size)
-    num_tokens = sum(job.num_new_tokens for job in jobs)
-    print(one_line(machine_description()), flush=True)
+    jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.runner.model.vocab_size)
+    num_tokens = sum(job.num_tokens for job in jobs)
+    figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
     with process.freeze_gc():
-        figures = compare(engine, jobs, rivals, options.rounds)
+        generate(engine, jobs, "warm-up")
+        for index in range(options.rounds):
+            report.tell(f"round {index + 1} of {options.rounds}")
+            figures["baton"] += [num_tokens / generate(engine, jobs, f"{index}.{n}") for n in range(3)]
+            for name, command in rivals.items():
+                figures[name].append(rival_tokens_per_s(command))
         clock = StepClock(engine)
-        parts = clock.shares(run(engine, jobs, "timed"))
-    rows = rows_of(figures, measure_limit(engine.runner.model, clock.steps), num_tokens)
+        parts = clock.shares(generate(engine, jobs, "timed"))
+    report.rows += rows_of(figures, measure_limit(engine.runner.model, clock.steps), num_tokens)
     total_s = sum(parts.values())
-    rows += [
+    report.rows += [
         Row(f"  {name}", 100 * seconds / total_s, "% of a run") for name, seconds in sorted(parts.items())
     ]
     engine.close()
     if options.pairs:
         with process.freeze_gc():
-            rows.append(prefix_cache_cost(load, options.pairs))
-    print_table("Engine throughput", rows)
-    write_json(options.output, "Engine throughput", rows, {"tokens_per_s": figures, "seconds": parts})
+            report.rows.append(prefix_cache_cost(load, options.pairs, report))
+    report.extra = {"tokens_per_s": figures, "seconds": parts}
 
+
+run = partial(run_suite, measure, name="engine", title="Engine throughput")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

@@ -1,33 +1,33 @@
 """HTTP/1.1 for load: one request at a time on a connection, every piece of an answer with its moment.
 
-Nothing is read out of an answer while it comes: what that costs would be in the figures, and in the way of
-other answers. Connections are kept and used again, the one that was free last first.
+The client does not parse an answer while the answer comes: parsing would be part of the figures and delay
+other answers. Connections are kept and used again, the latest free one first.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Self, cast
+from typing import Final, Self, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import httptools
 
 from baton.errors import ConfigError, PeerGone
 
-Done = Callable[["Answer | PeerGone"], None]
+Done: TypeAlias = Callable[["Answer | PeerGone"], None]
 MAX_HEADER_BYTES: Final = 8192
 
 
 @dataclass(slots=True)
 class Answer:
-    """Moments are of `time.perf_counter`."""
+    """An answer as far as it has come; moments are of `time.perf_counter`."""
 
     sent_s: float
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
     ended_s: float = 0.0
-    retry_after: str = ""  # the headers, where a server refuses
+    retry_after: str = ""  # the header
     should_retry: str = ""
 
     @property
@@ -36,13 +36,13 @@ class Answer:
 
 
 async def sleep_until(due_s: float) -> None:
-    """By `time.perf_counter`, and never sooner: timers go by a time that the loop reads once a turn."""
+    """Sleep until that moment of `time.perf_counter`, never less; a loop's own timers may fire early."""
     while (left_s := due_s - time.perf_counter()) > 0:
         await asyncio.sleep(left_s)
 
 
 class Address:
-    """Where a server is, and what every request to it begins with."""
+    """The address of a server, and the first lines of every request to it. ConfigError: no http URL."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         parts = urlsplit(url)
@@ -69,6 +69,8 @@ class Address:
 
 
 class Connection(asyncio.Protocol):
+    """One connection to a server."""
+
     def __init__(self) -> None:
         self.is_open = False
         self._transport: asyncio.Transport | None = None
@@ -79,32 +81,38 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: Address) -> Self:
-        """OSError when nobody listens there."""
+        """Connect; OSError when nothing listens there."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(cls, address.host, address.port)
         return connection
 
     def send(self, request: bytes, done: Done) -> Answer:
-        """The answer, which fills while it comes.
+        """Return the answer, which fills while it comes.
 
-        `done` is called with it, or with what ended the connection.
+        `done` is called with the whole answer, or with the error that ended the connection.
         """
         assert self._answer is None and self._transport is not None, "one request at a time"
         self._done, self._answer = done, Answer(time.perf_counter())
         self._transport.write(request)
         return self._answer
 
+    async def exchange(self, request: bytes) -> tuple[Answer, PeerGone | None]:
+        """Return the answer as far as it came, and the error if the connection broke before its end."""
+        future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
+        answer = self.send(request, lambda end: None if future.done() else future.set_result(end))
+        end = await future
+        return answer, end if isinstance(end, PeerGone) else None
+
     def close(self) -> None:
+        """Close the connection; an answer that is still coming ends."""
         if self._transport is not None:
             self._transport.close()
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = (
-            cast(asyncio.Transport, transport),
-            True,
-        )  # uvloop's is of no such class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is of another class
+        self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
@@ -118,7 +126,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._end(PeerGone(f"the server closed the connection in the middle of an answer: {error}"))
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._answer is None or len(name) not in (11, 14):
@@ -155,15 +163,11 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """As many connections to one server as requests are under way."""
+    """Connections to one server, as many as requests under way."""
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        self.address = address
         self._free: list[Connection] = []
-
-    @property
-    def address(self) -> Address:
-        return self._address
 
     async def get(self, path: str) -> Answer:
         return await self.ask(self.address.get(path))
@@ -172,22 +176,20 @@ class Client:
         return await self.ask(self.address.post(path, body))
 
     async def ask(self, request: bytes) -> Answer:
-        """PeerGone when the server ends the connection, OSError when there is none."""
+        """Return the whole answer. PeerGone: the server ended the connection; OSError: there is none."""
         while self._free:
             connection = self._free.pop()
             if connection.is_open:
                 break
         else:
             connection = await Connection.open(self.address)
-        future: asyncio.Future[Answer | PeerGone] = asyncio.get_running_loop().create_future()
-        connection.send(request, lambda answer: None if future.done() else future.set_result(answer))
         try:
-            answer = await future
+            answer, error = await connection.exchange(request)
         except asyncio.CancelledError:
             connection.close()
             raise
-        if isinstance(answer, PeerGone):
-            raise answer
+        if error is not None:
+            raise error
         self._free.append(connection)
         return answer
 

@@ -1,15 +1,15 @@
-"""From what came over a connection to latencies, by the names that AIPerf and vLLM give them.
+"""Latencies of answers, by the names that AIPerf and vLLM give them.
 
-Of one streamed answer, by the client's clock, with events that carry tokens:
+The client's clock times the events of a streamed answer that carry tokens:
 
 - **TTFT**: from the start of the request to the first event.
-- **E2EL**: from there to the last one.
+- **E2EL**: from the start of the request to the last event.
 - **TPOT**: (E2EL - TTFT) / (tokens - 1). AIPerf calls this ITL.
-- **ITL**: each gap between two events, those of all requests in one pool.
-- **TBT**: the mean of the worst tenth of one request's gaps, as Mooncake has it.
+- **ITL**: each gap between two events, the gaps of all requests in one pool.
+- **TBT**: the mean of the worst tenth of one request's gaps, as Mooncake defines it.
 
-An open-loop request starts when it was due, however late the client came to send it. An answer counts only
-if it says why it ended and has as many tokens as were asked for; all others are failures, with a reason.
+An open-loop request starts when it is due, however late the client sends it. An answer counts if it has a
+finish reason and as many tokens as were asked for; every other answer is a failure, with a reason.
 """
 
 import itertools
@@ -25,10 +25,7 @@ WORST_SHARE: Final = 0.1
 
 
 class Bad(Exception):
-    """An answer that does not count; the message is short, for answers are counted by it.
-
-    `said`: the server's own words, where it has given any.
-    """
+    """An answer that does not count. Failures are counted by the message; `said` has the server's words."""
 
     def __init__(self, message: str, said: str = "") -> None:
         super().__init__(message)
@@ -45,17 +42,18 @@ class Sample(NamedTuple):
 
     @property
     def tpot_s(self) -> float | None:
-        """None: it came in one piece."""
+        """Seconds a token after the first; None: the answer came in one piece."""
         return (self.e2el_s - self.ttft_s) / (self.num_tokens - 1) if self.gaps_s else None
 
     @property
     def tbt_s(self) -> float | None:
+        """Mean of the worst tenth of the gaps; None: there are none."""
         worst = sorted(self.gaps_s, reverse=True)[: max(1, round(len(self.gaps_s) * WORST_SHARE))]
         return sum(worst) / len(worst) if worst else None
 
 
 class Slo(NamedTuple):
-    """None: whatever it is, it is good enough."""
+    """Latency objectives of a request; None: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -70,42 +68,51 @@ class Slo(NamedTuple):
         return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
 
-def events_of(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
-    """Server-sent events, each with the moment at which its last byte came; [DONE] is None.
+class Event(NamedTuple):
+    """A server-sent event, and the moment at which its last byte came; the content of [DONE] is None."""
 
-    Comments are skipped. Bad for data that is no JSON, or a stream that ends within an event.
+    moment_s: float
+    id: str
+    content: Any
+
+
+def events_of(pieces: Sequence[tuple[float, bytes]], *, may_be_cut: bool = False) -> Iterator[Event]:
+    """Yield the whole events; comments are skipped.
+
+    Bad: an event is no JSON, or, unless `may_be_cut`, the stream ends within an event.
     """
     unread = b""
     for moment_s, piece in pieces:
-        *events, unread = (unread + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if not lines:
+        *texts, unread = (unread + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for text in texts:
+            fields = [line.partition(b":") for line in text.split(b"\n")]
+            data = b"\n".join(value.strip() for name, _, value in fields if name == b"data")
+            id_ = next((value.strip().decode() for name, _, value in fields if name == b"id"), "")
+            if not data:
                 continue
-            data = b"\n".join(lines)
             try:
-                yield moment_s, None if data == b"[DONE]" else json.loads(data)
+                yield Event(moment_s, id_, None if data == b"[DONE]" else json.loads(data))
             except ValueError as error:
                 raise Bad("an event that is no JSON") from error
-    if unread.strip():
+    if unread.strip() and not may_be_cut:
         raise Bad("the stream ended within an event")
 
 
 def streamed(answer: Answer, start_s: float, num_tokens: int) -> Sample:
-    """Bad when it does not count."""
+    """Return the latencies of a streamed answer of `num_tokens`. Bad: the answer does not count."""
     _check_status(answer)
     moments, num_said, reason, is_done = list[float](), None, None, False
-    for moment_s, event in events_of(answer.pieces):
-        if event is None:
+    for event in events_of(answer.pieces):
+        if event.content is None:
             is_done = True
             continue
-        if "error" in event:
-            raise Bad(f"error in the stream: {_reason(event)}")
-        usage = event.get("usage")
+        if "error" in event.content:
+            raise Bad(f"error in the stream: {_reason(event.content)}")
+        usage = event.content.get("usage")
         num_said = usage["completion_tokens"] if usage else num_said
-        for choice in event.get("choices") or ():
+        for choice in event.content.get("choices") or ():
             reason = choice.get("finish_reason") or reason
-            moments.append(moment_s)
+            moments.append(event.moment_s)
     if not is_done:
         raise Bad("no [DONE]")
     _check_end(reason, len(moments) if num_said is None else num_said, num_tokens)
@@ -116,7 +123,10 @@ def streamed(answer: Answer, start_s: float, num_tokens: int) -> Sample:
 
 
 def unary(answer: Answer, start_s: float, num_tokens: int) -> Sample:
-    """Of an answer in one piece: its first token comes with its last. Bad when it does not count."""
+    """Return the latencies of an answer in one piece, whose first token comes with its last.
+
+    Bad: see above.
+    """
     _check_status(answer)
     try:
         content = json.loads(answer.body)
@@ -155,13 +165,13 @@ def _check_end(reason: str | None, num_said: int, num_tokens: int) -> None:
 
 
 class Summary(NamedTuple):
-    """Of one run. Quantiles are by name and percent: ("ttft", 50) -> seconds."""
+    """The figures of one run. Quantiles are by name and percent: ("ttft", 50) -> seconds."""
 
     num_ok: int
     failures: dict[str, int]
     duration_s: float
     num_tokens: int
-    num_good: int | None  # that met the SLO; None: there is none
+    num_good: int | None  # answers that met the SLO; None: there is no SLO
     quantiles: dict[tuple[str, int], float]
 
     @property
@@ -177,6 +187,7 @@ class Summary(NamedTuple):
         return None if self.num_good is None else self.num_good / self.duration_s
 
     def as_json(self) -> dict[str, object]:
+        """Return the figures by the names that the JSON has."""
         quantiles_ms = {f"{name}_p{percent}_ms": 1e3 * s for (name, percent), s in self.quantiles.items()}
         return {
             "num_ok": self.num_ok,
@@ -190,6 +201,7 @@ class Summary(NamedTuple):
 
 
 def summarise(samples: Sequence[Sample], failures: Sequence[str], duration_s: float, slo: Slo) -> Summary:
+    """Return the figures of a run's answers and failures."""
     pools = {
         "ttft": [sample.ttft_s for sample in samples],
         "tpot": [sample.tpot_s for sample in samples if sample.tpot_s is not None],
@@ -213,7 +225,7 @@ def summarise(samples: Sequence[Sample], failures: Sequence[str], duration_s: fl
 
 
 def quantile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values in proportion; `values` are some."""
+    """Return the percentile, interpolated between the two nearest values; `values` must not be empty."""
     ranked = sorted(values)
     place = (len(ranked) - 1) * percent / 100
     below = int(place)

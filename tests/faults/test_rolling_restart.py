@@ -4,11 +4,10 @@ import asyncio
 import os
 import signal
 import threading
-import time
 
 import pytest
 
-from baton.bench.faults.soak_world import Clients, make_questions
+from baton.bench.faults.clients import Clients, make_questions
 from tests.served import Served, command_line, descendants, served, until
 
 NUM_CLIENTS = 4
@@ -30,12 +29,12 @@ def gateways_of(found: dict[str, int]) -> set[int]:
 def test_every_process_is_restarted_under_load_and_no_answer_is_lost() -> None:
     questions = make_questions(seed=2)
     with served("tiny", "--runtime", "local", "--kv-cache-memory", "64MiB", *OPTIONS) as cluster:
-        clients = Clients(cluster.url, {"": ""}, questions, 0, NUM_CLIENTS)
+        clients = Clients(cluster.url, questions, 0, NUM_CLIENTS)
         is_over = threading.Event()
 
         async def ask_on() -> None:
             while not is_over.is_set():
-                await clients.run(time.perf_counter() + 1.0)
+                await clients.run(1.0)
 
         load = threading.Thread(target=lambda: asyncio.run(ask_on()))
         load.start()

@@ -1,4 +1,4 @@
-"""The batching bench: the same work for every policy, padding where it belongs, figures in the file."""
+"""The batching suite: equal work for every policy, padding in static batches alone, figures in the file."""
 
 import json
 import sys
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.engine import batching
 from baton.bench.engine.batching import (
     LATENCY_BAR,
     NUM_SEATS,
@@ -19,15 +18,16 @@ from baton.bench.engine.batching import (
     Workload,
     burst,
     load_policies,
-    measure,
+    measure_workload,
     mixed_lengths,
     poisson,
     ratio,
-    run,
+    serve,
     take_turns,
     varied_lengths,
 )
 from baton.bench.engine.replica import Replica
+from baton.bench.report import Report
 
 LENGTHS = (1, 2, 2, 3, 9) * 8
 SMALL = replace(
@@ -63,7 +63,7 @@ def test_poisson_arrivals_keep_the_rate() -> None:
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "continuous"])
 def test_every_policy_generates_what_was_asked(replicas: dict[str, Replica], policy: str) -> None:
-    outcome = run(replicas[policy], burst(LENGTHS))
+    outcome = serve(replicas[policy], burst(LENGTHS))
     assert outcome.num_tokens == sum(LENGTHS)
     assert len(outcome.latencies_s) == len(LENGTHS)
     assert outcome.num_rows - outcome.num_padded_rows == sum(LENGTHS) + len(LENGTHS) * (PROMPT_TOKENS - 1)
@@ -73,14 +73,14 @@ def test_only_static_pads_and_it_computes_every_row_of_a_batch_to_the_end(
     replicas: dict[str, Replica],
 ) -> None:
     lengths = (2,) * (NUM_SEATS - 1) + (10,)
-    outcomes = {policy: run(replica, burst(lengths)) for policy, replica in replicas.items()}
+    outcomes = {policy: serve(replica, burst(lengths)) for policy, replica in replicas.items()}
     assert {policy: outcome.num_padded_rows for policy, outcome in outcomes.items()} == {
         "static": 8 * (NUM_SEATS - 1), "dynamic": 0, "continuous": 0,
     }  # fmt: skip
 
 
 def test_latency_counts_from_arrival(replicas: dict[str, Replica]) -> None:
-    outcome = run(replicas["dynamic"], poisson((2, 2, 2), requests_per_s=100.0))
+    outcome = serve(replicas["dynamic"], poisson((2, 2, 2), requests_per_s=100.0))
     assert all(0 < latency_s < 5 for latency_s in outcome.latencies_s)
     assert outcome.mean_latency_s <= outcome.p99_latency_s == max(outcome.latencies_s)
 
@@ -101,19 +101,23 @@ def test_without_matplotlib_all_but_the_plot_is_made(
 ) -> None:
     toy = Workload(num_requests=4, sweep_requests=2, sweep_mean=2, variations=(0.0, 1.0), repeats=1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    monkeypatch.setattr(batching, "measure", lambda _, out: measure(toy, out, SMALL))
-    monkeypatch.setattr(sys, "argv", ["batching", "--out", str(tmp_path)])
-    batching.main()
-    note, *table = capsys.readouterr().out.splitlines()
-    assert note == "note: no batching.png without matplotlib: pip install matplotlib"
-    assert table and [path.name for path in tmp_path.iterdir()] == ["batching.json"]
+    report_of(toy, tmp_path).finish()
+    assert capsys.readouterr().out.endswith("no plot: pip install matplotlib\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["batching.json"]
 
 
 def test_toy_run_writes_rows_with_bars_samples_and_the_plot(tmp_path: Path) -> None:
-    workload = Workload(num_requests=6, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
-    rows = measure(workload, tmp_path, SMALL)
-    assert {row.limit for row in rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
+    toy = Workload(num_requests=6, sweep_requests=10, sweep_mean=4, variations=(0.0, 1.0), repeats=1)
+    report = report_of(toy, tmp_path)
+    report.finish()
+    assert {row.limit for row in report.rows} == {None, f">= {THROUGHPUT_BAR}", f">= {LATENCY_BAR:g}", "> 0"}
     content = json.loads((tmp_path / "batching.json").read_text())
     assert [point["variation"] for point in content["sweep"]] == pytest.approx([0.0, 1.0], abs=0.5)
     assert set(content["samples"]) == {"burst", "70% of continuous", "70% of static"}
     assert (tmp_path / "batching.png").read_bytes().startswith(b"\x89PNG")
+
+
+def report_of(workload: Workload, folder: Path) -> Report:
+    report = Report("batching", "batching", folder)
+    measure_workload(workload, report, SMALL)
+    return report

@@ -3,8 +3,8 @@ from baton.bench.engine.scheduler import (
     Work,
     cache_rows,
     decode_steps,
+    schedule_unshared,
     step_rows,
-    workload_seconds,
 )
 
 
@@ -15,7 +15,7 @@ def test_every_part_of_every_step_is_timed() -> None:
 
 
 def test_the_same_tokens_are_computed_with_and_without_the_cache() -> None:
-    on, off = (workload_seconds(5, prefix_caching=caching) for caching in (True, False))
+    on, off = (schedule_unshared(5, prefix_caching=caching) for caching in (True, False))
     assert on.num_tokens == off.num_tokens > 0
 
 

@@ -1,11 +1,11 @@
-"""The engine bench: which model it loads. What it measures takes minutes and is run by hand."""
+"""The engine suite: which model it loads. A whole run takes minutes and is done by hand."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from baton.bench.engine import throughput as bench
+from baton.bench.report import run_command
 from baton.config.engine import EngineConfig
 
 
@@ -22,7 +22,6 @@ def test_models_are_named_as_for_the_command(name: str, monkeypatch: pytest.Monk
         raise Loaded
 
     monkeypatch.setattr(bench, "load_engine", load)
-    monkeypatch.setattr(sys, "argv", ["engine", name])
     with pytest.raises(Loaded):
-        bench.main()
+        run_command(None, bench.add_options, bench.run, [name])
     assert (Path(models[0]) / "model.safetensors").is_file() == (name == "tiny")

@@ -1,4 +1,4 @@
-from baton.bench.router import faults
+from baton.bench.router.faults import routed_between
 from baton.messages.status import RouterStatus, RoutingTimes
 from tests.node_peers import id_of
 
@@ -10,9 +10,9 @@ def routed(name: str, *times_s: float) -> RouterStatus:
     return RouterStatus(id=id_of(name), routing_counts=tuple(times.counts))
 
 
-def test_only_what_was_routed_in_between_counts() -> None:
+def test_only_requests_routed_between_two_moments_count() -> None:
     before = [routed("a", 0.5, 0.5), routed("b", 0.5)]
     after = [routed("a", 0.5, 0.5, *[0.0009] * 99), routed("b", 0.5, 0.0019)]
-    between = faults._difference(before, after)
+    between = routed_between(before, after)
     assert sum(between.routing_counts) == 100
     assert [between.routing_quantile_s(share) for share in (0.99, 1.0)] == [0.001, 0.002]

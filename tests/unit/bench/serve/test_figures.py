@@ -32,21 +32,22 @@ class TestEvents:
         whole = event("a") + event("b")
         cut = len(event("a")) + 3
         found = list(events_of([(1.0, whole[:5]), (2.0, whole[5:cut]), (3.0, whole[cut:])]))
-        assert [(moment_s, each["choices"][0]["text"]) for moment_s, each in found] == [
+        assert [(each.moment_s, each.content["choices"][0]["text"]) for each in found] == [
             (2.0, "a"),
             (3.0, "b"),
         ]
 
     def test_comments_are_none_and_done_is_one(self) -> None:
-        assert list(events_of([(1.0, b": ping\n\n" + DONE + b":\n\n")])) == [(1.0, None)]
+        assert list(events_of([(1.0, b": ping\n\n" + DONE + b":\n\n")])) == [(1.0, "", None)]
 
     def test_lines_may_end_as_windows_has_it(self) -> None:
-        assert list(events_of([(1.0, b'data: {"a":1}\r\n\r\n')])) == [(1.0, {"a": 1})]
+        assert list(events_of([(1.0, b'id: 7\r\ndata: {"a":1}\r\n\r\n')])) == [(1.0, "7", {"a": 1})]
 
     @pytest.mark.parametrize("tail", [b"data: {", b"data: {}\n"])
     def test_a_stream_does_not_end_within_one(self, tail: bytes) -> None:
         with pytest.raises(Bad, match="within an event"):
             list(events_of([(1.0, event("a") + tail)]))
+        assert len(list(events_of([(1.0, event("a") + tail)], may_be_cut=True))) == 1
 
     def test_data_is_json(self) -> None:
         with pytest.raises(Bad, match="no JSON"):
