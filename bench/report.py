@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -160,7 +160,7 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write_json(path: Path, title: str, rows: Sequence[Row], extra: dict[str, object]) -> None:
+def write_json(path: Path, title: str, rows: Sequence[Row], extra: Mapping[str, object]) -> None:
     """Write the title, the machine, the rows and `extra` as one JSON object."""
     content = {"title": title, "machine": machine_description(), "rows": [asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
