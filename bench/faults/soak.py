@@ -36,7 +36,7 @@ from baton.bench.faults.clients import Clients, make_questions
 from baton.bench.faults.cluster import WatchedCluster, served_cluster
 from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
-from baton.bench.tenants.real_world import tenants_yaml
+from baton.bench.tenants.real import tenants_yaml
 
 STOPPED_S: Final = (1.0, 4.0, 12.0)
 ENDED_BY_S: Final = 2.0  # a worker that is silent for 3 s is given up and replaced

@@ -1,48 +1,50 @@
-"""Which worker serves a request, and what that is worth: the production router on simulated workers.
+"""The worth of each routing policy: the production router on simulated workers.
 
-python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--json FILE]
+python -m baton.bench.router.suite [--trace FILE] [--limit N] [--seed 0] [--output FOLDER]
 python -m baton.bench.router.suite --replay LOG --policy NAME
 
-With a trace of Mooncake's format: its prompts on 8 prefill workers that keep 8,000 blocks of 512 tokens each,
-by each policy; arrivals as they are, and spread within their 3 s. In any case: made workloads, in which the
-policy `cost` has to find by itself which prompts a decode worker had better compute; against fixed thresholds
-of `least-loaded`, which does not look at what is held where, and of `cost` itself, in tokens to be computed.
-The second form replays what a router has logged (--decision-log), as it went and under another policy.
-All times are the simulation's, of a model and machines that bench/router/world.py describes.
+A trace of Mooncake's format runs on 8 prefill workers that keep 8,000 blocks of 512 tokens each, under each
+policy, with its arrivals as they are and spread within their 3 s. Made workloads run in any case: the policy
+`cost` has to find by itself which prompts a decode worker should compute. It is compared with fixed
+thresholds of `least-loaded`, which ignores the pages of workers, and of `cost` itself, in tokens to be
+computed. The second form replays a router's log (--decision-log) under another policy. All times are those
+of the simulation in bench/router/world.py.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from math import floor
 from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles
-from time import perf_counter
 from typing import Final, NamedTuple
 
 import msgspec
 
-from baton.bench.report import Row, at_least, at_most, print_table, write_json
-from baton.bench.router.world import Fleet, Machine, PrefillSim, RouterWorld, config_of
+from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
+from baton.bench.router.world import Fleet, Machine, TraceReplay
 from baton.bench.traces import TraceRequest, read_trace
+from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.decisions import DispatchedLine, EndedLine, decode_lines, keys_in
 from baton.router.policies.costs import PairCandidate, Select, cheapest
 
 
 class Log(NamedTuple):
-    """A router's decision log as a trace: the same prompts at the same times, for another policy."""
+    """A router's decision log as a trace; `ttft_mean_s` is the mean that was measured."""
 
-    trace: list[TraceRequest]  # first attempts alone: what was replayed would not be under another policy
+    trace: list[TraceRequest]  # first attempts alone: another policy would have other later ones
     page_size: int
     num_prefill: int
     num_decode: int
-    ttft_mean_s: float | None  # as it was measured
+    ttft_mean_s: float | None
 
 
 def read_log(path: Path, step_s: float) -> Log:
-    """step_s: a decode step, by which a duration is taken for a number of tokens."""
+    """Read a decision log. step_s: of a decode step, which turns a duration into a number of tokens."""
     sent: dict[str, DispatchedLine] = {}
     ended: dict[str, EndedLine] = {}
     for line in _lines(path):
@@ -78,7 +80,7 @@ def _lines(path: Path) -> Iterator[DispatchedLine | EndedLine]:
 def _traced(
     line: DispatchedLine, end: EndedLine | None, blocks: dict[bytes, int], begun_s: float, step_s: float
 ) -> TraceRequest:
-    """blocks: a number for each page's name, grown here."""
+    """Return one request; `blocks` maps page keys to block ids and grows."""
     ids = [blocks.setdefault(key, len(blocks)) for key in keys_in(line)]
     if len(ids) * line.page_size < line.decision.num_tokens:
         ids.append(blocks.setdefault(line.decision.request_id.encode(), len(blocks)))
@@ -94,13 +96,11 @@ def _traced(
     )
 
 
-# Made traces, one for each way in which prompts and answers relate to each other.
-
 BLOCK_TOKENS: Final = 16
 
 
 def chat(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Short turns that grow: most of a prompt is known, and answers are as long."""
+    """Return short turns that grow: most of a prompt is known, and answers are as long."""
     random = Random(seed)
     turns: dict[int, list[int]] = {}
     requests, now_s = [], 0.0
@@ -113,7 +113,7 @@ def chat(num_requests: int, seed: int) -> list[TraceRequest]:
 
 
 def documents(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Questions about a few long documents: long prompts, short answers."""
+    """Return questions about a few long documents: long prompts, short answers."""
     random = Random(seed)
     sizes = [random.randint(300, 900) for _ in range(24)]
     requests, now_s = [], 0.0
@@ -127,7 +127,7 @@ def documents(num_requests: int, seed: int) -> list[TraceRequest]:
 
 
 def mixed(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Completions of all lengths, nothing shared, in bursts."""
+    """Return completions of all lengths, in bursts, that share nothing."""
     random = Random(seed)
     requests, now_s = [], 0.0
     for number in range(num_requests):
@@ -154,7 +154,7 @@ WORKLOADS: Final[Mapping[str, Callable[[int, int], list[TraceRequest]]]] = {
     "mixed": mixed,
 }
 
-SCALE: Final = 32.0  # the trace's tokens in one that is replayed: a block of 512 is a page of 16
+SCALE: Final = 32.0  # the trace's tokens in one replayed token: a block of 512 is a page of 16
 PAGE_TOKENS: Final = 16
 BIN_S: Final = 3.0  # of the trace's arrivals
 POLICIES: Final[tuple[str, ...]] = ("round-robin", "least-loaded", "prefix", "cost")
@@ -165,12 +165,13 @@ MAX_OF_ROUND_ROBIN: Final = 0.5
 
 
 class Result(NamedTuple):
-    hit: float  # of all prompt tokens, those that were not computed
-    imbalance: float  # the prompt tokens of the worker that was given most, by the mean
+    """The figures of one replay."""
+
+    hit: float  # share of prompt tokens that were not computed
+    imbalance: float  # prompt tokens of the most loaded prefill worker over the mean
     ttft_mean_s: float
     ttft_p99_s: float
     latency_mean_s: float  # to the last token
-    wall_s: float
     counters: dict[str, int]
 
 
@@ -185,15 +186,15 @@ def run_trace(
     select: Select | None = None,
     page_tokens: int = PAGE_TOKENS,
 ) -> Result:
-    """The trace's blocks are pages, of page_tokens tokens as replayed. select: in place of the policy's."""
-    config = config_of(policy, seed, local_prefill_tokens)
-    world = RouterWorld(config, fleet or Fleet(), Machine(), scale, page_tokens)
+    """Replay a trace whose blocks are pages of `page_tokens`. select: the rule in place of the policy's."""
+    config = RouterConfig(
+        policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
+    )
+    cluster = TraceReplay(config, fleet or Fleet(), Machine(), page_tokens, scale)
     if select is not None:
-        world.select(select)
-    begun_s = perf_counter()
-    outcomes = world.replay(trace)
-    wall_s = perf_counter() - begun_s
-    given = [worker.given_tokens for worker in world.workers.values() if isinstance(worker, PrefillSim)]
+        cluster.select(select)
+    outcomes = cluster.replay(trace)
+    given = [worker.given_tokens for worker in cluster.prefill_workers]
     waits_s = [each.first_token_s - each.arrival_s for each in outcomes]
     return Result(
         hit=sum(each.num_held for each in outcomes) / sum(each.num_tokens for each in outcomes),
@@ -201,13 +202,12 @@ def run_trace(
         ttft_mean_s=fmean(waits_s),
         ttft_p99_s=quantiles(waits_s, n=100)[98],
         latency_mean_s=fmean(each.ended_s - each.arrival_s for each in outcomes),
-        wall_s=wall_s,
-        counters=dict(world.router.counters),
+        counters=dict(cluster.router.counters),
     )
 
 
 def spread(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The same requests, evenly within the bin of their arrival."""
+    """Return the same requests, spread evenly within the bin of their arrival."""
     evenly: list[TraceRequest] = []
     for number, group in groupby(trace, key=lambda each: floor(each.arrival_s / BIN_S)):
         requests = list(group)
@@ -218,6 +218,7 @@ def spread(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
 
 
 def trace_rows(trace: Sequence[TraceRequest], arrivals: str, seed: int) -> list[Row]:
+    """Replay a trace under every policy."""
     rows: list[Row] = []
     results = {policy: run_trace(trace, policy, seed=seed) for policy in POLICIES}
     for policy, result in results.items():
@@ -236,28 +237,26 @@ def trace_rows(trace: Sequence[TraceRequest], arrivals: str, seed: int) -> list[
     return rows
 
 
-def workload_rows(num_requests: int, seed: int) -> list[Row]:
-    """Mean time to the last token: it has the wait of the prompt, and what local prompts cost others."""
-    rows: list[Row] = []
-    fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, publishes_decode=True)
-    for name, make in WORKLOADS.items():
-        trace = make(num_requests, seed)
-        alike, loaded = (_of_thresholds(trace, seed, fleet, same_costs) for same_costs in (True, False))
-        tuned = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0)
-        share = tuned.counters.get("computed_locally", 0) / num_requests
-        best = min(loaded, key=lambda threshold: loaded[threshold])
-        note = f"least-loaded at its best threshold, {best} tokens; {share:.0%} local"
-        rows.append(at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note))
-        best = min(alike, key=lambda threshold: alike[threshold])
-        note = f"{best} tokens to be computed; what it is to find by itself"
-        rows.append(Row(f"{name}: cost at its best threshold", alike[best], "s", note=note))
-    return rows
+def workload_rows(name: str, num_requests: int, seed: int) -> list[Row]:
+    """Measure the mean time to the last token, which contains the cost of local prompts to other requests."""
+    fleet = Fleet(num_prefill=2, num_decode=2, num_prefill_pages=4000, decode_keeps=True)
+    trace = WORKLOADS[name](num_requests, seed)
+    alike, loaded = (_of_thresholds(trace, seed, fleet, same_costs) for same_costs in (True, False))
+    tuned = run_trace(trace, "cost", seed=seed, fleet=fleet, scale=1.0)
+    share = tuned.counters.get("computed_locally", 0) / num_requests
+    best, best_alike = min(loaded, key=loaded.__getitem__), min(alike, key=alike.__getitem__)
+    note = f"least-loaded at its best threshold, {best} tokens; {share:.0%} local"
+    alike_note = f"{best_alike} tokens to be computed; the policy is to find this by itself"
+    return [
+        at_most(f"{name}: mean latency", tuned.latency_mean_s, "s", loaded[best], note),
+        Row(f"{name}: cost at its best threshold", alike[best_alike], "s", note=alike_note),
+    ]
 
 
 def _of_thresholds(
     trace: Sequence[TraceRequest], seed: int, fleet: Fleet, same_costs: bool
 ) -> dict[int, float]:
-    """Mean latency by the threshold up to which prompts are computed where they are decoded."""
+    """Return the mean latency by the threshold up to which prompts are computed on their decode worker."""
     found = {}
     for threshold in THRESHOLDS:
         if same_costs:
@@ -271,7 +270,7 @@ def _of_thresholds(
 
 
 def up_to(threshold: int) -> Select:
-    """All that `cost` knows but this: prompts with at most so many tokens to compute are computed locally."""
+    """Return a rule for `cost`: prompts with at most so many tokens to compute are computed locally."""
 
     def select(
         candidates: Sequence[PairCandidate], random: int, given: Callable[[str], float]
@@ -283,8 +282,8 @@ def up_to(threshold: int) -> Select:
 
 
 def replay_rows(log: Log, policy: str, seed: int) -> list[Row]:
-    """By the simulation's machines, so only the ratio of the two policies means anything."""
-    fleet = Fleet(num_prefill=log.num_prefill, num_decode=max(1, log.num_decode), publishes_decode=True)
+    """Replay a log. The machines are the simulation's, so only the ratio of two policies means anything."""
+    fleet = Fleet(num_prefill=log.num_prefill, num_decode=max(1, log.num_decode), decode_keeps=True)
     rows = [Row("as it was: TTFT mean", log.ttft_mean_s, "s", note="measured, on the machines that ran it")]
     for name in dict.fromkeys((policy, "round-robin", "cost")):
         result = run_trace(log.trace, name, seed=seed, fleet=fleet, scale=1.0, page_tokens=log.page_size)
@@ -295,38 +294,34 @@ def replay_rows(log: Log, policy: str, seed: int) -> list[Row]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
     parser.add_argument("--trace", type=Path, metavar="FILE", help="in Mooncake's format")
     parser.add_argument("--replay", type=Path, metavar="LOG", help="a router's decision log")
     parser.add_argument("--policy", choices=POLICIES, default="cost", help="for --replay (cost)")
     parser.add_argument("--limit", type=int, metavar="N", help="the trace's first N requests (all)")
     parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each workload (600)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures there")
+    add_output_option(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    rows = []
-    if arguments.replay is not None:
-        log = read_log(arguments.replay, Machine().step_s)
-        rows += replay_rows(log, arguments.policy, arguments.seed)
-    elif arguments.trace is not None:
-        trace = read_trace(arguments.trace, scale=SCALE, limit=arguments.limit)
-        rows += trace_rows(trace, "as they come", arguments.seed)
-        rows += trace_rows(spread(trace), "spread", arguments.seed)
-    if arguments.replay is None:
-        rows += workload_rows(arguments.requests, arguments.seed)
-    print_table("the router on simulated workers", rows)
-    if arguments.json is not None:
-        write_json(arguments.json, "the router on simulated workers", rows, {"seed": arguments.seed})
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Replay the log, or the trace and the made workloads."""
+    report.extra = {"seed": options.seed}
+    if options.replay is not None:
+        log = read_log(options.replay, Machine().step_s)
+        report.rows += replay_rows(log, options.policy, options.seed)
+        return
+    if options.trace is not None:
+        trace = read_trace(options.trace, scale=SCALE, limit=options.limit)
+        for name, requests in (("as they come", trace), ("spread", spread(trace))):
+            report.tell(f"trace, {name}")
+            report.rows += trace_rows(requests, name, options.seed)
+    for name in WORKLOADS:
+        report.tell(name)
+        report.rows += workload_rows(name, options.requests, options.seed)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    run(parser.parse_args(words))
-
+run = partial(run_suite, measure, name="router", title="the router on simulated workers")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

@@ -1,20 +1,28 @@
-"""A trace on simulated workers, routed by the production router, on a virtual clock.
+"""The production router before simulated workers, on a virtual clock.
 
-The router is the real one: it hears of pages, times and ends by the messages that workers and gateways send
-it, and nothing else. Given the same trace and seed, every figure is the same.
+The router hears of pages, times and ends by the messages that workers and gateways send, and by nothing else.
+Given the same requests and seed, every figure is the same.
+
+1. `SimulatedCluster` joins the router, a gateway peer and workers, and keeps the virtual time. Its subclasses
+   are the clients: `TraceReplay` here, `TenantClients` in bench/tenants/world.py.
+2. A prefill worker computes prompts in steps, in the order of their tenants' shares, as the engine does, and
+   keeps their pages; the least recently used pages leave first.
+3. A decode worker steps: every sequence gets a token a step, prompts that it computes itself a chunk.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import msgspec
 
 from baton.bench.traces import TraceRequest
-from baton.clock import ManualClock
 from baton.config.router import RouterConfig
+from baton.fair_queue import FairShare
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage
 from baton.messages.control import (
@@ -26,6 +34,7 @@ from baton.messages.control import (
     KvEventsWanted,
     Measured,
     Reachable,
+    Rejected,
     Started,
     Submit,
 )
@@ -37,16 +46,24 @@ from baton.router.policies.cost import CostPolicy
 from baton.router.policies.costs import Select
 from baton.router.router import Router
 from baton.rpc.peers import Peer
+from baton.sim.process import Events, OffsetClock
 
-# What a simulated worker is: how long its work takes, and which pages it keeps.
+STEPS_A_REPORT: Final = 64
+MOST_STEPS_S: Final = 0.1  # decode steps in which nothing changes are simulated together for so long
+GATEWAY: Final = f"{7:032x}"
+MAX_OUTPUT: Final = 2**20
+TICK_S: Final = 0.5
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; of a token where nothing else is said. The default: a 70B model on eight A800, by roofline."""
+    """How long work takes: seconds, of a token unless said otherwise.
 
-    prefill_s: float = 0.01
+    The default is a 70B model on eight A800, by roofline.
+    """
+
+    prefill_s: float = 0.01  # of a step
     prefill_token_s: float = 1.2e-4
-    prefill_pair_s: float = 2e-9  # of a new token and one that it attends to
+    prefill_pair_s: float = 2e-9  # of a new token and a token that it attends to
     step_s: float = 0.02
     step_sequence_s: float = 5e-5
     step_context_s: float = 1e-8
@@ -55,17 +72,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     transfer_bytes_per_s: float = 10e9
     handoff_s: float = 5e-3  # not hidden behind the prompt's computation
     chunk_tokens: int = 2048  # of a prompt in a decode worker's step
+    prefill_chunk_tokens: float = math.inf  # of a prefill worker's step; inf: one whole prompt a step
 
     def compute_s(self, num_new: int, num_tokens: int) -> float:
+        """Return the time of a step that computes `num_new` tokens of a prompt of `num_tokens` so far."""
         pairs = num_new * (num_tokens - num_new / 2)
         return self.prefill_s + num_new * self.prefill_token_s + pairs * self.prefill_pair_s
 
     def pull_s(self, num_tokens: int) -> float:
+        """Return the time to pull the pages of so many tokens."""
         return self.transfer_s + num_tokens * self.kv_token_bytes / self.transfer_bytes_per_s
 
 
 class PageStore:
-    """Keys of pages, the least lately used first; a page leaves before those that come before it."""
+    """Keys of pages, the least recently used first; a page leaves before its parents."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
@@ -73,13 +93,14 @@ class PageStore:
         self._free = list(range(num_pages))
 
     def num_held(self, keys: tuple[bytes, ...]) -> int:
+        """Return how many leading pages are here."""
         for number, key in enumerate(keys):
             if key not in self._pages:
                 return number
         return len(keys)
 
     def keep(self, keys: tuple[bytes, ...]) -> Iterator[tuple[bytes, int]]:
-        """Changes: a key, and its page or -1."""
+        """Keep these pages; yield each change as a key and its page, or -1 for a page that left."""
         keys = keys[: self._num_pages]
         new = [key for key in keys if key not in self._pages]
         for key in reversed(keys):
@@ -94,102 +115,95 @@ class PageStore:
             yield key, self._pages[key]
 
 
-# Workers on a virtual clock, for the router's simulator: what they hold, and how long they take.
-#
-# A prefill worker computes prompts one after the other and keeps their pages; the least lately used leave
-# first. A decode worker steps: all its sequences get a token a step, and prompts that it computes itself are
-# a part of it.
+class Job:
+    """A prompt at the worker that computes it, with the pages that it pulls under way."""
 
-STEPS_A_REPORT: Final = 64
+    def __init__(self, worker: "SimWorker", dispatch: Dispatch, decode: str) -> None:
+        cluster, store = worker.cluster, worker.store
+        self.dispatch, self.request, self.decode = dispatch, dispatch.request, decode
+        self.given_s = self.pulled_s = cluster.events.now_s
+        self.begun_s = -1.0
+        self.num_tokens = len(self.request.token_ids)
+        self.num_held = self.num_done = 0
+        self.pulled_bytes = self._num_pulled_tokens = 0
+        if dispatch.source is not None:
+            keys, page_size = cluster.keys_of(self.request), worker.worker.page_size
+            there = cluster.workers[dispatch.source.worker].store.num_held(keys)
+            num_pulled = min(there, len(dispatch.source.pages))
+            self._num_pulled_tokens = num_pulled * page_size
+            num_missing = num_pulled - store.num_held(keys)
+            if num_missing > 0:
+                num_tokens = round(num_missing * page_size * cluster.scale)
+                self.pulled_bytes = num_tokens * cluster.machine.kv_token_bytes
+                self.pulled_s += cluster.machine.pull_s(num_tokens)
 
+    @property
+    def is_done(self) -> bool:
+        return self.num_done >= self.num_tokens
 
-class World(Protocol):
-    """What the workers are in."""
+    @property
+    def num_new(self) -> int:
+        """Tokens of the prompt that are computed, not held or pulled."""
+        return self.num_tokens - self.num_held
 
-    machine: Machine
-    scale: float  # real tokens in one of the trace as it is replayed
+    def find_held(self, worker: "SimWorker") -> None:
+        """Count the leading tokens that need no computation; at least one token is computed."""
+        held = worker.store.num_held(worker.cluster.keys_of(self.request)) * worker.worker.page_size
+        self.num_held = self.num_done = min(max(held, self._num_pulled_tokens), self.num_tokens - 1)
 
-    def now_s(self) -> float: ...
-    def at(self, when_s: float, call: Callable[[], None]) -> None: ...
-    def tell_router(self, worker: "SimWorker", message: AnyMessage) -> None: ...
-    def worker(self, worker_id: str) -> "SimWorker": ...
-    def keys_of(self, request: Request) -> tuple[bytes, ...]: ...
-    def first_token(self, request: Request, num_held_tokens: int, computer: str) -> None: ...
-    def ended(self, request: Request) -> None: ...
-    def num_output_tokens(self, request: Request) -> int: ...
-
-
-class Job(NamedTuple):
-    request: Request
-    dispatch: Dispatch
-    decode: str  # the worker's id
-    given_s: float
-    pulled_s: float  # when what is pulled is here
-    num_pulled_tokens: int  # of the prompt's first, with what was held already
-    pulled_bytes: int
+    def compute(self, most: float, now_s: float) -> int:
+        """Compute at most so many tokens, at least one; return how many."""
+        if self.begun_s < 0:
+            self.begun_s = now_s
+        num_new = min(max(1, int(min(most, self.num_tokens))), self.num_tokens - self.num_done)
+        self.num_done += num_new
+        return num_new
 
 
 class SimWorker:
-    """A peer of the router."""
+    """A worker as a peer of the router."""
 
     silence_s = 0.0
 
-    def __init__(self, world: World, hello: Hello) -> None:
+    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
         assert hello.worker is not None
-        self.world = world
+        self.cluster = cluster
         self.hello = hello
         self.worker = hello.worker
         self.store = PageStore(self.worker.num_pages)
-        self.computed_tokens = 0
-        self.given_tokens = 0
-        self.num_given = 0
-        self.busy_s = 0.0
         self.is_keeping = True  # pages, for later prompts
-        self.attempts: dict[tuple[str, int], None] = {}  # that it was given and that have not ended
+        self.given_tokens = 0
+        self.attempts: dict[tuple[str, int], None] = {}  # dispatched here and not ended
         self._num_changes = 0
 
     def send(self, message: AnyMessage) -> None:
+        """Take a message of the router."""
         if isinstance(message, KvEventsWanted):
-            self.world.tell_router(
-                self, KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True)
-            )
+            events = KvEventBatch(first=0, keys=b"", pages=(), generations=(), is_afresh=True)
+            self.cluster.router.received(self, events)
         elif isinstance(message, Dispatch):
             self.attempts[message.request.request_id, message.request.attempt] = None
             self.dispatched(message)
 
-    def beat(self) -> Heartbeat:
-        return Heartbeat(load=Load(), attempts=tuple(self.attempts))
-
     def close(self) -> None:
-        raise AssertionError("the router gave up a worker that was well")
+        raise AssertionError("the router gave up a worker that is well")
 
     def dispatched(self, message: Dispatch) -> None:
+        """Take an attempt."""
         raise NotImplementedError
 
-    def job_of(self, dispatch: Dispatch, decode: str) -> Job:
-        """With what it pulls under way."""
-        world, keys = self.world, self.world.keys_of(dispatch.request)
-        now_s, held, pulled = world.now_s(), self.store.num_held(keys), 0
-        pulled_s, pulled_bytes = now_s, 0
-        if dispatch.source is not None:
-            there = world.worker(dispatch.source.worker).store.num_held(keys)
-            pulled = min(there, len(dispatch.source.pages))
-            if pulled > held:
-                num_tokens = round((pulled - held) * self.worker.page_size * world.scale)
-                pulled_bytes = num_tokens * world.machine.kv_token_bytes
-                pulled_s += world.machine.pull_s(num_tokens)
-        self.num_given += 1
-        self.given_tokens += len(dispatch.request.token_ids)
-        num_pulled = pulled * self.worker.page_size
-        return Job(dispatch.request, dispatch, decode, now_s, pulled_s, num_pulled, pulled_bytes)
+    def take_prompt(self, message: Dispatch, decode: str) -> Job:
+        """Begin to pull what the router says; return the job."""
+        self.given_tokens += len(message.request.token_ids)
+        return Job(self, message, decode)
 
-    def held_for(self, job: Job) -> int:
-        keys = self.world.keys_of(job.request)
-        held = max(self.store.num_held(keys) * self.worker.page_size, job.num_pulled_tokens)
-        return min(held, len(job.request.token_ids) - 1)
+    def tick(self) -> None:
+        """Send a heartbeat."""
+        self.cluster.router.received(self, Heartbeat(load=Load(), attempts=tuple(self.attempts)))
 
     def keep(self, request: Request) -> None:
-        changes = list(self.store.keep(self.world.keys_of(request))) if self.is_keeping else []
+        """Keep the request's pages and tell the router."""
+        changes = list(self.store.keep(self.cluster.keys_of(request))) if self.is_keeping else []
         if changes:
             events = KvEventBatch(
                 first=self._num_changes,
@@ -198,235 +212,185 @@ class SimWorker:
                 generations=(0,) * len(changes),
             )
             self._num_changes += len(changes)
-            self.world.tell_router(self, events)
+            self.cluster.router.received(self, events)
 
-    def tell_times(self, job: Job, begun_s: float, num_new: int, exposed_s: float) -> None:
-        """In the tokens that the router sees."""
-        world, num_tokens = self.world, len(job.request.token_ids)
+    def report_prefill(self, job: Job, exposed_s: float) -> None:
+        """Tell the router what a prompt took, in the tokens that the router sees."""
+        cluster = self.cluster
         is_remote = job.dispatch.prefill == self.worker.id
-        token_bytes = world.machine.kv_token_bytes * world.scale
+        token_bytes = cluster.machine.kv_token_bytes * cluster.scale
         times = PrefillTimes(
             job.request.request_id,
             job.request.attempt,
-            begun_s - job.given_s,
-            world.now_s() - begun_s,
-            num_new,
-            num_tokens,
+            job.begun_s - job.given_s,
+            cluster.events.now_s - job.begun_s,
+            job.num_new,
+            job.num_tokens,
             pulled_bytes=job.pulled_bytes,
             pulled_s=job.pulled_s - job.given_s,
-            moved_bytes=round(num_tokens * token_bytes) if is_remote else 0,
+            moved_bytes=round(job.num_tokens * token_bytes) if is_remote else 0,
             exposed_s=exposed_s,
         )
-        world.tell_router(self, Measured(prefills=(times,)))
+        cluster.router.received(self, Measured(prefills=(times,)))
 
 
 class PrefillSim(SimWorker):
-    def __init__(self, world: World, hello: Hello) -> None:
-        super().__init__(world, hello)
-        self._queue: deque[Job] = deque()
-        self._is_busy = False
+    """A step computes up to a chunk's tokens, of the prompts whose tenants are due first."""
 
-    def fill(self, message: Dispatch, decode: str) -> None:
-        self._queue.append(self.job_of(message, decode))
-        self._begin()
+    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
+        super().__init__(cluster, hello)
+        self._share = FairShare()
+        self._jobs: list[tuple[float, int, Job]] = []  # a heap, by the tenants' virtual clocks
+        self._num_jobs = count()
+        self.is_stepping = False
 
-    def _begin(self) -> None:
-        if self._is_busy or not self._queue:
+    def prefill(self, message: Dispatch, decode: str) -> None:
+        """Queue a prompt whose pages go to the worker `decode`."""
+        job, share = self.take_prompt(message, decode), self._share
+        tenant = job.request.tenant
+        share.join(tenant, job.request.scheduling_key.weight)
+        share.correct(tenant, job.num_tokens)
+        due = share.clock(tenant)  # when the tenant's share has the prompt done
+        share.leave(tenant)
+        heappush(self._jobs, (due, next(self._num_jobs), job))
+        self._step()
+
+    def tick(self) -> None:
+        super().tick()
+        self._share.age()
+
+    def _step(self) -> None:
+        if self.is_stepping or not self._jobs:
             return
-        self._is_busy = True
-        job, world = self._queue.popleft(), self.world
-        begun_s = max(world.now_s(), job.pulled_s)
-        held = self.held_for(job)
-        num_new = len(job.request.token_ids) - held
-        num_all = round(len(job.request.token_ids) * world.scale)
-        compute_s = world.machine.compute_s(round(num_new * world.scale), num_all)
-        self.computed_tokens += num_new
-        self.busy_s += compute_s
-        world.at(begun_s + compute_s, lambda: self._end(job, begun_s, held))
+        self.is_stepping = True
+        machine, scale, events = self.cluster.machine, self.cluster.scale, self.cluster.events
+        due, _, first = self._jobs[0]
+        begun = due - first.num_tokens / first.request.scheduling_key.weight
+        self._share.present = max(self._share.present, begun)
+        begin_s = max(events.now_s, first.pulled_s)
+        left, step_s, done = machine.prefill_chunk_tokens, machine.prefill_s, list[Job]()
+        while self._jobs and left > 0:
+            job = self._jobs[0][2]
+            if job.begun_s < 0:
+                job.find_held(self)
+            num_new = job.compute(left, begin_s)
+            step_s += (
+                machine.compute_s(round(num_new * scale), round(job.num_done * scale)) - machine.prefill_s
+            )
+            left = left - num_new if math.isfinite(left) else 0
+            if job.is_done:
+                done.append(job)
+                heappop(self._jobs)
+        self.cluster.at(begin_s + step_s, lambda: self._stepped(done))
 
-    def _end(self, job: Job, begun_s: float, held: int) -> None:
-        world = self.world
-        self.keep(job.request)
-        self.tell_times(job, begun_s, len(job.request.token_ids) - held, world.machine.handoff_s)
-        world.first_token(job.request, held, self.worker.id)
-        decode = world.worker(job.decode)
-        assert isinstance(decode, DecodeSim)
-        world.at(world.now_s() + world.machine.handoff_s, lambda: decode.join(job.request))
-        self._is_busy = False
-        self._begin()
+    def _stepped(self, done: Sequence[Job]) -> None:
+        self.is_stepping = False
+        cluster = self.cluster
+        for job in done:
+            self.keep(job.request)
+            self.report_prefill(job, cluster.machine.handoff_s)
+            cluster.first_token(job.request, job.num_held)
+            decode = cluster.workers[job.decode]
+            assert isinstance(decode, DecodeSim)
+            cluster.at(cluster.events.now_s + cluster.machine.handoff_s, partial(decode.join, job.request))
+        self._step()
 
 
 class DecodeSim(SimWorker):
-    def __init__(self, world: World, hello: Hello) -> None:
-        super().__init__(world, hello)
-        self._running: dict[str, Running] = {}
-        self._jobs: deque[Filling] = deque()
+    """Decodes all its sequences together, beside the prompts that it computes itself."""
+
+    def __init__(self, cluster: "SimulatedCluster", hello: Hello) -> None:
+        super().__init__(cluster, hello)
+        self._num_left: dict[str, int] = {}  # request id -> tokens to come
+        self._requests: dict[str, Request] = {}
+        self._jobs: deque[Job] = deque()
         self._is_stepping = False
         self._num_steps = 0
-        self._num_context = 0  # tokens that all running ones attend to, in the trace's
+        self._num_context = 0  # tokens that all sequences attend to, in the trace's
 
     def dispatched(self, message: Dispatch) -> None:
         if message.prefill:
-            prefill = self.world.worker(message.prefill)
+            prefill = self.cluster.workers[message.prefill]
             assert isinstance(prefill, PrefillSim)
-            prefill.fill(message, self.worker.id)
+            prefill.prefill(message, self.worker.id)
             return
-        job = self.job_of(message, self.worker.id)
-        self.world.at(job.pulled_s, lambda: self._compute(job))
+        job = self.take_prompt(message, self.worker.id)
+        self.cluster.at(job.pulled_s, lambda: self._compute(job))
 
     def join(self, request: Request) -> None:
-        """Its first token is there."""
-        num_left = self.world.num_output_tokens(request) - 1
+        """Decode a request that has its first token."""
+        num_left = self.cluster.num_output_tokens(request) - 1
         self.keep(request)
         if num_left <= 0:
-            self.world.ended(request)
+            self.cluster.ended(request)
             return
-        self._running[request.request_id] = Running(request, num_left)
+        self._num_left[request.request_id] = num_left
+        self._requests[request.request_id] = request
         self._num_context += len(request.token_ids)
         self._step()
 
     def _compute(self, job: Job) -> None:
-        held = self.held_for(job)
-        self._jobs.append(Filling(job, held))
-        self.computed_tokens += len(job.request.token_ids) - held
+        job.find_held(self)
+        self._jobs.append(job)
         self._step()
 
     def _step(self) -> None:
-        """As many steps as nothing changes in, at most a quarter second's."""
-        if self._is_stepping or not (self._running or self._jobs):
+        """Take as many steps together as nothing changes in, at most MOST_STEPS_S long."""
+        if self._is_stepping or not (self._num_left or self._jobs):
             return
         self._is_stepping = True
-        machine, now_s = self.world.machine, self.world.now_s()
-        step_s = machine.step_s + machine.step_sequence_s * len(self._running)
-        step_s += machine.step_context_s * self._num_context * self.world.scale
+        machine, scale, now_s = self.cluster.machine, self.cluster.scale, self.cluster.events.now_s
+        step_s = machine.step_s + machine.step_sequence_s * len(self._num_left)
+        step_s += machine.step_context_s * self._num_context * scale
         num_steps, num_new = 1, 0
         if self._jobs:
-            num_new = self._jobs[0].chunk(now_s, machine.chunk_tokens / self.world.scale)
-            filling = self._jobs[0]
-            num_all = round(filling.num_done * self.world.scale)
-            step_s += machine.compute_s(round(num_new * self.world.scale), num_all) - machine.prefill_s
+            job = self._jobs[0]
+            num_new = job.compute(machine.chunk_tokens / scale, now_s)
+            compute_s = machine.compute_s(round(num_new * scale), round(job.num_done * scale))
+            step_s += compute_s - machine.prefill_s
         else:
-            num_steps = min(each.num_left for each in self._running.values())
-            num_steps = max(1, min(num_steps, int(0.1 / step_s)))
-        self.busy_s += step_s * num_steps
-        begun = list(self._running)
-        self.world.at(now_s + step_s * num_steps, lambda: self._stepped(begun, num_steps, num_new, step_s))
+            num_steps = max(1, min(min(self._num_left.values()), int(MOST_STEPS_S / step_s)))
+        begun = list(self._num_left)
+        self.cluster.at(now_s + step_s * num_steps, lambda: self._stepped(begun, num_steps, num_new, step_s))
 
     def _stepped(self, begun: list[str], num_steps: int, num_new: int, step_s: float) -> None:
         self._is_stepping = False
         self._num_steps += 1
         if self._num_steps % STEPS_A_REPORT == 0 or num_new:
             times = StepTimes(len(begun), num_new, self._num_context, step_s)
-            self.world.tell_router(self, Measured(steps=(times,)))
+            self.cluster.router.received(self, Measured(steps=(times,)))
         for request_id in begun:
-            running = self._running[request_id]
-            running.num_left -= num_steps
-            if running.num_left <= 0:
-                del self._running[request_id]
-                self._num_context -= len(running.request.token_ids)
-                self.world.ended(running.request)
+            self._num_left[request_id] -= num_steps
+            if self._num_left[request_id] <= 0:
+                del self._num_left[request_id]
+                request = self._requests.pop(request_id)
+                self._num_context -= len(request.token_ids)
+                self.cluster.ended(request)
         if num_new and self._jobs[0].is_done:
-            filling = self._jobs.popleft()
-            job = filling.job
-            self.tell_times(job, filling.begun_s, len(job.request.token_ids) - filling.num_held, 0.0)
-            self.world.first_token(job.request, filling.num_held, self.worker.id)
+            job = self._jobs.popleft()
+            self.report_prefill(job, 0.0)
+            self.cluster.first_token(job.request, job.num_held)
             self.join(job.request)
         self._step()
 
 
-class Running:
-    def __init__(self, request: Request, num_left: int) -> None:
-        self.request = request
-        self.num_left = num_left
-
-
-class Filling:
-    """A prompt that a decode worker computes, chunk by chunk."""
-
-    def __init__(self, job: Job, num_held: int) -> None:
-        self.job = job
-        self.num_held = num_held
-        self.num_done = num_held
-        self.begun_s = -1.0
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_done >= len(self.job.request.token_ids)
-
-    def chunk(self, now_s: float, most: float) -> int:
-        if self.begun_s < 0:
-            self.begun_s = now_s
-        num_new = min(max(1, int(most)), len(self.job.request.token_ids) - self.num_done)
-        self.num_done += num_new
-        return num_new
-
-
-TICK_S: Final = 0.5
-GATEWAY: Final = f"{7:032x}"
-MAX_OUTPUT: Final = 2**20
-
-
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers there are, and their room."""
+
     num_prefill: int = 8
     num_decode: int = 1
     num_prefill_pages: int = 8000
     num_decode_pages: int = 1_000_000
     num_decode_seqs: int = 100_000
-    page_tokens: int = 512  # of the trace's, unscaled
-    publishes_decode: bool = False  # whether decode workers keep pages
+    prefill_keeps: bool = True  # whether prefill workers keep pages for later prompts
+    decode_keeps: bool = False
 
-
-class Outcome(msgspec.Struct, kw_only=True):
-    """Of one request."""
-
-    arrival_s: float
-    num_tokens: int
-    computer: str = ""
-    num_held: int = 0
-    first_token_s: float = 0.0
-    ended_s: float = 0.0
-
-
-class Gateway:
-    """The router's peer that submits."""
-
-    silence_s = 0.0
-
-    def __init__(self) -> None:
-        self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
-
-    def send(self, message: AnyMessage) -> None:
-        assert message is not None
-
-    def close(self) -> None:
-        raise AssertionError("the router gave up its gateway")
-
-
-class RouterWorld:
-    def __init__(
-        self, config: RouterConfig, fleet: Fleet, machine: Machine, scale: float, tokens_a_page: int
-    ) -> None:
-        """scale: real tokens in one that is replayed; tokens_a_page: replayed ones."""
-        self.machine = machine
-        self.scale = scale
-        self.outcomes: dict[str, Outcome] = {}
-        self._clock = ManualClock()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
-        self._keys = PromptKeys()
-        self._known_keys: dict[str, tuple[bytes, ...]] = {}
-        self._output: dict[str, int] = {}
-        self.router = Router(config, self._clock, f"{1:032x}")
-        self._gateway = Gateway()
-        self.workers = self._start(fleet, tokens_a_page)
-
-    def _start(self, fleet: Fleet, page_size: int) -> dict[str, SimWorker]:
-        self.router.joined(self._gateway)
-        workers: dict[str, SimWorker] = {}
-        kinds = [(WorkerRole.PREFILL, PrefillSim)] * fleet.num_prefill
-        for number, (role, kind) in enumerate([*kinds, *[(WorkerRole.DECODE, DecodeSim)] * fleet.num_decode]):
+    def workers(self, page_size: int, max_num_batched_tokens: int) -> Iterator[Worker]:
+        """Yield every worker as it introduces itself."""
+        roles = [WorkerRole.PREFILL] * self.num_prefill + [WorkerRole.DECODE] * self.num_decode
+        for number, role in enumerate(roles):
             is_prefill = role is WorkerRole.PREFILL
-            worker = Worker(
+            yield Worker(
                 id=f"{number + 16:032x}",
                 name=f"{role}-{number}",
                 role=role,
@@ -435,43 +399,68 @@ class RouterWorld:
                 address=Address("127.0.0.1", 1000 + number),
                 kv_address=Address("127.0.0.1", 3000 + number),
                 page_size=page_size,
-                num_pages=fleet.num_prefill_pages if is_prefill else fleet.num_decode_pages,
-                max_num_seqs=fleet.num_decode_seqs,
-                max_num_batched_tokens=round(self.machine.chunk_tokens / self.scale),
+                num_pages=self.num_prefill_pages if is_prefill else self.num_decode_pages,
+                max_num_seqs=self.num_decode_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=2**20,
             )
-            workers[worker.id] = kind(self, Hello(process=Kind.WORKER, id=worker.id, worker=worker))
-            if not is_prefill and not fleet.publishes_decode:
-                workers[worker.id].is_keeping = False
-        self.workers = workers
-        for each in workers.values():
-            self.router.joined(each)
-        peers: list[Peer] = [self._gateway, *workers.values()]
+
+
+class _Gateway:
+    """The router's peer that submits requests."""
+
+    silence_s = 0.0
+
+    def __init__(self, rejected: Callable[[Rejected], None]) -> None:
+        self.hello = Hello(process=Kind.GATEWAY, id=GATEWAY)
+        self._rejected = rejected
+
+    def send(self, message: AnyMessage) -> None:
+        if isinstance(message, Rejected):
+            self._rejected(message)
+
+    def close(self) -> None:
+        raise AssertionError("the router gave up its gateway")
+
+
+class SimulatedCluster:
+    """The router, its workers and the virtual time. `first_token` and `ended` are told by workers."""
+
+    tick_s = TICK_S
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, machine: Machine, page_size: int, scale: float = 1.0
+    ) -> None:
+        """scale: real tokens in one token of the requests, as the times go."""
+        self.machine = machine
+        self.scale = scale
+        self.events = Events()
+        self.router = Router(config, OffsetClock(self.events, 0.0), f"{1:032x}")
+        self.workers: dict[str, SimWorker] = {}
+        self._keys = PromptKeys()
+        self._known_keys: dict[str, tuple[bytes, ...]] = {}
+        self.gateway = _Gateway(self.rejected)
+        self.router.joined(self.gateway)
+        for worker in fleet.workers(page_size, round(machine.chunk_tokens / scale)):
+            is_prefill = worker.role is WorkerRole.PREFILL
+            hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+            sim = self.workers[worker.id] = (PrefillSim if is_prefill else DecodeSim)(self, hello)
+            sim.is_keeping = fleet.prefill_keeps if is_prefill else fleet.decode_keeps
+            self.router.joined(sim)
+        peers: list[Peer] = [self.gateway, *self.workers.values()]
         for peer in peers:
-            self.router.received(peer, Reachable(workers=tuple(workers)))
-        return workers
+            self.router.received(peer, Reachable(workers=tuple(self.workers)))
 
-    def select(self, select: Select) -> None:
-        """By this one of the candidates is taken from now on; of a policy that looks at prompts."""
-        policy = self.router.cluster_state.policy
-        assert isinstance(policy, CostPolicy), "other policies have no candidates"
-        policy.select = select
-
-    # What the workers call.
-
-    def now_s(self) -> float:
-        return self._clock.now_s()
+    @property
+    def prefill_workers(self) -> list[PrefillSim]:
+        return [each for each in self.workers.values() if isinstance(each, PrefillSim)]
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
-        heappush(self._events, (when_s, next(self._numbers), call))
-
-    def tell_router(self, worker: SimWorker, message: AnyMessage) -> None:
-        self.router.received(worker, message)
-
-    def worker(self, worker_id: str) -> SimWorker:
-        return self.workers[worker_id]
+        """Call at that virtual time."""
+        self.events.at(when_s, call)
 
     def keys_of(self, request: Request) -> tuple[bytes, ...]:
+        """Return the keys of the prompt's pages."""
         known = self._known_keys.get(request.request_id)
         if known is None:
             family = family_of(next(iter(self.workers.values())).worker)
@@ -480,33 +469,84 @@ class RouterWorld:
             self._known_keys[request.request_id] = known
         return known
 
-    def num_output_tokens(self, request: Request) -> int:
-        return self._output[request.request_id]
+    def submit(self, request: Request) -> None:
+        """Submit an attempt as the gateway does."""
+        self.router.received(self.gateway, Submit(request=request))
 
-    def first_token(self, request: Request, num_held_tokens: int, computer: str) -> None:
-        outcome = self.outcomes[request.request_id]
-        outcome.first_token_s = self.now_s()
-        outcome.num_held, outcome.computer = num_held_tokens, computer
-        self.router.received(self._gateway, Started(attempts=((request.request_id, 0),)))
+    def first_token(self, request: Request, num_held_tokens: int) -> None:
+        """Tell the router that a request has its first token; `num_held_tokens` were not computed."""
+        self.router.received(self.gateway, Started(attempts=((request.request_id, request.attempt),)))
 
-    def ended(self, request: Request) -> None:
-        self.outcomes[request.request_id].ended_s = self.now_s()
-        del self._output[request.request_id], self._known_keys[request.request_id]
+    def ended(self, request: Request, num_tokens: tuple[int, ...] = ()) -> None:
+        """Tell the router that a request has ended. num_tokens: of the answer, where the gateway says it."""
+        key = (request.request_id, request.attempt)
+        self._known_keys.pop(request.request_id, None)
         for worker in self.workers.values():
-            worker.attempts.pop((request.request_id, request.attempt), None)
-        self.router.received(self._gateway, Ended(attempts=((request.request_id, 0),)))
+            worker.attempts.pop(key, None)
+        self.router.received(self.gateway, Ended(attempts=(key,), num_tokens=num_tokens))
 
-    # The run.
+    def num_output_tokens(self, request: Request) -> int:
+        """Return how many tokens the answer has."""
+        raise NotImplementedError
 
-    def replay(self, trace: Sequence[TraceRequest]) -> list[Outcome]:
-        for number, each in enumerate(trace):
-            self.at(each.arrival_s, lambda number=number, each=each: self._arrive(number, each))  # type: ignore[misc]
-        self.at(TICK_S, self._tick)
-        while self._output or len(self.outcomes) < len(trace):
-            when_s, _, call = heappop(self._events)
-            self._clock.advance(max(0.0, when_s - self.now_s()))
-            call()
-        return list(self.outcomes.values())
+    def rejected(self, rejected: Rejected) -> None:
+        """Take the router's refusal."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Tick the workers and the router, now and every `tick_s` from now on."""
+        for worker in self.workers.values():
+            worker.tick()
+        self.router.tick()
+        self.at(self.events.now_s + self.tick_s, self.tick)
+
+
+class ReplayedRequest(msgspec.Struct, kw_only=True):
+    """The course of one request of a trace."""
+
+    arrival_s: float
+    num_tokens: int
+    num_output_tokens: int
+    num_held: int = 0
+    first_token_s: float = 0.0
+    ended_s: float = -1.0
+
+
+class TraceReplay(SimulatedCluster):
+    """Submits the requests of a trace when they are due."""
+
+    def replay(self, trace: Sequence[TraceRequest]) -> list[ReplayedRequest]:
+        """Run the whole trace; return its requests in order of arrival."""
+        self._replayed: dict[str, ReplayedRequest] = {}
+        for number, traced in enumerate(trace):
+            self.at(traced.arrival_s, partial(self._arrive, number, traced))
+        self.at(self.tick_s, self.tick)
+        self._num_open = len(trace)
+        while self._num_open:
+            self.events.run_until(self.events.now_s + TICK_S)
+        return list(self._replayed.values())
+
+    def select(self, select: Select) -> None:
+        """Have the policy `cost` choose among its candidates by another rule."""
+        policy = self.router.cluster_state.policy
+        assert isinstance(policy, CostPolicy), "other policies have no candidates"
+        policy.select = select
+
+    def num_output_tokens(self, request: Request) -> int:
+        return self._replayed[request.request_id].num_output_tokens
+
+    def first_token(self, request: Request, num_held_tokens: int) -> None:
+        replayed = self._replayed[request.request_id]
+        replayed.first_token_s, replayed.num_held = self.events.now_s, num_held_tokens
+        super().first_token(request, num_held_tokens)
+
+    def ended(self, request: Request, num_tokens: tuple[int, ...] = ()) -> None:
+        self._replayed[request.request_id].ended_s = self.events.now_s
+        self._num_open -= 1
+        super().ended(request, num_tokens)
+
+    def rejected(self, rejected: Rejected) -> None:
+        raise AssertionError(f"the router rejected a request of the trace: {rejected}")
 
     def _arrive(self, number: int, traced: TraceRequest) -> None:
         request = Request(
@@ -514,28 +554,19 @@ class RouterWorld:
             token_ids=tokens_of(traced),
             sampling=SamplingParams(max_tokens=MAX_OUTPUT),
         )
-        self._output[request.request_id] = traced.output_tokens
-        self.outcomes[request.request_id] = Outcome(arrival_s=self.now_s(), num_tokens=len(request.token_ids))
-        self.router.received(self._gateway, Submit(request=request))
-
-    def _tick(self) -> None:
-        for worker in self.workers.values():
-            self.router.received(worker, worker.beat())
-        self.router.tick()
-        self.at(self.now_s() + TICK_S, self._tick)
+        self._replayed[request.request_id] = ReplayedRequest(
+            arrival_s=self.events.now_s,
+            num_tokens=len(request.token_ids),
+            num_output_tokens=traced.output_tokens,
+        )
+        self.submit(request)
 
 
 def tokens_of(traced: TraceRequest) -> tuple[int, ...]:
-    """Tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
+    """Return tokens that are alike where the blocks' ids are; without ids every prompt is alone."""
     size = traced.block_tokens
     if not traced.block_ids:
         first = int(traced.arrival_s * 1e6) % 2**30
         return tuple((first + at) % 2**31 for at in range(traced.input_tokens))
     ids = [block * size + at for block in traced.block_ids for at in range(size)]
     return tuple(ids[: traced.input_tokens])
-
-
-def config_of(policy: str, seed: int = 0, local_prefill_tokens: int = 0) -> RouterConfig:
-    return RouterConfig(
-        policy=policy, seed=seed, local_prefill_tokens=local_prefill_tokens, max_attempts=2**19
-    )

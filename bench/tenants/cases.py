@@ -1,9 +1,13 @@
-"""What tenants ask for, in the cases that bench/tenants/suite.py measures."""
+"""The calls of tenants in the cases of bench/tenants/suite.py, and the times of queue operations."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 from time import perf_counter_ns
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from baton.bench.tenants.world import Call
 from baton.bench.traces import TraceRequest
@@ -25,7 +29,7 @@ CONVERSATION_SLAS: Final = (
 
 
 def arrivals(rate: float, since_s: float, until_s: float, random: Random) -> Iterator[float]:
-    """Of a Poisson process."""
+    """Yield the moments of a Poisson process."""
     at_s = since_s + random.expovariate(rate)
     while at_s < until_s:
         yield at_s
@@ -33,28 +37,21 @@ def arrivals(rate: float, since_s: float, until_s: float, random: Random) -> Ite
 
 
 def victims(until_s: float, seed: int, load: float = 0.6) -> list[Call]:
-    """Nine of ten equal tenants; together they use so much of the fleet."""
+    """Return calls of nine of ten equal tenants, who use that share of the fleet together."""
     random, calls = Random(seed), list[Call]()
     mean_tokens = 1500
     rate = load * TOKENS_PER_S / mean_tokens / VICTIMS
     for number in range(VICTIMS):
         for at_s in arrivals(rate, 0.0, until_s, random):
             num_tokens = max(16, min(16_000, round(random.lognormvariate(6.9, 0.9))))
-            answered = random.randint(16, 128)
-            calls.append(
-                Call(
-                    at_s=at_s,
-                    tenant=f"victim-{number}",
-                    num_tokens=num_tokens,
-                    num_answered=answered,
-                    sla=SLA,
-                )
-            )
+            num_answered, name = random.randint(16, 128), f"victim-{number}"
+            call = Call(at_s=at_s, tenant=name, num_tokens=num_tokens, num_answered=num_answered, sla=SLA)
+            calls.append(call)
     return calls
 
 
 def noisy(until_s: float, seed: int, times_share: float = 50.0) -> list[Call]:
-    """The tenth, with long prompts, at so many times its share."""
+    """Return calls of the tenth tenant, with long prompts, at `times_share` times its share."""
     random, num_tokens = Random(seed + 1), 16_000
     rate = times_share * 0.1 * TOKENS_PER_S / num_tokens
     return [
@@ -64,27 +61,19 @@ def noisy(until_s: float, seed: int, times_share: float = 50.0) -> list[Call]:
 
 
 def flood(weights: dict[str, float], until_s: float, seed: int) -> list[Call]:
-    """Each asks for twice of all that there is."""
+    """Return calls of tenants with these weights, each for twice the capacity of the fleet."""
     random, calls = Random(seed), list[Call]()
     for tenant, weight in weights.items():
         rate = 2 * TOKENS_PER_S / 1000
         for at_s in arrivals(rate, 0.0, until_s, random):
             num_tokens, num_answered = random.randint(100, 1900), random.randint(8, 200)
-            scheduling_key = SchedulingKey(weight=weight)
-            calls.append(
-                Call(
-                    at_s=at_s,
-                    tenant=tenant,
-                    num_tokens=num_tokens,
-                    num_answered=num_answered,
-                    scheduling_key=scheduling_key,
-                )
-            )
+            call = Call(at_s=at_s, tenant=tenant, num_tokens=num_tokens, num_answered=num_answered)
+            calls.append(msgspec.structs.replace(call, scheduling_key=SchedulingKey(weight=weight)))
     return calls
 
 
 def service(loads: Sequence[tuple[float, float]], seed: int) -> list[Call]:
-    """Calls with objectives, of four tenants. loads: seconds, and how much of the fleet they would use."""
+    """Return calls of four tenants with objectives. loads: seconds, and shares of the fleet's capacity."""
     random, calls, since_s = Random(seed), list[Call](), 0.0
     for seconds, load in loads:
         for at_s in arrivals(load * TOKENS_PER_S / 2000, since_s, since_s + seconds, random):
@@ -102,7 +91,7 @@ def service(loads: Sequence[tuple[float, float]], seed: int) -> list[Call]:
 
 
 def conversation(trace: Sequence[TraceRequest], speed: float, seed: int, *, knows_sla: bool) -> list[Call]:
-    """The trace, so many times faster; its requests have objectives by lot. Its prefixes are not shared."""
+    """Return the trace at that speed, without shared prefixes; each request draws its objectives."""
     random = Random(seed)
     return [
         Call(
@@ -117,54 +106,37 @@ def conversation(trace: Sequence[TraceRequest], speed: float, seed: int, *, know
     ]
 
 
-# What an operation of the router's queues costs on this machine.
-
 NUM_MEASURED: Final = 100_000
+_Result = TypeVar("_Result")
 
 
 def operation_times_us(num_tenants: int, num_each: int, seed: int = 0) -> dict[str, list[float]]:
-    """Each of so many, in a queue of that many requests; every operation on one that is chosen by chance."""
+    """Return the times of every operation of a queue that holds `num_each` requests of each tenant."""
     random, queues = Random(seed), TenantQueues()
-    scheduling_keys = [SchedulingKey(weight=float(1 + number % 7)) for number in range(num_tenants)]
-    requests = [
-        Request(request_id="", token_ids=(1,), tenant=f"t{number}", scheduling_key=scheduling_key)
-        for number, scheduling_key in enumerate(scheduling_keys)
-    ]
-    submits = [Submit(request=request) for request in requests]
-    waiting = [
-        _waiting(submits[number % num_tenants], number, random) for number in range(num_tenants * num_each)
-    ]
-    for each in waiting:
-        queues.add(each)
-    return _measure(queues, submits, random)
+    submits = []
+    for number in range(num_tenants):
+        key = SchedulingKey(weight=float(1 + number % 7))
+        request = Request(request_id="", token_ids=(1,), tenant=f"t{number}", scheduling_key=key)
+        submits.append(Submit(request=request))
+    for number in range(num_tenants * num_each):
+        queues.add(_waiting(submits[number % num_tenants], number, random))
+    times: dict[str, list[float]] = defaultdict(list)
 
+    def timed(name: str, call: Callable[[], _Result]) -> _Result:
+        begun = perf_counter_ns()
+        result = call()
+        times[name].append((perf_counter_ns() - begun) / 1e3)
+        return result
 
-def _measure(queues: TenantQueues, submits: list[Submit], random: Random) -> dict[str, list[float]]:
-    operations = ("add", "first", "take", "remove", "correct", "work before")
-    times: dict[str, list[float]] = {operation: [] for operation in operations}
-    number = 10**9
-    for _ in range(NUM_MEASURED):
-        number += 1
-        added = _waiting(random.choice(submits), number, random)
-        begun = perf_counter_ns()
-        queues.add(added)
-        times["add"].append((perf_counter_ns() - begun) / 1e3)
-        begun = perf_counter_ns()
-        first = queues.first()
-        times["first"].append((perf_counter_ns() - begun) / 1e3)
+    for number in range(NUM_MEASURED):
+        added = _waiting(random.choice(submits), 10**9 + number, random)
+        timed("add", partial(queues.add, added))
+        first = timed("first", queues.first)
         assert first is not None
-        begun = perf_counter_ns()
-        queues.take(first)
-        times["take"].append((perf_counter_ns() - begun) / 1e3)
-        begun = perf_counter_ns()
-        queues.correct(0, first.tenant, -0.1 * first.work)
-        times["correct"].append((perf_counter_ns() - begun) / 1e3)
-        begun = perf_counter_ns()
-        queues.remove(added.key)
-        times["remove"].append((perf_counter_ns() - begun) / 1e3)
-        begun = perf_counter_ns()
-        queues.work_before(added)
-        times["work before"].append((perf_counter_ns() - begun) / 1e3)
+        timed("take", partial(queues.take, first))
+        timed("correct", partial(queues.correct, 0, first.tenant, -0.1 * first.work))
+        timed("remove", partial(queues.remove, added.key))
+        timed("work before", partial(queues.work_before, added))
     return times
 
 

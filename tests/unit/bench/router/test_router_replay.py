@@ -1,10 +1,11 @@
-"""What a router has logged is replayed as it came."""
+"""A router's decision log is replayed as it came."""
 
 from pathlib import Path
 
 import pytest
 
-from baton.bench.router.suite import main, read_log
+from baton.bench.report import run_command
+from baton.bench.router.suite import add_options, read_log, run
 from baton.errors import ConfigError
 from baton.messages.control import Ended, Started
 from tests.node_peers import a_request, id_of
@@ -57,8 +58,9 @@ def test_log_without_requests_is_refused(tmp_path: Path) -> None:
 
 def test_log_is_replayed_under_other_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logged(tmp_path / "log")
-    main(["--replay", str(tmp_path / "log"), "--policy", "prefix", "--json", str(tmp_path / "json")])
+    words = ["--replay", str(tmp_path / "log"), "--policy", "prefix", "--output", str(tmp_path)]
+    run_command(None, add_options, run, words)
     table = capsys.readouterr().out
     for row in ("as it was: TTFT mean", "prefix: TTFT mean", "round-robin: hit", "cost: mean latency"):
         assert row in table
-    assert "prefix: TTFT mean" in (tmp_path / "json").read_text()
+    assert "prefix: TTFT mean" in (tmp_path / "router.json").read_text()

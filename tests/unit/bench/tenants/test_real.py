@@ -1,4 +1,4 @@
-"""What bench/tenants/real.py makes of what it is answered; servers of one sentence stand for the real one."""
+"""The suite of real tenants: its loads, its clients before servers of one sentence, and its rows."""
 
 import asyncio
 from pathlib import Path
@@ -12,9 +12,12 @@ from baton.bench.tenants.real import (
     SLO,
     SLOS,
     STOPPED,
+    Call,
+    Outcome,
     Overload,
     Pair,
     Size,
+    TenantServer,
     goodputs,
     noisy,
     noisy_rows,
@@ -22,9 +25,10 @@ from baton.bench.tenants.real import (
     recovery_s,
     renewed,
     service,
+    serving,
+    tenants_yaml,
     victims,
 )
-from baton.bench.tenants.real_world import Call, Outcome, Server, serving, tenants_yaml
 from baton.errors import WorkerLost
 from baton.gateway.tenants.file import parse_tenants
 
@@ -122,7 +126,7 @@ def test_who_is_told_not_to_does_not_come_again() -> None:
             lambda reader, writer: refuse(reader, writer, headers), "127.0.0.1", 0
         )
         host, port = refusing.sockets[0].getsockname()
-        server = Server(f"http://{host}:{port}", {"victim-0": "k"})
+        server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
         found = await server.load([CALL], 30.0)
         server.close()
         refusing.close()
@@ -147,7 +151,7 @@ def test_what_is_refused_is_told_and_what_has_no_answer_when_the_load_is_over_is
         found = []
         for each in (refusing, silent):
             host, port = each.sockets[0].getsockname()
-            server = Server(f"http://{host}:{port}", {"victim-0": "k"})
+            server = TenantServer(f"http://{host}:{port}", {"victim-0": "k"})
             found += await server.load([CALL], 0.3)
             server.close()
             each.close()
@@ -156,7 +160,7 @@ def test_what_is_refused_is_told_and_what_has_no_answer_when_the_load_is_over_is
 
     told, given_up = asyncio.run(run())
     assert told.is_refused and told.is_told and told.retry_after == "7"
-    assert given_up.status == 0 and not given_up.is_good(Slo())
+    assert given_up.status == 0 and not given_up.is_good
 
 
 def test_a_cluster_that_does_not_start_is_an_error_at_once(tmp_path: Path) -> None:

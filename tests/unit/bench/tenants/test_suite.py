@@ -1,7 +1,10 @@
-"""The simulator of tenants: that its world is sound, and what the queues are worth in it, in small."""
+"""The simulator of tenants in small: every call ends, and the queues isolate tenants."""
 
 from collections import Counter
 
+import pytest
+
+from baton.bench.tenants import cases
 from baton.bench.tenants.cases import (
     NUM_DECODE,
     NUM_PREFILL,
@@ -11,11 +14,11 @@ from baton.bench.tenants.cases import (
     service,
     victims,
 )
-from baton.bench.tenants.world import Call, TenantWorld
+from baton.bench.tenants.world import Call, TenantClients
 
 
-def world_of(calls: list[Call], until_s: float) -> TenantWorld:
-    world = TenantWorld(NUM_PREFILL, NUM_DECODE)
+def simulated(calls: list[Call], until_s: float) -> TenantClients:
+    world = TenantClients(NUM_PREFILL, NUM_DECODE)
     world.run(calls, until_s)
     world.router.admission_queue.check_integrity()
     world.router.in_flight.check_integrity()
@@ -23,12 +26,12 @@ def world_of(calls: list[Call], until_s: float) -> TenantWorld:
 
 
 def test_every_call_is_answered_where_there_is_room() -> None:
-    world = world_of(service([(5.0, 0.5)], 0), 30.0)
+    world = simulated(service([(5.0, 0.5)], 0), 30.0)
     assert world.outcomes and all(each.is_good for each in world.outcomes)
     assert len(world.router.in_flight) == len(world.router.admission_queue) == 0
 
 
-def slowest_s(world: TenantWorld) -> float:
+def slowest_s(world: TenantClients) -> float:
     """The TTFT that 95 % of the quiet tenants' first requests do not pass."""
     quiet = [each for each in world.outcomes if each.call.tenant != "noisy" and not each.retry]
     found = sorted(each.ttft_s for each in quiet if each.first_token_s >= 0)
@@ -37,16 +40,16 @@ def slowest_s(world: TenantWorld) -> float:
 
 
 def test_quiet_tenants_hardly_notice_a_noisy_one() -> None:
-    alone, sticky_worker = (
-        world_of(victims(12.0, 1), 20.0),
-        world_of([*victims(12.0, 1), *noisy(12.0, 1)], 20.0),
+    alone, beside = (
+        simulated(victims(12.0, 1), 20.0),
+        simulated([*victims(12.0, 1), *noisy(12.0, 1)], 20.0),
     )
-    assert slowest_s(sticky_worker) < 1.5 * slowest_s(alone)
+    assert slowest_s(beside) < 1.5 * slowest_s(alone)
 
 
 def test_work_is_shared_by_weight_while_all_want_more() -> None:
     weights = {"a": 1.0, "b": 3.0}
-    world = world_of(flood(weights, 8.0, 0), 8.0)
+    world = simulated(flood(weights, 8.0, 0), 8.0)
     served: Counter[str] = Counter()
     for at_s, tenant, num_tokens in world.answered:
         served[tenant] += num_tokens * (at_s > 2)
@@ -54,7 +57,8 @@ def test_work_is_shared_by_weight_while_all_want_more() -> None:
     assert world.idle_s < 0.02 * world.waiting_s
 
 
-def test_queue_operations_are_all_measured() -> None:
+def test_queue_operations_are_all_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "NUM_MEASURED", 100)
     times = operation_times_us(3, 50)
     assert set(times) == {"add", "first", "take", "remove", "correct", "work before"}
     assert len({len(each) for each in times.values()}) == 1
