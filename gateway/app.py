@@ -1,8 +1,9 @@
-"""The gateway's routes, and what is put together to serve them.
+"""The gateway's routes.
 
-What clients send by the thousand goes to plain ASGI applications; the few others are FastAPI's.
+Frequent requests go to plain ASGI applications; FastAPI serves the others.
 """
 
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -12,25 +13,22 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
+from starlette.websockets import WebSocket
 
 import baton
 from baton.errors import BatonError
 from baton.gateway.api.admin import Canary, Explain, add_admin_routes
+from baton.gateway.api.call import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.api.errors import ApiError, as_api_error
-from baton.gateway.api.inference import Inference, TextRoutes
-from baton.gateway.api.stream_socket import StreamSocket
-from baton.gateway.api.types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from baton.gateway.http.auth import AuthMiddleware, log_failure
 from baton.gateway.metrics import dashboard
 from baton.gateway.metrics.dashboard import Dashboard
 from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.metrics import Metrics
 from baton.gateway.tenants.tenants import Tenants
 from baton.gateway.text.work import ServedModel
 
-# How `/openapi.json` describes the routes that are no FastAPI functions.
-
-ROUTES: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
+# Routes that are no FastAPI functions, for `/openapi.json`.
+POSTS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "The next turn of a chat, whole or as server-sent events."),
     "/v1/completions": (CompletionBody, "What follows a prompt, whole or as server-sent events."),
     "/tokenize": (TokenizeBody, "Text, or a chat, as token ids."),
@@ -52,14 +50,14 @@ REFERENCE: Final = "#/components/schemas/{name}"
 
 
 def describe_routes(openapi: dict[str, Any]) -> None:
-    """Add the routes above to a document."""
-    bodies = [body for body, _ in ROUTES.values()]
+    """Add the routes of POSTS to an OpenAPI document."""
+    bodies = [body for body, _ in POSTS.values()]
     references, schemas = msgspec.json.schema_components(
         bodies, schema_hook=_any_value, ref_template=REFERENCE
     )
     openapi.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     responses = {status: {"description": text} for status, text in STATUSES.items()}
-    for (path, (_, summary)), reference in zip(ROUTES.items(), references, strict=True):
+    for (path, (_, summary)), reference in zip(POSTS.items(), references, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         openapi["paths"][path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
 
@@ -72,24 +70,22 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JSON = "application/json"
 
 
-class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the routes work with."""
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """The applications and the values behind the routes."""
 
     model: ServedModel
-    inference: Inference
-    text_routes: TextRoutes
-    stream_socket: StreamSocket
+    posts: Mapping[str, ASGIApp]  # by path; they take POST alone
+    websocket: Callable[[WebSocket], Awaitable[None]]  # of /v1/stream
     canary: Canary
-    metrics: Metrics
     exporter: Exporter
     dashboard: Dashboard
     tenants: Tenants
     operator_port: int | None
-    explain: Explain | None = None  # the router's decisions to whoever asks; None: to nobody
+    explain: Explain | None = None  # None: the service keeps no routing decisions
 
 
-def make_app(parts: Parts) -> ASGIApp:
-    """The whole gateway, as one ASGI application."""
+def make_app(routes: Routes) -> ASGIApp:
+    """Return the whole gateway as one ASGI application."""
     app = FastAPI(
         title="Baton",
         version=baton.__version__,
@@ -97,26 +93,20 @@ def make_app(parts: Parts) -> ASGIApp:
         docs_url=None,  # it loads scripts from elsewhere
         redoc_url=None,
     )
-    posts: dict[str, ASGIApp] = {
-        "/v1/chat/completions": parts.inference.chat,
-        "/v1/completions": parts.inference.completions,
-        "/tokenize": parts.text_routes.tokenize,
-        "/detokenize": parts.text_routes.detokenize,
-    }
-    # The Gate sends POSTs there directly; here they are for what comes with another method.
-    app.router.routes += [Route(path, _never, methods=["POST"]) for path in posts]
-    app.router.routes.append(WebSocketRoute("/v1/stream", parts.stream_socket.serve))
-    _add_status_routes(app, parts)
-    if parts.explain is not None:
-        add_admin_routes(app, parts.explain)
+    # The middleware sends a POST to its application directly; these routes refuse other methods.
+    app.router.routes += [Route(path, _never, methods=["POST"]) for path in routes.posts]
+    app.router.routes.append(WebSocketRoute("/v1/stream", routes.websocket))
+    _add_status_routes(app, routes)
+    if routes.explain is not None:
+        add_admin_routes(app, routes.explain)
     _answer_errors(app)
-    describe_routes(app.openapi())  # it is made once, and kept
+    describe_routes(app.openapi())  # made once and kept
     return AuthMiddleware(
         app,
-        parts.tenants,
-        posts=posts,
-        answered=parts.metrics.answered,
-        operator_port=parts.operator_port,
+        routes.tenants,
+        posts=routes.posts,
+        answered=routes.exporter.metrics.answered,
+        operator_port=routes.operator_port,
     )
 
 
@@ -124,21 +114,21 @@ async def _never(request: Request) -> Response:
     raise ApiError(404, "there is no such path", code="not_found")
 
 
-def _add_status_routes(app: FastAPI, parts: Parts) -> None:
+def _add_status_routes(app: FastAPI, routes: Routes) -> None:
     @app.get("/ping")
     async def ping() -> Response:
-        """This process runs its loop; nothing is said of workers."""
+        """Answer while this process runs, whatever workers do."""
         return Response(b"{}", media_type=JSON)
 
     @app.get("/health")
     async def health() -> Response:
-        """A request has just gone through a decode worker, and a prefill worker where there should be any."""
+        """Answer when a request has just gone through the workers, prefill included where configured."""
         try:
-            await parts.canary.sing()
+            await routes.canary.check()
         except BatonError as error:
             raise ApiError(503, f"not healthy: {error}", code="unhealthy", retry_after_s=1.0) from error
-        said: dict[str, object] = {"status": "ok", "model": parts.model.name}
-        status = parts.model.service.status
+        said: dict[str, object] = {"status": "ok", "model": routes.model.name}
+        status = routes.model.service.status
         if status is not None and status.head_away_s:
             said["warnings"] = [
                 f"Ray's head has not answered for {status.head_away_s:.0f} s: no worker can be started"
@@ -151,30 +141,30 @@ def _add_status_routes(app: FastAPI, parts: Parts) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """In Prometheus' text format, of every gateway behind the port."""
-        return Response(await parts.exporter.scraped(), headers={"content-type": METRICS_TYPE})
+        """Return the metrics of every gateway behind the port in Prometheus' text format."""
+        return Response(await routes.exporter.scraped(), headers={"content-type": METRICS_TYPE})
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        """Calls that are being answered behind the port."""
-        return {"server_load": sum(counts.num_open for counts in await parts.exporter.counts())}
+        """Return the number of calls that are being answered behind the port."""
+        return {"server_load": sum(counts.num_open for counts in await routes.exporter.gateways())}
 
     @app.get("/ui", include_in_schema=False)
     async def ui() -> Response:
-        """The cluster on one page."""
-        page = parts.dashboard.page(await parts.exporter.counts(), parts.model.service.status)
+        """Show the cluster on one page."""
+        page = routes.dashboard.page(await routes.exporter.gateways(), routes.model.service.status)
         return Response(page, media_type="text/html", headers=dashboard.HEADERS)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """Those that the key may use."""
-        may_use = request.state.tenant.may_use(parts.model.name)
-        return {"object": "list", "data": [_card(parts.model)] if may_use else []}
+        """List the models that the key may use."""
+        may_use = request.state.tenant.may_use(routes.model.name)
+        return {"object": "list", "data": [_card(routes.model)] if may_use else []}
 
     @app.get("/v1/models/{name:path}", responses={404: {"description": "There is no such model"}})
     async def model(name: str, request: Request) -> dict[str, Any]:
-        parts.model.check(name, request.state.tenant)
-        return _card(parts.model)
+        routes.model.read_policy(request.state.tenant).check_model(name)
+        return _card(routes.model)
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
@@ -187,12 +177,12 @@ def _card(model: ServedModel) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": min(lengths, default=None),
-        "vocab_size": model.text.tokenizer.vocab_size if model.text.has_tokenizer else None,
+        "vocab_size": None if model.text.tokenizer is None else model.text.tokenizer.vocab_size,
     }
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Everything in OpenAI's shape."""
+    """Answer every error in OpenAI's shape."""
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
@@ -217,7 +207,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return _response(as_api_error(error))  # and then it goes on to the Gate
+        return _response(as_api_error(error))  # the middleware gets it next
 
 
 def _response(error: ApiError) -> Response:

@@ -1,4 +1,4 @@
-"""The gateway's process: a hub, a frontend and the HTTP server on one event loop."""
+"""The gateway's process: an RPC server, a frontend and the HTTP server on one event loop."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,9 @@ from baton.config.environment import node_name
 from baton.config.gateway import GatewayConfig
 from baton.errors import Overloaded
 from baton.gateway.api.admin import Canary
-from baton.gateway.api.call_reader import CallReader
-from baton.gateway.api.inference import Inference, TextRoutes
-from baton.gateway.api.stream_socket import StreamSocket
-from baton.gateway.app import Parts, make_app
+from baton.gateway.api.call_reader import CallReader, TextRoutes
+from baton.gateway.api.inference import Inference
+from baton.gateway.app import Routes, make_app
 from baton.gateway.http.protocol import HttpLimits
 from baton.gateway.http.server import HttpServer
 from baton.gateway.metrics.dashboard import Dashboard
@@ -47,14 +46,14 @@ from baton.rpc.server import RpcServer
 
 SEED_BITS: Final = 63
 
-MEETING_S: Final = 3.0  # for the router and workers to be met; then it listens all the same, and says 503
+READY_S: Final = 3.0  # for the router and workers to connect; then the gateway listens and answers 503
 LOOK_EVERY_S: Final = 0.02
 
 logger = logging.getLogger(__name__)
 
 
 class GatewayProcess:
-    """The HTTP side, over whatever serves its requests: `start` it, then `drain` it."""
+    """The HTTP side over any Service: `start` it, then `drain` it."""
 
     def __init__(
         self, config: GatewayConfig, keys: ClusterKeys, service: Service, clock: Clock, *, name: str = ""
@@ -65,60 +64,77 @@ class GatewayProcess:
         """
         ring = KeyRing.of(keys, Kind.GATEWAY)
         self.is_draining = False
+        self._config = config
         self._address: Address | None = None
-        self._shares_port = config.shares_port
-        directory = Path(config.model)
-        template = ChatTemplate.from_directory(directory, config.chat_template)
-        helpers = HelperSpec(directory=directory, chat_template=config.chat_template)
-        vocab_size = read_vocab_size(directory)
-        self._text = TextWork(Tokenizer.find(directory), template, vocab_size=vocab_size, helpers=helpers)
-        self.metrics = metrics = Metrics(name)
-        self._siblings = PeerGateways(ring, lambda: metrics.counts(service.counters))
-        model = ServedModel(
-            name=config.served_model_name or directory.name,
-            text=self._text,
-            service=service,
-            created_s=int(time.time()),
-            defaults=read_sampling_defaults(directory, config.generation_config),
-        )
-        exporter = Exporter(
-            metrics, service, self._siblings, model=model.name, vllm_names=config.vllm_metric_names
-        )
+        self.metrics = Metrics(gateway=name, events=service.counters)
+        self._peers = PeerGateways(ring, self.metrics)
         self._watch: TenantsWatch | None = None
         self._watching: asyncio.Task[None] | None = None
         tenants = Tenants(ring)
         if config.tenants_file is not None:
             self._watch = TenantsWatch(Path(config.tenants_file), ring, clock)
-            tenants, metrics.tenants_file = self._watch.tenants, self._watch.counters
-        parts = _parts(config, model, exporter, clock, tenants, EventIds(ring))
-        self._inference = parts.inference
-        self._server = HttpServer(make_app(parts), config, _limits(config, self.metrics))
+            tenants, self.metrics.tenants_file = self._watch.tenants, self._watch.counters
+        model = _served_model(config, service)
+        self._text = model.text
+        self.limiter = Limiter(
+            self.metrics,
+            config.max_open_requests,
+            max_input_bytes=config.max_input_bytes,
+            max_answer_bytes=config.max_answer_bytes,
+        )
+        event_ids = EventIds(ring)
+        reader = CallReader(
+            model, self.metrics, clock, config, event_ids, time.time, lambda: secrets.randbits(SEED_BITS)
+        )
+        self._inference = Inference(
+            reader.call, model, self.metrics, self.limiter, clock, config, event_ids, time.time
+        )
+        texts = TextRoutes(reader, self.limiter, clock)
+        routes = Routes(
+            model=model,
+            posts={
+                "/v1/chat/completions": self._inference.chat,
+                "/v1/completions": self._inference.completions,
+                "/tokenize": texts.tokenize,
+                "/detokenize": texts.detokenize,
+            },
+            websocket=self._inference.websocket,
+            canary=Canary(service, clock, expects_prefill=config.expects_prefill),
+            exporter=Exporter(
+                self.metrics, service, self._peers, model=model.name, vllm_names=config.vllm_metric_names
+            ),
+            dashboard=Dashboard(model.name, clock),
+            tenants=tenants,
+            operator_port=config.operator_port,
+            explain=service.explain if isinstance(service, Frontend) else None,
+        )
+        self._server = HttpServer(make_app(routes), config, _limits(config, self.metrics))
 
     async def prepare(self) -> None:
-        """Start what callers would wait for otherwise; `start` does without."""
+        """Start the text helpers, so that no request waits for them; optional before `start`."""
         await self._text.start()
 
     async def start(self) -> Address:
-        """Where it listens from now on."""
+        """Listen, and return the address for clients."""
         self._address = address = Address(*await self._server.start())
-        if self._shares_port:
-            self._siblings.listen(address)
+        if self._config.shares_port:
+            self._peers.listen(address)
         if self._watch is not None:
             self._watching = asyncio.create_task(self._watch.keep_looking())
         return address
 
     async def drain(self) -> None:
-        """Take nothing new, let what runs end, close. May be called twice."""
+        """Take no new request, let running ones end, close. May be called twice."""
         self.is_draining = True
         await self._server.drain(lambda: self._inference.give_up(Overloaded("draining", retry_after_s=1.0)))
-        self._siblings.close()
+        self._peers.close()
         await self._text.close()
         if self._watching is not None:
             self._watching.cancel()
 
     def status(self, id: str) -> GatewayStatus:
-        """Return what routers are told of this gateway. id: of this life of the process."""
-        refused = self.metrics.tenants.refused()
+        """Return the report to routers. id: of this life of the process."""
+        refused = self.metrics.refused_calls()
         counts = {tenant: sum(reasons.values()) for tenant, reasons in refused.items()}
         most = sorted(refused, key=lambda tenant: -counts[tenant])[:MAX_TENANTS_TOLD]
         return GatewayStatus(
@@ -133,17 +149,17 @@ class GatewayProcess:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._text.tokenizer if self._text.has_tokenizer else None
+        """The model's tokenizer; None when it has none."""
+        return self._text.tokenizer
 
 
 async def serve_gateway(
     config: GatewayConfig, keys: ClusterKeys, ready: Callable[[Address], None], stopping: asyncio.Event
 ) -> None:
-    """Serve until `stopping` is set, then drain. keys: a gateway's, or the cluster key.
+    """Serve until `stopping` is set, then drain.
 
-    ready: told where it listens.
-
-    Raises ConfigError and ModelError, which say what to change.
+    keys: a gateway's, or the cluster key. ready: called with the address for clients. Raises ConfigError and
+    ModelError, which say what to change.
     """
     config = _within_descriptors(config)
     clock, rpc_server = SystemClock(), RpcServer(keys, link_timeout_s=config.link_timeout_s)
@@ -172,7 +188,7 @@ async def serve_gateway(
 
 
 def _within_descriptors(config: GatewayConfig) -> GatewayConfig:
-    """The same, with no more connections than there are descriptors for."""
+    """Return the settings with no more connections than the process may have descriptors."""
     limit = raise_descriptor_limit()
     most = connections_within(limit)
     if config.max_connections <= most:
@@ -187,61 +203,27 @@ def _within_descriptors(config: GatewayConfig) -> GatewayConfig:
 
 
 async def _until_ready(frontend: Frontend, stopping: asyncio.Event) -> None:
-    """A gateway that starts again behind a shared port takes no request that it can not answer yet."""
+    """Wait a moment for a router and workers: behind a shared port other gateways can answer meanwhile."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(MEETING_S):
+        async with asyncio.timeout(READY_S):
             while not (frontend.is_ready or stopping.is_set()):
                 await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _parts(
-    config: GatewayConfig,
-    model: ServedModel,
-    exporter: Exporter,
-    clock: Clock,
-    tenants: Tenants,
-    event_ids: EventIds,
-) -> Parts:
-    metrics = exporter.metrics
-    reader = CallReader(
-        model,
-        metrics,
-        clock,
-        draw_seed=lambda: secrets.randbits(SEED_BITS),
-        max_answer_entries=config.max_answer_entries,
-        event_ids=event_ids,
-        calendar_s=time.time,
-        strict=config.strict,
+def _served_model(config: GatewayConfig, service: Service) -> ServedModel:
+    directory = Path(config.model)
+    text = TextWork(
+        Tokenizer.find(directory),
+        ChatTemplate.from_directory(directory, config.chat_template),
+        vocab_size=read_vocab_size(directory),
+        helpers=HelperSpec(directory=directory, chat_template=config.chat_template),
     )
-    door = Limiter(
-        metrics.tenants,
-        config.max_open_requests,
-        max_input_bytes=config.max_input_bytes,
-        max_answer_bytes=config.max_answer_bytes,
-    )
-    inference = Inference(
-        reader,
-        model,
-        metrics,
-        clock,
-        calendar_s=time.time,
-        ping_interval_s=config.ping_interval_s,
-        door=door,
-        event_ids=event_ids,
-        resume_window_s=config.resume_window_s,
-    )
-    return Parts(
-        model=model,
-        inference=inference,
-        text_routes=TextRoutes(reader, door),
-        stream_socket=StreamSocket(inference, config.idle_timeout_s),
-        canary=Canary(model.service, clock, expects_prefill=config.expects_prefill),
-        metrics=metrics,
-        exporter=exporter,
-        dashboard=Dashboard(model.name, clock),
-        tenants=tenants,
-        operator_port=config.operator_port,
-        explain=model.service.explain if isinstance(model.service, Frontend) else None,
+    return ServedModel(
+        name=config.served_model_name or directory.name,
+        text=text,
+        service=service,
+        created_s=int(time.time()),
+        defaults=read_sampling_defaults(directory, config.generation_config),
     )
 
 

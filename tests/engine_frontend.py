@@ -6,8 +6,8 @@ One engine on a thread of its own, one request a choice. What the cluster would 
 import asyncio
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineConfig, SchedulerConfig
@@ -36,7 +36,7 @@ class EngineFrontend:
     """A Service. Made on the loop's thread; `close` it there."""
 
     def __init__(self, engine: Engine) -> None:
-        self.counters: Mapping[str, int] = {}
+        self.counters: Counter[str] = Counter()
         self.status: Status | None = None
         self.opened: list[tuple[Request, str]] = []  # with the worker that it was asked to run beside
         self.cancelled: list[str] = []

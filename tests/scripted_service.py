@@ -1,6 +1,7 @@
 """A Service that does what a test says: nothing is computed, every fault can be had."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.errors import BatonError
 from baton.gateway.streams.request_stream import Sink
@@ -33,7 +34,7 @@ class ScriptedService:
 
     def __init__(self, play: Callable[["ScriptedService", Request], None] | None = None) -> None:
         self.play = play
-        self.counters: Mapping[str, int] = {}
+        self.counters: Counter[str] = Counter()
         self.status: Status | None = None
         self.is_ready = True
         self.why_not_ready = ""

@@ -68,8 +68,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_preemptions: Count = 0
     num_tokens: Count = 0  # generated
     kv_bytes: Count = 0  # sent to other workers
-    # Transports, fall-backs, dropped peers.
+    # Transports, fall-backs, dropped peers. The worker names its counters and gauges itself.
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
+    gauges: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)] = {}
 
 
 class Tier(StrEnum):

@@ -1,4 +1,7 @@
-"""Routes for whoever runs the cluster: gateway/http/auth.py lets in nobody else."""
+"""Operators' views of the cluster: routing decisions, and whether a request gets through.
+
+gateway/http/auth.py admits operators alone to `/admin/`.
+"""
 
 import asyncio
 import re
@@ -26,9 +29,11 @@ Explain: TypeAlias = Callable[[str, Told], None]
 
 
 def add_admin_routes(app: FastAPI, explain: Explain) -> None:
+    """Add `/admin/decisions/ID`. explain: asks the routers."""
+
     @app.get("/admin/decisions/{request_id}", include_in_schema=False)
     async def decisions(request_id: str) -> dict[str, Any]:
-        """How a request was routed, one entry an attempt; by the `id` of its answer."""
+        """Return how a request was routed, one entry an attempt, by the `id` of its answer."""
         found = await _ask(explain, request_id.rpartition("-")[2])
         if found is None:
             raise ApiError(503, "the router does not answer", code="unavailable", retry_after_s=1.0)
@@ -58,22 +63,21 @@ def _shown(decision: Decision) -> dict[str, Any]:
     return {**msgspec.to_builtins(decision), "regret_s": regret_s(decision)}
 
 
-# Whether the cluster answers, by asking it: a tiny request through a prefill and a decode worker.
-#
-# Where prefill workers are configured, the request is a probe: one of them computes its prompt and transfers
-# the pages, or it fails, whatever the routing policy. Prompts of clients that were transferred and answered
-# lately are as good a proof, so a busy cluster is not asked.
-
 TIMEOUT_S: Final = 5.0
-FRESH_S: Final = 1.0  # an answer is good for so long
-PROVED_S: Final = 3.0  # and what clients' requests have shown
-NUM_PAGES: Final = 2  # of the prompt, and a token: more than a decode worker computes by itself
-# The first token is prefill's, the second decode's.
+FRESH_S: Final = 1.0  # the result of a health check is good for this long
+PROVED_S: Final = 3.0  # and so is the proof by clients' requests
+NUM_PAGES: Final = 2  # of the prompt, and a token: longer than a decode worker computes by itself
+# The prefill worker samples the first token, the decode worker the second.
 SAMPLING: Final = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=0)
 
 
 class Canary:
-    """Everybody who asks at the same time hears the same answer."""
+    """Checks the cluster with a tiny request through a prefill worker and a decode worker.
+
+    Where prefill workers are configured the request is a probe: a prefill worker computes its prompt and
+    transfers the pages, or the probe fails, whatever the routing policy. A recent client's request that took
+    the same way proves as much, so a busy cluster is not probed. Concurrent checks share one request.
+    """
 
     def __init__(
         self,
@@ -83,24 +87,25 @@ class Canary:
         expects_prefill: bool | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """expects_prefill: whether prefill workers are configured; None: once one has been seen."""
+        """expects_prefill: prefill workers are configured; None: as soon as one has joined."""
         self._service = service
         self._expects_prefill = expects_prefill
         self._clock = clock
         self._timeout_s = timeout_s
-        self._sung_s: float | None = None
-        self._song: asyncio.Task[None] | None = None
+        self._checked_s: float | None = None
+        self._probing: asyncio.Task[None] | None = None
 
-    async def sing(self) -> None:
-        """Raises the BatonError of what is wrong."""
+    async def check(self) -> None:
+        """Raise the BatonError that says what is wrong, if anything is."""
         now_s = self._clock.now_s()
-        if self._sung_s is not None and now_s - self._sung_s < FRESH_S:
+        if self._checked_s is not None and now_s - self._checked_s < FRESH_S:
             return
-        if self._needs_prefill() and self._is_lately(self._service.prefill_seen_s, now_s):
+        seen_s = self._service.prefill_seen_s
+        if self._needs_prefill() and seen_s is not None and now_s - seen_s < PROVED_S:
             return
-        if self._song is None or self._song.done():
-            self._song = asyncio.create_task(self._ask())
-        await asyncio.shield(self._song)
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+        await asyncio.shield(self._probing)
 
     def _needs_prefill(self) -> bool:
         if self._expects_prefill is None and self._has_prefill():
@@ -110,11 +115,7 @@ class Canary:
     def _has_prefill(self) -> bool:
         return any(worker.role is WorkerRole.PREFILL for worker in self._service.workers)
 
-    @staticmethod
-    def _is_lately(seen_s: float | None, now_s: float) -> bool:
-        return seen_s is not None and now_s - seen_s < PROVED_S
-
-    async def _ask(self) -> None:
+    async def _probe(self) -> None:
         workers = self._service.workers
         if not workers or not self._service.is_ready:
             raise Overloaded(self._service.why_not_ready or "no worker is ready", retry_after_s=FRESH_S)
@@ -122,7 +123,7 @@ class Canary:
         if is_probe and not self._has_prefill():
             message = "no prefill worker is there; decode workers compute prompts themselves meanwhile"
             raise Overloaded(message, retry_after_s=FRESH_S)
-        sink = _Waiting()
+        sink = _ProbeSink()
         request = Request(
             request_id=uuid.uuid4().hex,
             token_ids=self._prompt(workers),
@@ -140,18 +141,18 @@ class Canary:
             raise WorkerLost(f"{what} within {self._timeout_s:g} s") from None
         finally:
             self._service.cancel(request.request_id)
-        self._sung_s = self._clock.now_s()
+        self._checked_s = self._clock.now_s()
 
     def _prompt(self, workers: Sequence[Worker]) -> tuple[int, ...]:
-        """Another each time, at every gateway: no cache answers it. Its ids are in every vocabulary."""
+        """Return a new prompt each time, so that no cache has it, of ids that every vocabulary has."""
         longest = min(worker.max_model_len for worker in workers) - 2
         length = max(1, min(NUM_PAGES * max(worker.page_size for worker in workers) + 1, longest))
         drawn = secrets.randbits(length)
         return tuple(drawn >> index & 1 for index in range(length))
 
 
-class _Waiting:
-    """A sink that keeps nothing."""
+class _ProbeSink:
+    """A Sink that keeps nothing but the end."""
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,12 +1,13 @@
-"""One call being answered: its choices are requests of the cluster, their tokens become text here.
+"""The answer to one call: its choices are requests of the cluster, and their tokens become text here.
 
-1. `start` opens choice 0 of every prompt. Its first token opens the other choices, beside it: the worker that
-   computed the prompt has its pages. A call with many choices opens a few at a time, and leaves half of the
-   event loop's time to others.
+1. `start` opens choice 0 of every prompt. Its first token opens the other choices on the same worker, which
+   has the pages of the prompt. A call with many choices opens a few at a time and leaves half of the event
+   loop's time to others.
 2. Every batch of tokens of a choice becomes a Delta, and the listener is told.
-3. A choice ends by its last event, or at a stop string, which no worker knows: it is cancelled there.
-4. The call ends once: when all choices have, by the first failure of one, or by `cancel`. Nothing of it runs
-   on afterwards.
+3. A choice ends with its last event, or at a stop string. No worker knows stop strings: the choice is
+   cancelled there.
+4. The call ends once: when all choices have ended, by the first failure of a choice, or by `cancel`. None of
+   its requests runs on afterwards.
 """
 
 import asyncio
@@ -25,19 +26,19 @@ from baton.errors import BatonError, IntegrityError
 from baton.gateway.api.call import Call, Prompt
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.streams.resume import NAME_BYTES
-from baton.gateway.text.detokenizer import ChoiceText, Incremental
+from baton.gateway.text.detokenizer import ChoiceText
 from baton.gateway.text.tokenizer import Tokenizer, detokenizer_of
 from baton.gateway.text.tools import ToolCall, reader_of
 from baton.pages import with_public
 from baton.request import FinishReason, Request, TokenEvent, TokenLogprobs
 
-OPENING_S: Final = 0.002  # so long choices are opened before others have the loop for as long
+OPENING_S: Final = 0.002  # opening choices may hold the event loop for this long
 
 logger = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one batch of tokens adds to a choice; those that follow each other may be `joined`."""
+    """The part of a choice that one batch of tokens adds."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -46,7 +47,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, deltas: Sequence["Delta"]) -> "Delta":
-        """As one batch would have brought them."""
+        """Return deltas that follow each other as one."""
         if len(deltas) == 1:
             return deltas[0]
         return cls(
@@ -66,29 +67,52 @@ class Usage(NamedTuple):
 
 
 class AnswerListener(Protocol):
+    """The reader of an answer. One of `finished` and `failed` is called last, once."""
+
     def advanced(self, choice: "AnswerChoice", delta: Delta) -> None:
-        """With `choice.finish_reason` set, the last of the choice; with `is_over`, `finished` follows."""
+        """Take a part of a choice; the last part when `choice.finish_reason` is set."""
 
     def finished(self) -> None:
         """Every choice has ended."""
 
     def failed(self, error: BatonError) -> None:
-        """The end of all of them."""
+        """The error has ended every choice."""
+
+
+class AnswerFormat(Protocol):
+    """The wire format of an answer: of a chat or of a completion. A chunk of b"" is not sent."""
+
+    def first(self, choice: "AnswerChoice") -> bytes:
+        """Return the chunk before the first text of a choice."""
+
+    def delta(self, choice: "AnswerChoice", delta: Delta) -> bytes:
+        """Return the chunk of some text."""
+
+    def tool_call(self, choice: "AnswerChoice", tool_call: ToolCall) -> bytes:
+        """Return the chunk of one whole tool call; only chats have any."""
+
+    def last(self, choice: "AnswerChoice") -> bytes:
+        """Return the chunk with the finish reason."""
+
+    def usage(self) -> bytes:
+        """Return the chunk with the usage."""
+
+    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        """Return the answer in one piece, as parts that take about a millisecond each; some are empty.
+
+        deltas: by the index of their choice.
+        """
 
 
 class Answer:
-    def __init__(
-        self,
-        call: Call,
-        service: Service,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        """Raises InvalidRequest on stop strings that cannot be found."""
+    """The running answer to one call. `choices` are ordered by prompt, then by number."""
+
+    def __init__(self, call: Call, service: Service, tokenizer: Tokenizer | None) -> None:
         self.call = call
+        self.tokenizer = tokenizer
+        self.service = service
         self.listener: AnswerListener | None = None
-        self.error: BatonError | None = None  # that has ended it
-        self._service = service
-        self._tokenizer = tokenizer
+        self.error: BatonError | None = None  # that has ended the answer
         resumed = call.resumed
         self.name = resumed.answer if resumed is not None else secrets.token_bytes(NAME_BYTES)
         self.choices = [
@@ -96,46 +120,44 @@ class Answer:
             for index, prompt in enumerate(call.prompts)
             for number in range(call.num_choices)
         ]
-        self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in call.prompts)
         self._unopened: deque[tuple[AnswerChoice, str]] = deque()  # with the worker that has the prompt
         self._num_running = len(self.choices)
         self.is_over = False
 
     @property
-    def num_completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @property
     def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in a prefix cache."""
         return sum(choice.num_cached_tokens for choice in self.choices if choice.number == 0)
 
     @property
     def usage(self) -> Usage:
-        """As one undisturbed answer to the call has used it, also where it is resumed."""
-        resumed = self.call.resumed
+        """The usage of an undisturbed answer to the call, also when this answer is resumed."""
+        num_prompt, resumed = self.call.num_prompt_tokens, self.call.resumed
         if resumed is None:
-            return Usage(self.num_prompt_tokens, self.num_completion_tokens, self.num_cached_tokens)
+            num_completion = sum(choice.num_tokens for choice in self.choices)
+            return Usage(num_prompt, num_completion, self.num_cached_tokens)
         num_completion = num_cached = 0
         for choice, shown in zip(self.choices, resumed.choices, strict=True):
             num_completion += max(choice.num_tokens, shown.num_tokens)
             if choice.number == 0:
                 num_cached += shown.num_cached_tokens if shown.is_begun else choice.num_cached_tokens
-        return Usage(self.num_prompt_tokens, num_completion, num_cached)
+        return Usage(num_prompt, num_completion, num_cached)
 
     @property
     def is_whole(self) -> bool:
-        """Every choice of it has ended well."""
+        """Every choice has ended well."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def is_placed(self) -> bool:
-        """A worker has a part of it."""
-        return any(self._service.decode_worker(choice.request_id) for choice in self.choices)
+        """A worker has a part of the answer."""
+        return any(self.service.decode_worker(choice.request_id) for choice in self.choices)
 
     def start(self, listener: AnswerListener) -> None:
-        """Open the choices, a few in each turn of the loop; the listener is told of a failure in a later one.
+        """Open the choices, a few in each turn of the event loop.
 
-        Raises what `Service.open` raises; nothing runs then.
+        Raises the errors of `Service.open`, and nothing runs then. The listener is told of an error in a
+        later turn.
         """
         self.listener = listener
         self._unopened.extend((choice, "") for choice in self.choices[:: self.call.num_choices])
@@ -146,31 +168,24 @@ class Answer:
             raise
 
     def cancel(self) -> None:
-        """Let go of whatever still runs; the listener hears nothing more."""
+        """End the answer; the listener is told nothing more."""
         self.is_over = True
         self.listener = None
         self._unopened.clear()
         for choice in self.choices:
             if choice.is_running:
                 choice.is_running = False
-                self._service.cancel(choice.request_id)
+                self.service.cancel(choice.request_id)
 
     def fail(self, error: BatonError) -> None:
-        """End it, and let the listener know why."""
+        """End the answer and tell the listener why."""
         listener, self.error = self.listener, error
         self.cancel()
         if listener is not None:
             listener.failed(error)
 
-    def detokenizer(self, prompt: Prompt) -> Incremental:
-        return detokenizer_of(
-            self._tokenizer, prompt.token_ids, skip_special_tokens=self.call.skips_special_tokens
-        )
-
-    # What choices call.
-
     def advanced(self, choice: "AnswerChoice", delta: Delta, *, by_worker: bool) -> None:
-        """`by_worker`: the choice's end, if this is it, came from its worker, so it is known there."""
+        """Take a part of a choice from the choice. by_worker: its worker knows of the end, if this is it."""
         is_first = choice.num_tokens == len(delta.token_ids)
         if is_first and choice.number == 0 and self.call.num_choices > 1:
             self._open_others(choice)
@@ -178,21 +193,17 @@ class Answer:
             choice.is_running = False
             self._num_running -= 1
             if not by_worker:
-                self._service.cancel(choice.request_id)
+                self.service.cancel(choice.request_id)
         self.is_over = self.is_over or not self._num_running
         if self.listener is not None:
             self.listener.advanced(choice, delta)
         if not self._num_running and self.listener is not None:
             self.listener.finished()
 
-    def failed(self, choice: "AnswerChoice", error: BatonError) -> None:
-        choice.is_running = False
-        self.fail(error)
-
     def _open_others(self, first: "AnswerChoice") -> None:
-        sticky_worker = self._service.decode_worker(first.request_id)
+        sticky_worker = self.service.decode_worker(first.request_id)
         others = self.choices[first.index + 1 : first.index + self.call.num_choices]
-        is_opening = bool(self._unopened)  # which goes on in later turns
+        is_opening = bool(self._unopened)  # a later turn goes on
         self._unopened.extend((choice, sticky_worker) for choice in others)
         if not is_opening:
             self._open_next()
@@ -211,7 +222,7 @@ class Answer:
                 asyncio.get_running_loop().call_later(taken_s, self._open_next)
                 return
 
-    def _open(self, choice: "AnswerChoice", sticky_worker: str = "") -> None:
+    def _open(self, choice: "AnswerChoice", sticky_worker: str) -> None:
         call, sampling = self.call, self.call.sampling
         if choice.number and sampling.prompt_logprobs is not None:  # they are the same for every choice
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -229,14 +240,14 @@ class Answer:
         )
         choice.is_running = True
         try:
-            self._service.open(request, choice, sticky_worker=sticky_worker)
+            self.service.open(request, choice, sticky_worker=sticky_worker)
         except BatonError:
             choice.is_running = False
             raise
 
 
 class AnswerChoice:
-    """The sink of one request. `index` counts over all prompts of the call, `number` within its prompt."""
+    """One choice, the sink of one request. `index` counts over all prompts, `number` within the prompt."""
 
     def __init__(self, answer: Answer, prompt: Prompt, number: int, index: int) -> None:
         # The first attempt at an answer may still run somewhere when another gateway resumes it.
@@ -245,30 +256,34 @@ class AnswerChoice:
         self.prompt = prompt
         self.number = number
         self.index = index
-        self.is_running = False  # the service knows of it
+        self.is_running = False  # the service knows of the request
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.num_tool_calls = 0
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self._answer = answer
-        self.num_tool_calls = 0
-        self._text = ChoiceText(answer.detokenizer(prompt), answer.call.stops, answer.call.sampling)
-        form, is_parallel = answer.call.tool_form, answer.call.has_parallel_calls
-        self._tools = (
-            reader_of(form, is_parallel=is_parallel, new_id=_tool_call_ids(answer.name, index).__next__)
-            if form is not None
-            else None
+        call = answer.call
+        detokenizer = detokenizer_of(
+            answer.tokenizer, prompt.token_ids, skip_special_tokens=call.skips_special_tokens
         )
+        self._text = ChoiceText(detokenizer, call.stops, call.sampling)
+        self._tools = None
+        if call.tool_form is not None:
+            new_id = _tool_call_ids(answer.name, index).__next__
+            self._tools = reader_of(call.tool_form, is_parallel=call.has_parallel_calls, new_id=new_id)
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """The reason of the end; None while the choice runs."""
         return self._text.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the choice, if any."""
         return self._text.stop_reason
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """See Sink. Whatever goes wrong is this request's own end: who calls has others' tokens as well."""
+        """See Sink. An error ends this answer alone: the caller has tokens of other requests as well."""
         if not self.is_running:
             return
         try:
@@ -280,7 +295,8 @@ class AnswerChoice:
     def failed(self, error: BatonError) -> None:
         """See Sink."""
         if self.is_running:
-            self._answer.failed(self, error)
+            self.is_running = False
+            self._answer.fail(error)
 
     def _accept(self, events: Sequence[TokenEvent]) -> None:
         texts, token_ids, logprobs = [], [], []
@@ -300,23 +316,24 @@ class AnswerChoice:
                 by_worker = event.finish_reason is not None
                 break
         self.num_tokens += len(token_ids)
-        delta = self._without_calls(Delta("".join(texts), token_ids, logprobs))
+        text, tool_calls = self._without_tool_calls("".join(texts))
+        delta = Delta(text, token_ids, logprobs, tool_calls)
         self._answer.advanced(self, delta, by_worker=by_worker)
 
-    def _without_calls(self, delta: Delta) -> Delta:
-        """Its text apart from calls of tools, and these."""
+    def _without_tool_calls(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return the text to be shown, and the tool calls that have become whole."""
         if self._tools is None:
-            return delta
-        text = self._tools.push(delta.text)
+            return text, []
+        text = self._tools.push(text)
         if self._text.finish_reason is not None:
             text += self._tools.finish()
         calls = self._tools.found[self.num_tool_calls :]
         self.num_tool_calls += len(calls)
-        return Delta(text, delta.token_ids, delta.logprobs, calls)
+        return text, calls
 
 
 def _tool_call_ids(answer: bytes, choice: int) -> Iterator[str]:
-    """The same ones each time that the answer is generated."""
+    """Return ids that are the same each time the answer is generated."""
     for number in itertools.count():
         content = b"%s tool call %d of choice %d" % (answer, number, choice)
         yield f"call_{hashlib.blake2b(content, digest_size=12).hexdigest()}"

@@ -1,30 +1,250 @@
-"""One call of the API in the one form that is served: prompts of token ids, and how to answer them."""
+"""One call of the API: the body that a client sends, and the `Call` that the gateway serves.
+
+Each key of a body is one of four kinds:
+
+1. A field of the structs below. It changes the answer.
+2. A key of WITHOUT_MEANING. It changes no answer, here or elsewhere; the table says why.
+3. A key of UNSUPPORTED. It would change the answer and is not served: `decode_body` refuses it with 400.
+4. An unknown key. It is ignored and counted, as in vLLM: clients send new keys every month, and keys that are
+   meant for the inside of a cluster (`kv_transfer_params`, `cache_salt`) must have no effect. `--strict`
+   refuses every unknown key.
+
+A sampling parameter of the API is a field of `Body` with the name of its field in `SamplingParams`.
+"""
 
 import hashlib
+import re
 from collections.abc import Collection
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from baton.errors import InvalidRequest, shown
-from baton.gateway.api.errors import invalid, unsupported
-from baton.gateway.api.types import Body, ChatBody, CompletionBody
+from baton.gateway.api.errors import ApiError, invalid, unsupported
 from baton.gateway.streams.resume import DIGEST_BYTES, ResumePoint
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.model_files import SamplingDefaults
 from baton.gateway.text.tools import ToolForm
-from baton.request import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED, SamplingParams
+from baton.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SEED, SamplingParams
 from baton.tenants import SchedulingKey, Sla
 
-# The prompts of a completion, in OpenAI's four forms: text, texts, token ids, several of these.
-
+MAX_MESSAGES: Final = 2048
+MAX_STOPS: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_STOP_TOKEN_IDS: Final = 1024
+MAX_DEPTH: Final = 64  # of client JSON; no template or tool needs more
+MAX_KWARGS: Final = 64
 MAX_PROMPTS: Final = 128
 MAX_TOKEN_ID: Final = 2**31 - 1
+DEFAULT_COMPLETION_TOKENS: Final = 16  # as in OpenAI's API; a chat ends where the model ends it
+BYTES_PER_TOKEN_ID: Final = 36  # of a tuple: the integer and a pointer to it
+BYTES_PER_LOGPROB: Final = 150  # of one alternative: a tuple, an integer and a float
+
+StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None
+ModelName: TypeAlias = Annotated[str, Meta(max_length=256)]
+TemplateKwargs: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], object], Meta(max_length=MAX_KWARGS)
+]
 GivenPrompt: TypeAlias = str | list[int]
+# Keys of OpenAI and of other servers that change no answer -> why they are accepted.
+WITHOUT_MEANING: Final = {
+    "user": "a name of the end user, for OpenAI's abuse reports",
+    "safety_identifier": "its successor",
+    "metadata": "labels of stored answers",
+    "store": "whether OpenAI keeps the answer; nothing is kept here",
+    "service_tier": "what OpenAI bills; the tenant's class decides here",
+    "prompt_cache_key": "a hint where a prompt may be cached; pages are found by their content here",
+    "prompt_cache_retention": "how long OpenAI caches a prompt",
+}
+# Keys that would change the answer and are not served -> values that ask for what is served anyway.
+# A value of NOTHING asks for nothing, whatever the key.
+NOTHING: Final = frozenset({b"null", b"false", b"[]", b"{}", b'""', b"0"})
+UNSUPPORTED: Final[dict[str, frozenset[bytes]]] = {
+    # Structured output of vLLM and SGLang
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), frozenset()),
+    **dict.fromkeys(("structured_outputs", "regex", "ebnf", "json_schema", "structural_tag"), frozenset()),
+    # OpenAI
+    **dict.fromkeys(("function_call", "functions", "audio", "verbosity", "prediction"), frozenset()),
+    **dict.fromkeys(("web_search_options", "suffix"), frozenset()),
+    "modalities": frozenset({b'["text"]'}),
+    "response_format": frozenset({b'{"type":"text"}'}),
+    "best_of": frozenset(),  # the value of `n` asks for nothing, see decode_body
+    # vLLM
+    **dict.fromkeys(("chat_template", "continue_final_message", "documents"), frozenset()),
+    **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs", "include_stop_str_in_output"), frozenset()),
+    **dict.fromkeys(("bad_words", "use_beam_search", "logits_processors"), frozenset()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "return_tokens_as_token_ids"), frozenset()),
+    **dict.fromkeys(("thinking_token_budget", "mm_processor_kwargs"), frozenset()),
+    "length_penalty": frozenset({b"1.0", b"1"}),
+    "spaces_between_special_tokens": frozenset({b"true"}),
+    "include_reasoning": frozenset({b"true"}),
+    # SGLang
+    **dict.fromkeys(("stop_regex", "no_stop_trim", "lora_path", "custom_logit_processor"), frozenset()),
+    **dict.fromkeys(("return_hidden_states", "session_params"), frozenset()),
+    "separate_reasoning": frozenset({b"true"}),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options` of a body."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far with every chunk
+    resumable: bool | None = None  # Baton's: an id with every event, see gateway/streams/resume.py
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chats and completions share; every optional field may be null.
+
+    Names and meanings are OpenAI's, then vLLM's.
+    """
+
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Stop = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[str, Meta(max_length=20)], float], Meta(max_length=MAX_LOGIT_BIAS)] | None
+    ) = None
+    # vLLM's
+    min_tokens: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # None: added to a completion's text, not to a rendered chat
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, object]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """The body of `/v1/completions`."""
+
+    prompt: object
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/tokenize`: either a prompt or messages."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, object]], Meta(max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: list[dict[str, object]] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/detokenize`."""
+
+    model: ModelName | None = None
+    tokens: list[Annotated[int, Meta(ge=0, lt=2**31)]]
+
+
+AnyBody = TypeVar("AnyBody", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+_KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DECODERS: Final = {
+    kind: msgspec.json.Decoder(kind) for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+}
+_KNOWN: Final = {kind: WITHOUT_MEANING.keys() | set(kind.__struct_fields__) for kind in _DECODERS}
+# Fields that only the other kind of call has are unsupported where they stand.
+_UNSUPPORTED_IN: Final = {
+    ChatBody: UNSUPPORTED | {"echo": frozenset[bytes]()},
+    CompletionBody: UNSUPPORTED
+    | dict.fromkeys(("chat_template_kwargs", "reasoning_effort", "tools", "tool_choice"), frozenset[bytes]()),
+}
+MAX_UNSUPPORTED_CHARS: Final = 80  # of a refused value in the error message
+MISSING: Final = "missing required field `"  # the wording of msgspec
+# The parts of JSON that matter for its depth: strings, whose brackets do not count, and brackets.
+_NESTING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+
+
+def decode_body(data: bytes, kind: type[AnyBody]) -> tuple[AnyBody, list[str]]:
+    """Return the body and its unknown keys. Raises ApiError 400, which names the field."""
+    try:
+        check_depth(data, "the body")
+        body = _DECODERS[kind].decode(data)
+        keys = _KEYS.decode(data)
+    except InvalidRequest as error:
+        raise invalid(str(error)) from None
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        missing = message.partition(MISSING)[2].rstrip("`")
+        param = path.rstrip("`").lstrip(".") or missing or None
+        raise invalid(f"{param}: {message}" if param else message, param=param) from None
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}"[:500], code="invalid_json") from None
+    assert isinstance(body, kind)
+    unknown = keys.keys() - _KNOWN[kind]
+    _check_supported(keys, unknown & _UNSUPPORTED_IN.get(kind, {}).keys(), kind)
+    return body, [key for key in keys if key in unknown]
+
+
+def _check_supported(keys: dict[str, msgspec.Raw], asked: set[str], kind: type[msgspec.Struct]) -> None:
+    for key in asked:
+        value = bytes(keys[key])
+        harmless = NOTHING | _UNSUPPORTED_IN[kind][key]
+        if key == "best_of":
+            harmless |= {bytes(keys["n"]) if keys.get("n", b"null") != b"null" else b"1"}
+        if value not in harmless and value.translate(None, b" \t\r\n") not in harmless:
+            text = value[:MAX_UNSUPPORTED_CHARS].decode("utf-8", "replace")
+            raise unsupported(f"{key} = {text}", param=key)
+
+
+def check_depth(data: bytes, what: str) -> None:
+    """Raise InvalidRequest for JSON that is nested more than MAX_DEPTH deep; `what` names the JSON there.
+
+    Call this before anything walks client JSON: code in C and templates recurse and fail at some depth.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for found in _NESTING.finditer(data):
+        first = data[found.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise InvalidRequest(f"{what} is nested more than {MAX_DEPTH} deep")
+        elif first in b"]}":
+            depth -= 1
 
 
 def list_prompts(prompt: object) -> list[GivenPrompt]:
-    """Raises InvalidRequest for anything else; decoded JSON is expected."""
+    """Return the prompts of a completion from any of OpenAI's forms: text, token ids, or a list of these.
+
+    prompt: decoded JSON. Raises InvalidRequest for any other form.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -33,56 +253,33 @@ def list_prompts(prompt: object) -> list[GivenPrompt]:
         return [prompt]
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts, got {len(prompt)}")
-    return [_one(item, index) for index, item in enumerate(prompt)]
+    for index, item in enumerate(prompt):
+        if not isinstance(item, str) and not (isinstance(item, list) and _are_token_ids(item)):
+            raise InvalidRequest(f"prompt[{index}]: expected text or token ids, got {shown(item)}")
+    return prompt
 
 
-def _one(item: object, index: int) -> GivenPrompt:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, list) and _are_token_ids(item):
-        return item
-    raise InvalidRequest(f"prompt[{index}]: expected text or token ids, got {shown(item)}")
+def _are_token_ids(items: list[Any]) -> bool:
+    """Check a list; `set(map(type, ...))` runs in C, and True is no token id."""
+    return bool(items) and set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_TOKEN_ID
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int | None, what: str) -> None:
-    """Raises InvalidRequest that names the first id outside the vocabulary. None: the size is not known."""
+    """Raise InvalidRequest that names the first id outside the vocabulary. None: the size is not known."""
     if vocab_size is None or not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(f"{what}: token id {bad} is outside the vocabulary of {vocab_size} tokens")
 
 
-def _are_token_ids(items: list[object]) -> bool:
-    """Decoded JSON has no other number types; `set(map(type, ...))` runs in C. True is no token id."""
-    return bool(items) and set(map(type, items)) == {int} and _are_between(items)
-
-
-def _are_between(items: list[Any]) -> bool:
-    return bool(min(items) >= 0 and max(items) <= MAX_TOKEN_ID)
-
-
-DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI's; a chat ends where the model ends it
-BYTES_PER_TOKEN_ID: Final = 36  # of a tuple: the integer, and a pointer to it
-BYTES_PER_LOGPROB: Final = 150  # of one alternative, as it comes: a tuple, an integer and a float
-SAMPLING_FIELDS: Final = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
-# Fields that change when and for whom a call is answered, not the answer.
-NOT_OF_THE_ANSWER: Final = frozenset(
-    {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed"}
-)
+def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
+    """Raise InvalidRequest for an id of `logit_bias` or `stop_token_ids` outside the vocabulary."""
+    check_token_ids(_logit_bias(body), vocab_size, "logit_bias")
+    check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
 class Prompt(NamedTuple):
-    """`text` is None when token ids were given, until somebody wants it back."""
+    """One prompt of a call. `text` is None for token ids, unless the call asks for its prompt back."""
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -90,204 +287,163 @@ class Prompt(NamedTuple):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    model: str  # as the client named it
+    """One call as the gateway serves it: prompts of token ids, and how to answer each of them."""
+
+    model: str  # the name in the answer
     prompts: tuple[Prompt, ...]
-    sampling: SamplingParams  # of each choice; its n is 1
+    sampling: SamplingParams  # of each choice; n is 1, the seed is set
     num_choices: int  # a prompt
     stops: tuple[str, ...] = ()
     is_chat: bool = False
-    tool_form: ToolForm | None = None  # in which tools may be called; None: there are none
+    tool_form: ToolForm | None = None  # in which the model may call tools; None: there are no tools
     has_parallel_calls: bool = True  # of tools, in one answer
     is_streamed: bool = False
     has_usage: bool = False  # in a last chunk of the stream
     has_running_usage: bool = False  # in every chunk
-    is_resumable: bool = False  # its events have ids
-    resumed: ResumePoint | None = None  # the stream goes on there
+    is_resumable: bool = False  # the events of the stream have ids
+    resumed: ResumePoint | None = None  # the event after which the stream goes on
     has_echo: bool = False
-    hides_tokens: bool = False  # max_tokens was 0: the prompt alone is asked about
+    hides_tokens: bool = False  # max_tokens was 0: only the prompt is asked about
     returns_token_ids: bool = False
     skips_special_tokens: bool = True
     priority: int = 0
     sla: Sla = Sla()
     scheduling_key: SchedulingKey = SchedulingKey()
-    arrival_s: float = 0.0
-    tenant: Tenant
-
-
-class RequestPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call brings beside its body."""
-
-    tenant: Tenant
-    model: str
-    seed: int  # where the client gave none; choices differ by their number, not by their seed
     arrival_s: float = 0.0  # by the gateway's clock
-    sla: Sla = Sla()
-    scheduling_key: SchedulingKey = SchedulingKey()
-    tool_form: ToolForm | None = None  # of the model
-    resumed: ResumePoint | None = None
-    defaults: SamplingDefaults = SamplingDefaults()  # of the model, for what the body does not give
+    tenant: Tenant
 
+    @property
+    def num_answers(self) -> int:
+        """Choices over all prompts."""
+        return self.num_choices * len(self.prompts)
 
-def chat_call(
-    body: ChatBody, prompt: Prompt, request_policy: RequestPolicy, *, has_tools: bool = False
-) -> Call:
-    """Raises InvalidRequest or ApiError naming the field.
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens over all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
-    has_tools: that the model was told of, see gateway/text/tools.py.
-    """
-    refuse_unsupported_chat(body)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, request_policy, max_tokens=max_tokens, logprobs=logprobs)
-    return _call(
-        body,
-        (prompt,),
-        sampling,
-        request_policy,
-        is_chat=True,
-        tool_form=request_policy.tool_form if has_tools else None,
-        has_parallel_calls=body.parallel_tool_calls is not False,
-    )
+    @property
+    def held_bytes(self) -> int:
+        """Approximate memory of the prompts while the call is answered."""
+        num_chars = sum(len(prompt.text or "") for prompt in self.prompts)
+        return self.num_prompt_tokens * BYTES_PER_TOKEN_ID + num_chars * 2
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """Approximate memory of the prompts' log probabilities, which arrive in one message."""
+        asked = self.sampling.prompt_logprobs
+        return 0 if asked is None else self.num_prompt_tokens * (asked + 1) * BYTES_PER_LOGPROB
 
-def completion_call(body: CompletionBody, prompts: tuple[Prompt, ...], request_policy: RequestPolicy) -> Call:
-    """Raises InvalidRequest or ApiError naming the field."""
-    refuse_unsupported_completion(body)
-    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    has_echo = bool(body.echo)
-    sampling = _sampling(
-        body,
-        request_policy,
-        max_tokens=max_tokens or 1,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if has_echo else None,
-    )
-    return _call(body, prompts, sampling, request_policy, has_echo=has_echo, hides_tokens=max_tokens == 0)
-
-
-def num_answer_entries(call: Call, max_model_len: int) -> int:
-    """How much its answer may show at most: echoed tokens, and those that come with log probabilities, each
-    as often as there are choices, with its alternatives.
-    """
-    sampling, num_tokens = call.sampling, 0
-    for prompt in call.prompts:
-        num_prompt_tokens = len(prompt.token_ids)
-        if call.has_echo:
-            num_tokens += num_prompt_tokens
+    def num_answer_entries(self, max_model_len: int) -> int:
+        """Return the most entries that the answer may have: echoed tokens and tokens with log probabilities,
+        each as often as there are choices, with its alternatives.
+        """
+        sampling = self.sampling
+        num_tokens = self.num_prompt_tokens if self.has_echo else 0
         if sampling.logprobs is not None:
-            room = max_model_len - num_prompt_tokens
-            num_tokens += room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-    return num_tokens * call.num_choices * ((sampling.logprobs or 0) + 1)
+            for prompt in self.prompts:
+                room = max_model_len - len(prompt.token_ids)
+                num_tokens += room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        return num_tokens * self.num_choices * ((sampling.logprobs or 0) + 1)
+
+    def digest(self, fingerprint: str) -> bytes:
+        """Return a digest of everything that the content of the answer depends on.
+
+        fingerprint: of the model's weights.
+        """
+        fields = msgspec.structs.asdict(self)
+        answered = {name: value for name, value in fields.items() if name not in _NOT_OF_THE_ANSWER}
+        prompts = [(prompt.text if self.has_echo else None, prompt.token_ids) for prompt in self.prompts]
+        content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
+        return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
-def digest_of(call: Call, fingerprint: str) -> bytes:
-    """A digest of everything that the answer's content depends on. fingerprint: of the model's weights."""
-    fields = msgspec.structs.asdict(call)
-    answered = {name: value for name, value in fields.items() if name not in NOT_OF_THE_ANSWER}
-    prompts = [(prompt.text if call.has_echo else None, prompt.token_ids) for prompt in call.prompts]
-    content = msgspec.msgpack.encode([fingerprint, prompts, answered], order="deterministic")
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+# Fields that change when and for whom a call is answered, not the answer.
+_NOT_OF_THE_ANSWER: Final = frozenset(
+    {"prompts", "priority", "sla", "scheduling_key", "arrival_s", "tenant", "resumed"}
+)
+# Fields that SamplingParams takes as they stand in the body; `make_call` converts the others.
+_CONVERTED: Final = {"n", "seed", "max_tokens", "logprobs", "logit_bias", "stop_token_ids"}
+SAMPLING_FIELDS: Final = set(Body.__struct_fields__) & set(SamplingParams.__struct_fields__) - _CONVERTED
 
 
-def held_bytes(call: Call) -> int:
-    """Memory that the prompts of a call take while it is answered, about."""
-    return sum(
-        len(prompt.token_ids) * BYTES_PER_TOKEN_ID + len(prompt.text or "") * 2 for prompt in call.prompts
-    )
-
-
-def unpacked_bytes(call: Call) -> int:
-    """Memory that log probabilities of its prompts take, which come in one piece, about."""
-    asked = call.sampling.prompt_logprobs
-    if asked is None:
-        return 0
-    return sum(len(prompt.token_ids) for prompt in call.prompts) * (asked + 1) * BYTES_PER_LOGPROB
-
-
-def check_sampled_ids(body: Body, vocab_size: int | None) -> None:
-    """Raises InvalidRequest for an id of `logit_bias` or `stop_token_ids` outside the vocabulary."""
-    check_token_ids(_logit_bias(body), vocab_size, "logit_bias")
-    check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
-
-
-def refuse_unsupported_chat(body: ChatBody) -> None:
-    if body.functions:
-        raise unsupported("calling functions by their former name", param="functions")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise unsupported(
-            f"response_format of type {body.response_format.type[:40]!r}", param="response_format"
-        )
-
-
-def refuse_unsupported_completion(body: CompletionBody) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of other than n", param="best_of")
-    if body.suffix:
-        raise unsupported("suffix", param="suffix")
-
-
-def _call(
-    body: Body,
+def make_call(
+    body: ChatBody | CompletionBody,
     prompts: tuple[Prompt, ...],
-    sampling: SamplingParams,
-    request_policy: RequestPolicy,
-    **particulars: Any,
+    *,
+    new_seed: int,
+    defaults: SamplingDefaults | None = None,
+    tool_form: ToolForm | None = None,
+    **fields: Any,
 ) -> Call:
-    options = body.stream_options
-    has_usage = bool(options and options.include_usage)
-    return Call(
-        model=request_policy.model,
-        prompts=prompts,
-        sampling=sampling,
-        num_choices=_num_choices(body),
-        stops=_stops(body),
-        is_streamed=bool(body.stream),
-        has_usage=has_usage,
-        has_running_usage=has_usage and bool(options and options.continuous_usage_stats),
-        is_resumable=bool(options and options.resumable),
-        resumed=request_policy.resumed,
-        returns_token_ids=bool(body.return_token_ids),
-        # The tags of a tool call are special tokens in some vocabularies.
-        skips_special_tokens=body.skip_special_tokens is not False and not particulars.get("tool_form"),
-        priority=body.priority or 0,
-        sla=request_policy.sla,
-        scheduling_key=request_policy.scheduling_key,
-        arrival_s=request_policy.arrival_s,
-        tenant=request_policy.tenant,
-        **particulars,
-    )
+    """Return the call that a body asks for. Raises InvalidRequest or ApiError, which name the field.
 
-
-def _num_choices(body: Body) -> int:
+    new_seed: for a body without a seed; choices differ by their number, not by their seed.
+    defaults: the model's. tool_form: None unless the model was told of tools.
+    fields: fields of Call that do not come from the body.
+    """
+    options = body.stream_options or StreamOptions()
     num_choices = 1 if body.n is None else body.n
     if not 1 <= num_choices <= MAX_CHOICES:
         raise invalid(f"n must be between 1 and {MAX_CHOICES}, got {num_choices}", param="n")
-    return num_choices
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if not all(stops):
+        raise InvalidRequest("stop: a stop string must not be empty")
+    has_echo = isinstance(body, CompletionBody) and bool(body.echo)
+    max_tokens, logprobs = _num_asked(body)
+    return Call(
+        prompts=prompts,
+        sampling=_sampling(body, defaults or SamplingDefaults(), max_tokens, logprobs, new_seed, has_echo),
+        num_choices=num_choices,
+        stops=stops,
+        is_chat=isinstance(body, ChatBody),
+        tool_form=tool_form,
+        has_parallel_calls=not isinstance(body, ChatBody) or body.parallel_tool_calls is not False,
+        is_streamed=bool(body.stream),
+        has_usage=bool(options.include_usage),
+        has_running_usage=bool(options.include_usage and options.continuous_usage_stats),
+        is_resumable=bool(options.resumable),
+        has_echo=has_echo,
+        hides_tokens=isinstance(body, CompletionBody) and max_tokens == 0,
+        returns_token_ids=bool(body.return_token_ids),
+        # The tags of a tool call are special tokens in some vocabularies.
+        skips_special_tokens=body.skip_special_tokens is not False and not tool_form,
+        priority=body.priority or 0,
+        **fields,
+    )
+
+
+def _num_asked(body: ChatBody | CompletionBody) -> tuple[int | None, int | None]:
+    """Return the tokens of the answer and the log probabilities of each that the body asks for."""
+    if isinstance(body, CompletionBody):
+        return DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens, body.logprobs
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs: logprobs must be true as well", param="top_logprobs")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return max_tokens, (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _sampling(
-    body: Body,
-    request_policy: RequestPolicy,
-    *,
+    body: ChatBody | CompletionBody,
+    defaults: SamplingDefaults,
     max_tokens: int | None,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
+    new_seed: int,
+    has_echo: bool,
 ) -> SamplingParams:
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid(f"logprobs: at most {MAX_LOGPROBS} alternatives, got {logprobs}", param="logprobs")
+    if isinstance(body, CompletionBody):
+        max_tokens = max_tokens or 1  # none of which are shown
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return SamplingParams(
-        max_tokens=request_policy.defaults.capped(max_tokens),
+        max_tokens=defaults.capped(max_tokens),
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=logprobs if has_echo else None,
         logit_bias=_logit_bias(body),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        seed=request_policy.seed
-        if body.seed is None
-        else body.seed & MAX_SEED,  # negative ones are seeds as well
-        **(request_policy.defaults.given() | given),
+        seed=new_seed if body.seed is None else body.seed & MAX_SEED,  # a negative number is a seed as well
+        **(defaults.given() | given),
     )
 
 
@@ -296,10 +452,3 @@ def _logit_bias(body: Body) -> dict[int, float]:
         return {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
     except ValueError:
         raise invalid("logit_bias: its keys must be token ids", param="logit_bias") from None
-
-
-def _stops(body: Body) -> tuple[str, ...]:
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if not all(stops):
-        raise InvalidRequest("stop: a stop string must not be empty")
-    return stops

@@ -1,11 +1,10 @@
-"""What a client is told when its request fails: OpenAI's shape, a status of the contract, and when to retry.
+"""Errors as clients see them: OpenAI's shape, a status, and when to retry.
 
-    400 the request   401 no key   403 not your model   404 no such model or path   405 method
-    408, 413, 431 what the server refuses while it receives   429 a quota, or an objective that can't be kept
-    503 no room, retry   504 its deadline has passed   500 a bug of ours
+    400 the request is wrong   401 no key   403 not your model   404 no such model or path   405 wrong method
+    408, 413, 431 refused while the request arrives   429 a quota, or an objective that cannot be kept
+    503 no room, retry   504 the deadline has passed   500 a fault of Baton's
 
-Texts are fixed or made from the client's own input; what went wrong inside is in the log, under the id that
-every response carries.
+Texts are fixed or made from the client's own input. The log has the cause, under the id in every response.
 """
 
 import math
@@ -30,6 +29,8 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ApiError(BatonError):
+    """An error with the status and the fields that the client gets."""
+
     def __init__(
         self,
         status: int,
@@ -40,7 +41,7 @@ class ApiError(BatonError):
         retry_after_s: float | None = None,
         should_retry: bool = True,
     ) -> None:
-        """should_retry: by itself, after `retry_after_s`."""
+        """should_retry: the client may retry by itself after `retry_after_s`."""
         super().__init__(message)
         self.should_retry = should_retry
         self.status = status
@@ -50,15 +51,18 @@ class ApiError(BatonError):
 
     @property
     def kind(self) -> str:
+        """OpenAI's `type` of the error."""
         if self.status >= 500:
             return "overloaded_error" if self.status == 503 else "server_error"
         return KINDS.get(self.status, INVALID)
 
     def body(self) -> bytes:
+        """Return the JSON of the error."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
     def headers(self) -> Headers:
+        """Return headers that say whether and when to retry."""
         if self.retry_after_s is not None:
             wait_s = min(max(self.retry_after_s, 0.0), MAX_TOLD_S)
             is_retried = self.should_retry and wait_s <= MAX_RETRY_AFTER_S
@@ -67,26 +71,28 @@ class ApiError(BatonError):
                 (b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()),
                 (b"x-should-retry", b"true" if is_retried else b"false"),
             ]
-            # Of those that find no room, the connections are wanted by others.
+            # Without room, other clients need the connection.
             return [*headers, (b"connection", b"close")] if self.code == OVERLOADED else headers
-        # What failed in a worker twice would fail a third time, however politely it is asked.
+        # A request that failed in two workers would fail again.
         return [(b"x-should-retry", b"false")] if self.status >= 400 else []
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered; not an error of anybody's."""
+    """The client has left: there is no one to answer, and nothing is wrong."""
 
 
 def unsupported(what: str, *, param: str) -> ApiError:
+    """Return the error for a field that this server does not serve."""
     return ApiError(400, f"{what} is not supported by this server", code="unsupported", param=param)
 
 
 def invalid(message: str, *, param: str | None = None) -> ApiError:
+    """Return the error for a wrong value."""
     return ApiError(400, message, code="invalid_value", param=param)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an error, whatever it is; a bug's own words are for the log, not for the client."""
+    """Return any error as the client sees it. The message of a bug is for the log, not for the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
@@ -106,7 +112,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _refused(error: Refused) -> ApiError:
-    refusal, retry_after_s = error.refusal, error.retry_after_s or None  # 0: it would never be taken
+    refusal, retry_after_s = error.refusal, error.retry_after_s or None  # 0: it would never be admitted
     if refusal.is_quota:
         message = f"the key's tenant is at its quota {refusal}: {error}"
         return ApiError(
@@ -124,5 +130,5 @@ def _refused(error: Refused) -> ApiError:
 
 
 def _encodable(text: str) -> str:
-    """JSON is UTF-8, which has no half of a surrogate pair; a client may have sent one."""
+    """Escape halves of surrogate pairs, which clients may send and UTF-8 cannot have."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,46 +1,48 @@
-"""What an answer looks like on the wire: whole, or as the chunks of a stream, of a chat or of a completion.
+"""The wire format of answers: whole, or as the chunks of a stream, of a chat or of a completion.
 
-A stream of a chat, choice by choice: a chunk with the role, chunks with text, one with the finish reason and
-an empty delta. Then, only if asked, one with the usage and no choices: clients that did not ask would read
-choices[0] of it. A completion's stream has no chunk for a role; the text of its first one may be empty.
+The stream of a chat has for each choice a chunk with the role, chunks with text, and a chunk with the finish
+reason and an empty delta. A chunk with the usage and no choices follows only if the client asked for it:
+other clients would read choices[0]. The stream of a completion has no chunk with a role, and the text of its
+first chunk may be empty.
+
+Logprobs may be long: they are written in slices that take about a millisecond.
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final, Protocol, overload
+from typing import Any, Final, overload
 
 import orjson
 
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tools import ToolCall
 from baton.request import FinishReason, TokenLogprobs
 
-# Logprobs as the two ways to ask show them. Long ones are written in slices of about a millisecond.
-
 SLICE_ENTRIES: Final = 1024  # alternatives count
 BLOCK_TOKENS: Final = 256
 COLUMNS: Final = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-LEAST: Final = -9999.0  # what OpenAI writes for a token that cannot come: JSON has no infinity
+LEAST: Final = -9999.0  # OpenAI's value for an impossible token: JSON has no infinity
 
 
 class Columns:
-    """The four lists of a completion's logprobs: slices, which are JSON without the brackets."""
+    """The four lists of a completion's logprobs, as slices: JSON without the brackets."""
 
     def __init__(self, num_chars: int) -> None:
         self.num_chars = num_chars  # of the text up to their end
         self.slices: dict[str, list[bytes]] = {name: [] for name in COLUMNS}
 
     def add(self, shown: Mapping[str, Sequence[Any]]) -> None:
+        """Append a slice of `LogprobsFormat.completion`."""
         for name, slices in self.slices.items():
             slices.append(orjson.dumps(shown[name])[1:-1])
         self.num_chars = shown["text_offset"][-1] + len(shown["tokens"][-1])
 
     @classmethod
     def written(cls, *parts: "Columns") -> Iterator[bytes]:
-        """One after the other, as one object; the slices themselves are given out, for who shares them."""
+        """Return parts as one JSON object. The slices are not copied: several choices may share them."""
         for index, name in enumerate(COLUMNS):
             yield b'%s"%s":[' % (b"," if index else b"{", name.encode())
             slices = [each for part in parts for each in part.slices[name]]
@@ -50,10 +52,10 @@ class Columns:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Log probabilities of an answer's tokens, in 12 bytes an alternative, where objects take 150.
+    """Log probabilities of an answer's tokens in 12 bytes an alternative, where objects take 150.
 
-    They lie in blocks of BLOCK_TOKENS tokens, so that a long answer never moves as it grows: what many large
-    arrays leave behind when they move is lost to fragmentation.
+    Blocks of BLOCK_TOKENS tokens never move as the answer grows: many large arrays that move would leave the
+    memory fragmented.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         self._num_tokens = 0
 
     def extend(self, entries: Iterable[TokenLogprobs]) -> None:
+        """Append entries."""
         for entry in entries:
             if self._num_tokens % BLOCK_TOKENS == 0:
                 self._blocks.append(_LogprobsBlock())
@@ -92,7 +95,7 @@ class _LogprobsBlock:
         self._ends = array("i", [0])  # token i has [ends[i], ends[i + 1]) of the first two
 
     def append(self, entry: TokenLogprobs) -> int:
-        """Returns how many bytes that takes."""
+        """Append an entry; returns the bytes that it takes."""
         self._token_ids.append(entry.token_id)
         self._logprobs.append(entry.logprob)
         self._ranks.append(entry.rank)
@@ -113,13 +116,13 @@ class _LogprobsBlock:
 
 
 def slice_tokens(logprobs: Sequence[TokenLogprobs | None]) -> int:
-    """How many tokens make a slice."""
+    """Return the number of tokens in a slice."""
     num_top = max((len(entry.top) for entry in logprobs[:2] if entry is not None), default=0)
     return max(1, SLICE_ENTRIES // (num_top + 1))
 
 
 def joined(slices: Iterable[bytes]) -> Iterator[bytes]:
-    """The inside of a JSON list of the slices' elements."""
+    """Return the inside of a JSON list that has the slices' elements."""
     for index, each in enumerate(slices):
         if index:
             yield b","
@@ -127,12 +130,14 @@ def joined(slices: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class LogprobsFormat:
+    """Logprobs as chats and completions show them."""
+
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Without a tokenizer tokens show as "token_id:7"."""
+        """Without a tokenizer a token shows as "token_id:7"."""
         self._tokenizer = tokenizer
 
     def chat(self, logprobs: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
-        """Entries of `choices[].logprobs.content`."""
+        """Return entries of `choices[].logprobs.content`."""
         return [
             self._entry(entry.token_id, entry.logprob)
             | {"top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in entry.top]}
@@ -140,7 +145,7 @@ class LogprobsFormat:
         ]
 
     def chat_slices(self, logprobs: Sequence[TokenLogprobs]) -> Iterator[bytes]:
-        """What `chat` returns, as slices of JSON without the brackets."""
+        """Return the result of `chat` as slices: JSON without the brackets."""
         num_tokens = slice_tokens(logprobs)
         for first in range(0, len(logprobs), num_tokens):
             yield orjson.dumps(self.chat(logprobs[first : first + num_tokens]))[1:-1]
@@ -148,8 +153,9 @@ class LogprobsFormat:
     def completion(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
     ) -> dict[str, Any]:
-        """`choices[].logprobs`. One entry for each of `token_ids`; None for a prompt's first token, which
-        follows nothing. `offset`: characters of the text that stand before.
+        """Return `choices[].logprobs`, one entry for each of `token_ids`.
+
+        logprobs: None for a prompt's first token, which follows nothing. offset: characters before the text.
         """
         texts = [self._text(token_id) for token_id in token_ids]
         offsets = []
@@ -166,7 +172,7 @@ class LogprobsFormat:
     def columns(
         self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int], offset: int
     ) -> "Generator[bytes, None, Columns]":
-        """What `completion` returns, as slices of JSON; b"" comes after each, for others to have a turn."""
+        """Return the result of `completion` as slices. Yields b"" after each, for other tasks to run."""
         columns = Columns(offset)
         num_tokens = slice_tokens(logprobs)
         for first in range(0, len(token_ids), num_tokens):
@@ -176,7 +182,7 @@ class LogprobsFormat:
         return columns
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that came; of tokens with the same text the likelier is shown."""
+        """Return the likeliest tokens and the sampled one; of equal texts the likelier token is shown."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             found.setdefault(self._text(token_id), _finite(logprob))
@@ -202,32 +208,14 @@ def _finite(logprob: float) -> float:
 Json = dict[str, Any]
 
 
-class AnswerFormat(Protocol):
-    def first(self, choice: AnswerChoice) -> bytes:
-        """The chunk before a choice's first text; b"" for none."""
-
-    def delta(self, choice: AnswerChoice, delta: Delta) -> bytes: ...
-
-    def tool_call(self, choice: AnswerChoice, tool_call: ToolCall) -> bytes:
-        """One call, whole; only chats have any."""
-
-    def last(self, choice: AnswerChoice) -> bytes: ...
-
-    def usage(self) -> bytes: ...
-
-    def whole(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """The answer in one piece, in parts that take a millisecond or so, so that others may have a turn
-        after each; some are empty. `deltas` by the index of their choice.
-        """
-
-
-def answer_format(answer: Answer, tokenizer: Tokenizer | None, created_s: int) -> AnswerFormat:
+def answer_format(answer: Answer, created_s: int) -> AnswerFormat:
+    """Return the wire format of a chat or of a completion. created_s: in seconds since 1970."""
     kind = ChatFormat if answer.call.is_chat else CompletionFormat
-    return kind(answer, LogprobsFormat(tokenizer), created_s)
+    return kind(answer, LogprobsFormat(answer.tokenizer), created_s)
 
 
 class _Format:
-    """What both share."""
+    """The parts that chats and completions share."""
 
     ID_PREFIX = ""
     CHUNK = ""
@@ -251,7 +239,7 @@ class _Format:
 
     @cached_property
     def _starts(self) -> list[bytes]:
-        """Of a chunk with a plain delta, for each choice."""
+        """The start of a chunk with a plain delta, for each choice."""
         start = orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%s%d," % (start, choice.index) for choice in self._answer.choices]
 
@@ -292,6 +280,8 @@ class _Format:
 
 
 class ChatFormat(_Format):
+    """An AnswerFormat for `/v1/chat/completions`."""
+
     ID_PREFIX = "chatcmpl-"
     CHUNK = "chat.completion.chunk"
     WHOLE = "chat.completion"
@@ -359,18 +349,20 @@ class ChatFormat(_Format):
 
 
 class CompletionFormat(_Format):
+    """An AnswerFormat for `/v1/completions`."""
+
     ID_PREFIX = "cmpl-"
     CHUNK = "text_completion"
     WHOLE = "text_completion"
 
     def __init__(self, answer: Answer, logprobs: LogprobsFormat, created_s: int) -> None:
         super().__init__(answer, logprobs, created_s)
-        self._num_chars = [0] * len(answer.choices)  # shown of each choice, by its tokens' own texts
-        self._echoes: dict[int, Columns] = {}  # by the first choice of their prompt, for its other choices
+        self._num_chars = [0] * len(answer.choices)  # shown of each choice, by the texts of single tokens
+        self._echoes: dict[int, Columns] = {}  # by the first choice of the prompt, for its other choices
         self._num_echoed: Counter[int] = Counter()  # by the same
 
     def first(self, choice: AnswerChoice) -> bytes:
-        """With `echo`, the prompt."""
+        """Return the prompt when it is echoed."""
         if not self._call.has_echo:
             return b""
         body = self._body(choice, Delta(), is_first=True)
@@ -417,7 +409,7 @@ class CompletionFormat(_Format):
         yield b"}"
 
     def _body(self, choice: AnswerChoice, delta: Delta, *, is_first: bool) -> Json:
-        """Without logprobs."""
+        """Return a choice without logprobs."""
         shows_prompt = is_first and self._call.has_echo
         text = (choice.prompt.text or "") + delta.text if shows_prompt else delta.text
         body: Json = {"index": choice.index, "text": text, "logprobs": None}
@@ -428,10 +420,10 @@ class CompletionFormat(_Format):
         return body
 
     def _echo(self, choice: AnswerChoice) -> Generator[bytes, None, Columns]:
-        """Of its prompt; made once for all choices of the prompt, and let go after the last of them."""
+        """Return the logprobs of the prompt, made once for its choices and dropped after the last of them."""
         if not self._call.has_echo:
             return Columns(0)
-        first = self._answer.choices[choice.index - choice.number]  # it alone was asked for them
+        first = self._answer.choices[choice.index - choice.number]  # only its request asks for them
         columns = self._echoes.pop(first.index, None)
         if columns is None:
             token_ids = choice.prompt.token_ids
@@ -463,7 +455,7 @@ def _called(tool_call: ToolCall) -> Json:
 
 
 def _result(work: Generator[bytes, None, Columns]) -> Columns:
-    """What it returns, at once."""
+    """Run a generator to its end and return its value."""
     while True:
         try:
             next(work)

@@ -1,7 +1,7 @@
-"""The little of ASGI that is written by hand, for the routes that must be fast."""
+"""The part of ASGI that is written by hand, for the routes that must be fast."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from starlette.types import Receive, Scope, Send
@@ -9,21 +9,23 @@ from starlette.types import Receive, Scope, Send
 from baton.clock import Clock
 from baton.gateway.api.errors import ApiError, ClientGone, Headers
 from baton.gateway.http.response_body import ResponseWriter
-from baton.gateway.tenants.limiter import TextCharge
 
 JSON: Final = b"application/json"
+JSON_HEADERS: Final = [(b"content-type", JSON)]
 BLOCK_BYTES: Final = 64 * 2**10
+TURN_S: Final = 0.002  # writing a large answer may hold the event loop for this long
 
 
-async def read_body(scope: Scope, receive: Receive, charge: TextCharge) -> bytes:
-    """All of it; the server bounds its size and its time. Raises ClientGone when it does not come.
+async def read_body(scope: Scope, receive: Receive, charge: Callable[[int], None]) -> bytes:
+    """Return the whole body; the server bounds its size and its time. Raises ClientGone when it ends early.
 
-    charge: set to what has come, and at once to what the client announces. Raises what it raises.
+    charge: called with the bytes that have come, and first with the bytes that the client announces. Its
+    errors are raised.
     """
     parts, num_bytes = [], 0
     announced = header(scope, b"content-length") or ""
     num_announced = int(announced) if announced.isdecimal() else 0
-    charge.set(num_announced)
+    charge(num_announced)
     while True:
         message = await receive()
         if message["type"] != "http.request":
@@ -31,109 +33,29 @@ async def read_body(scope: Scope, receive: Receive, charge: TextCharge) -> bytes
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes > num_announced:
-            charge.set(num_bytes)
+            charge(num_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def respond(
-    send: Send,
-    status: int,
-    body: bytes,
-    *,
-    content_type: bytes = JSON,
-    headers: Iterable[tuple[bytes, bytes]] = (),
-) -> None:
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                (b"content-type", content_type),
-                (b"content-length", b"%d" % len(body)),
-                *headers,
-            ],
-        }
-    )
+async def respond(send: Send, status: int, body: bytes, headers: Headers | None = None) -> None:
+    """Answer with JSON in one piece."""
+    headers = [*JSON_HEADERS, (b"content-length", b"%d" % len(body)), *(headers or ())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def respond_in_blocks(send: Send, status: int, parts: Sequence[bytes]) -> None:
-    """JSON of any length: the client's pace is kept, and what parts share is not copied before its time."""
-    num_bytes = sum(map(len, parts))
-    if num_bytes <= BLOCK_BYTES:
-        await respond(send, status, b"".join(parts))
-        return
-    headers = [(b"content-type", JSON), (b"content-length", b"%d" % num_bytes)]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    for block in _blocks(parts):
-        await send({"type": "http.response.body", "body": block, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, in blocks of BLOCK_BYTES or less: what a client does not read is not copied."""
-    gathered = bytearray()
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            taken = view[: BLOCK_BYTES - len(gathered)]
-            gathered += taken
-            view = view[len(taken) :]
-            if len(gathered) == BLOCK_BYTES:
-                yield bytes(gathered)
-                gathered.clear()
-    if gathered:
-        yield bytes(gathered)
-
-
 async def respond_error(send: Send, error: ApiError) -> None:
-    await respond(send, error.status, error.body(), headers=error.headers())
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """The first of that name (in lower case); None when there is none."""
-    headers: Headers = scope["headers"]
-    for key, value in headers:
-        if key == name:
-            return value.decode("latin-1")
-    return None
-
-
-# What is written at the end of a turn of the event loop, and what takes many of them.
-#
-# A turn may bring several batches of tokens for one stream, the more so the busier the process is. They leave
-# in one chunk, by one system call, when the turn ends: so what a token costs falls as the load rises.
-
-JSON_HEADERS: Final = [(b"content-type", JSON)]
-TURN_S: Final = 0.002  # so long a large answer may be written before others have a turn
-
-
-class WriteCoalescer:
-    """Of one event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._writers: list[Callable[[], None]] = []
-
-    def add(self, write: Callable[[], None]) -> None:
-        """Call `write` once this turn is over."""
-        if not self._writers:
-            self._loop.call_soon(self._end)
-        self._writers.append(write)
-
-    def _end(self) -> None:
-        writers, self._writers = self._writers, []
-        for write in writers:
-            write()
+    """Answer with an error."""
+    await respond(send, error.status, error.body(), error.headers())
 
 
 async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, writer: ResponseWriter) -> None:
-    """Answer 200 with JSON that is written while `parts` are made; others have a turn every TURN_S.
+    """Answer 200 with JSON that is written while `parts` are made; other tasks run every TURN_S.
 
-    What is longer than a block goes out in chunks as the client reads it, so no more than a block is kept.
-    Raises ClientGone when nobody waits any more.
+    An answer longer than a block goes out in chunks at the client's pace, and no more than a block is kept.
+    Raises ClientGone when the client has left.
     """
     gathered, since_s, has_begun = bytearray(), clock.now_s(), False
     for part in parts:
@@ -153,3 +75,12 @@ async def respond_in_turns(send: Send, parts: Iterable[bytes], clock: Clock, wri
         await send({"type": "http.response.body", "body": bytes(gathered), "more_body": False})
     else:
         await respond(send, 200, bytes(gathered))
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return the first header of that name, which is in lower case; None when there is none."""
+    headers: Headers = scope["headers"]
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None

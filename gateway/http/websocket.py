@@ -1,16 +1,17 @@
 """uvicorn's WebSocket with the limits that a server on its own is not safe without.
 
-1. The handshake must end within `header_timeout_s`: the library drops some without a word.
-2. What has arrived and is not the application's yet is charged to the tenant, from the first byte of a frame
-   on: to the charge that the application sets as `charge`. More than that allows ends the connection.
+1. The handshake must end within `header_timeout_s`: the library drops some handshakes silently.
+2. Bytes that the application has not received yet are charged to the tenant, from the first byte of a frame
+   on, by the function that the application sets as `charge`. When that raises, the connection ends.
 3. A message that has begun arrives within `body_timeout_s`, in at most MAX_FRAGMENTS frames.
-4. Of frames that carry next to nothing MAX_SMALL_FRAMES may come in a second, and of the bytes that arrive at
-   once SLICE_BYTES are parsed before the count is looked at: so pings hold the event loop for no time.
+4. At most MAX_SMALL_FRAMES small frames may come in a second, and at most SLICE_BYTES are parsed before the
+   count is checked: so a flood of pings does not hold the event loop.
 5. A ping that comes while the client does not read is not answered.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from uvicorn.config import Config
@@ -21,7 +22,6 @@ from websockets.http11 import Request
 
 from baton.errors import Overloaded, Refused
 from baton.gateway.http.protocol import BAD_UPGRADE, HttpLimits, end, response
-from baton.gateway.tenants.limiter import TextCharge
 
 EXTENSION: Final = "baton.socket"  # of an ASGI scope: the LimitedSocket itself
 CLOSE_TIMEOUT_S: Final = 2.0  # for a client to say that it has heard of the end
@@ -46,7 +46,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.charge: TextCharge | None = None
+        self.charge: Callable[[int], None] | None = None  # called with the bytes that are held
         self.close_timeout = CLOSE_TIMEOUT_S
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
@@ -137,7 +137,7 @@ class LimitedSocket(WebSocketsSansIOProtocol):
         num_bytes = num_unfinished + sum(self._queued) + self._num_received_bytes
         if self.charge is not None:
             try:
-                self.charge.set(num_bytes)
+                self.charge(num_bytes)
             except Refused as error:  # without a time it never fits
                 is_too_big = not error.retry_after_s
                 self._end(CloseCode.MESSAGE_TOO_BIG if is_too_big else CloseCode.TRY_AGAIN_LATER, FULL)

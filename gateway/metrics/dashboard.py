@@ -1,44 +1,44 @@
-"""`/ui`: the cluster on one page that needs no script and nothing from elsewhere; it loads itself again.
+"""`/ui`: the cluster on one page for operators. It needs no script and no other file, and reloads itself."""
 
-It shows what `/metrics` has, and so does to whom: operators alone.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import minijinja
 
 import baton
 from baton.clock import Clock
-from baton.gateway.metrics.metrics import ITL_BOUNDS_S, TTFT_BOUNDS_S, Counts, HistogramCounts
+from baton.gateway.metrics.metrics import Histogram, Metrics
 from baton.messages.operations import Status
 from baton.messages.status import TenantStatus
 from baton.messages.workers import WorkerStatus
 
 REFRESH_S: Final = 2
-LEAST_S: Final = 0.5  # between two readings that a rate is taken of
+LEAST_S: Final = 0.5  # between the two readings of a rate
 HEADERS: Final = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
 }
 SHOWN_STATES: Final = ("active", "cached", "leased", "quarantined")
-NAME: Final = "dashboard.html"  # by its ending, what is written into it is escaped
+NAME: Final = "dashboard.html"  # minijinja escapes values because of the ending
+Totals: TypeAlias = Mapping[str, tuple[int, int]]  # gateway -> requests, tokens
 
 
 class Dashboard:
+    """The page, and the rates between two views of it."""
+
     def __init__(self, model: str, clock: Clock) -> None:
         self._model = model
         self._clock = clock
         self._environment = minijinja.Environment(
             templates={NAME: Path(__file__).with_name("dashboard.jinja").read_text("utf-8")}
         )
-        self._before: tuple[float, Sequence[Counts]] | None = None
+        self._before: tuple[float, Totals] | None = None
         self._rates = (0.0, 0.0)  # requests and tokens a second
 
-    def page(self, gateways: Sequence[Counts], status: Status | None) -> str:
-        """gateways: what each has counted by now. status: what the router last said."""
+    def page(self, gateways: Sequence[Metrics], status: Status | None) -> str:
+        """Return the page. status: the last one of the routers."""
         self._measure(gateways)
         shown = status or Status()
         return self._environment.render_template(
@@ -52,16 +52,16 @@ class Dashboard:
             gateways=[_gateway(counts) for counts in gateways],
         )
 
-    def _measure(self, gateways: Sequence[Counts]) -> None:
-        now_s = self._clock.now_s()
+    def _measure(self, gateways: Sequence[Metrics]) -> None:
+        now_s, now = self._clock.now_s(), totals(gateways)
         if self._before is not None:
             before_s, before = self._before
             if now_s - before_s < LEAST_S:
                 return
-            self._rates = rates(before, gateways, now_s - before_s)
-        self._before = now_s, gateways
+            self._rates = rates(before, now, now_s - before_s)
+        self._before = now_s, now
 
-    def _tiles(self, gateways: Sequence[Counts], status: Status) -> list[dict[str, str]]:
+    def _tiles(self, gateways: Sequence[Metrics], status: Status) -> list[dict[str, str]]:
         requests_per_s, tokens_per_s = self._rates
         ttft = [counts.ttft for counts in gateways]
         itl = [counts.itl for counts in gateways]
@@ -69,36 +69,39 @@ class Dashboard:
             "calls being answered": str(sum(counts.num_open for counts in gateways)),
             "requests/s": f"{requests_per_s:,.1f}",
             "tokens/s": f"{tokens_per_s:,.0f}",
-            "first token, half of all": quantile(ttft, TTFT_BOUNDS_S, 0.5),
-            "first token, 99 %": quantile(ttft, TTFT_BOUNDS_S, 0.99),
-            "between tokens, 99 %": quantile(itl, ITL_BOUNDS_S, 0.99),
+            "first token, half of all": quantile(ttft, 0.5),
+            "first token, 99 %": quantile(ttft, 0.99),
+            "between tokens, 99 %": quantile(itl, 0.99),
             "wait at the router": str(status.queue.num_queued),
             "overload": status.queue.level.name.lower(),
         }
         return [{"name": name, "value": value} for name, value in shown.items()]
 
 
-def rates(before: Sequence[Counts], after: Sequence[Counts], seconds: float) -> tuple[float, float]:
-    """Requests and tokens a second, of the gateways that were there both times."""
-    former = {counts.gateway: counts for counts in before}
-    pairs = [(former[counts.gateway], counts) for counts in after if counts.gateway in former]
-    num_requests = sum(_num_requests(new) - _num_requests(old) for old, new in pairs)
-    num_tokens = sum(new.generated_tokens - old.generated_tokens for old, new in pairs)
+def totals(gateways: Sequence[Metrics]) -> Totals:
+    """Return the calls, however they ended, and the tokens of each gateway."""
+    return {each.gateway: (_num_requests(each), each.generated_tokens) for each in gateways}
+
+
+def rates(before: Totals, after: Totals, seconds: float) -> tuple[float, float]:
+    """Return requests and tokens a second, of the gateways that are in both readings."""
+    pairs = [(before[name], after[name]) for name in after if name in before]
+    num_requests = sum(new[0] - old[0] for old, new in pairs)
+    num_tokens = sum(new[1] - old[1] for old, new in pairs)
     return num_requests / seconds, num_tokens / seconds
 
 
-def quantile(counted: Sequence[HistogramCounts], bounds: Sequence[float], share: float) -> str:
-    """The bound that at least this share is below, of all together since they were started."""
-    counts = [each.counts for each in counted if len(each.counts) == len(bounds) + 1]
-    total = sum(map(sum, counts))
-    if not total:
-        return "-"
+def quantile(histograms: Sequence[Histogram], share: float) -> str:
+    """Return the bound that at least this share of all values is below, since the gateways started."""
+    bounds = histograms[0].bounds
+    alike = [each.counts for each in histograms if each.bounds == bounds]
+    total = [sum(column) for column in zip(*alike, strict=True)]
     num_below = 0
-    for bound, column in zip(bounds, zip(*counts, strict=True), strict=False):
-        num_below += sum(column)
-        if num_below >= share * total:
+    for bound, count in zip(bounds, total, strict=False):
+        num_below += count
+        if num_below and num_below >= share * sum(total):
             return f"\u2264 {bound:g} s" if bound >= 1 else f"\u2264 {bound * 1000:g} ms"
-    return f"> {bounds[-1]:g} s"
+    return f"> {bounds[-1]:g} s" if sum(total) else "-"
 
 
 def _worker(status: WorkerStatus) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def _tenant(status: TenantStatus) -> dict[str, Any]:
     }
 
 
-def _gateway(counts: Counts) -> dict[str, Any]:
+def _gateway(counts: Metrics) -> dict[str, Any]:
     return {
         "name": counts.gateway,
         "num_open": counts.num_open,
@@ -139,6 +142,5 @@ def _gateway(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _num_requests(counts: Counts) -> int:
-    """Calls for answers, however they ended."""
-    return sum(count for route, _, count in counts.requests if route.startswith("/v1/c"))
+def _num_requests(counts: Metrics) -> int:
+    return sum(count for (route, _), count in counts.requests.items() if route.startswith("/v1/c"))

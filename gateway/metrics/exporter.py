@@ -1,339 +1,512 @@
-"""Metrics in Prometheus' text format: of the gateways behind one port, and of workers.
+"""Every metric of `/metrics`, as one table: of the gateways behind one port, of routers, of workers.
 
-Whoever of these gateways is scraped shows all of them, each with its own name in a label: so sums are
-sums, and no series ever goes back from one scrape to the next.
+A `Metric` says its name, its help text, the rows that it has (a `Source`), and how to read a row. METRICS is
+the registry: an entry more is a metric more. `prometheus_client` writes the text format.
+
+A scrape of any gateway shows all gateways of its port, each with its name in a label: sums are sums, and no
+series goes back from one scrape to the next. The names that begin with `vllm:` are those that vLLM's
+dashboards and llm-d's endpoint picker read; they are off unless asked for.
 """
 
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeAlias
+from itertools import accumulate
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 import baton
-from baton.gateway.metrics.metrics import (
-    ITL_BOUNDS_S,
-    REQUEST_BOUNDS_S,
-    TTFT_BOUNDS_S,
-    Counts,
-    HistogramCounts,
-    Metrics,
-    gateway_tenant_families,
-    histogram_family,
-    queue_families,
-    router_tenant_families,
-)
+from baton.gateway.metrics.metrics import MAX_TENANTS, Histogram, Metrics, TenantCounts
 from baton.gateway.metrics.peer_gateways import PeerGateways
 from baton.gateway.streams.request_stream import Service
 from baton.messages.operations import Status
-from baton.messages.status import ROUTING_BOUNDS_S, RouterStatus
-from baton.messages.workers import Load, WorkerStatus
+from baton.messages.status import ROUTING_BOUNDS_S, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.workers import WorkerStatus
 
-WorkerReading: TypeAlias = tuple[
-    str, str, Callable[[Load], int]
-]  # name, documentation, of a worker's own count
-WORKER_GAUGES: Final[tuple[WorkerReading, ...]] = (
-    ("running_sequences", "Sequences that have pages.", lambda load: load.num_running),
-    ("waiting_sequences", "Sequences that have none yet.", lambda load: load.num_waiting),
-    ("incoming_transfers", "Transfers that hold pages here.", lambda load: load.num_incoming),
-    ("outgoing_transfers", "Transfers that hold pages here.", lambda load: load.num_outgoing),
+
+class Scrape(NamedTuple):
+    """The values that one scrape shows."""
+
+    model: str
+    gateways: Sequence[Metrics]
+    status: Status | None  # None: no router has answered
+
+    @property
+    def workers(self) -> Sequence[WorkerStatus]:
+        """The workers by the routers' last word."""
+        return () if self.status is None else self.status.workers
+
+    @property
+    def routers(self) -> Sequence[RouterStatus]:
+        """The routers by their last word."""
+        return () if self.status is None else self.status.routers
+
+
+RowT = TypeVar("RowT")
+Labels: TypeAlias = tuple[str, ...]
+# A number, a histogram, or a mapping from the value of one more label (or from the values of several).
+Value: TypeAlias = float | Histogram | Mapping[str, float] | Mapping[tuple[Any, ...], float]
+
+
+class Source(NamedTuple, Generic[RowT]):
+    """Rows of a scrape, each with the values of its labels."""
+
+    labels: Labels
+    rows: Callable[[Scrape], Iterable[tuple[Labels, RowT]]]
+
+
+class Metric(NamedTuple, Generic[RowT]):
+    """One metric. `read` returns a Value for one row, or None to leave the row out."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    source: Source[RowT]
+    help: str
+    read: Callable[[RowT], Value | None]
+    keys: Labels = ()  # the labels of a mapping
+
+
+def counter(
+    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None], *keys: str
+) -> Metric[RowT]:
+    """Return a Metric that only grows; its series end in `_total`."""
+    return Metric("counter", name, source, help, read, keys)
+
+
+def gauge(
+    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None], *keys: str
+) -> Metric[RowT]:
+    """Return a Metric that may fall."""
+    return Metric("gauge", name, source, help, read, keys)
+
+
+def histogram(
+    name: str, source: Source[RowT], help: str, read: Callable[[RowT], Value | None]
+) -> Metric[RowT]:
+    """Return a Metric of a Histogram."""
+    return Metric("histogram", name, source, help, read)
+
+
+def _tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantCounts]]:
+    for each in scrape.gateways:
+        for name, counts in each.tenants.items():
+            yield (each.gateway, name), counts
+
+
+def _queued_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
+    for router in scrape.routers:
+        for tenant in router.queue.tenants[:MAX_TENANTS]:
+            yield (router.id[:8], tenant.tenant), tenant
+
+
+def _joined_tenant_rows(scrape: Scrape) -> Iterator[tuple[Labels, TenantStatus]]:
+    if scrape.status is not None:
+        for tenant in scrape.status.queue.tenants[:MAX_TENANTS]:
+            yield (tenant.tenant,), tenant
+
+
+def _cluster_rows(scrape: Scrape) -> Iterator[tuple[Labels, Status]]:
+    if scrape.status is not None:
+        yield (), scrape.status
+
+
+def _queue_rows(scrape: Scrape) -> Iterator[tuple[Labels, QueueStatus]]:
+    if scrape.status is not None:
+        yield (), scrape.status.queue
+
+
+SCRAPE: Final = Source[Scrape]((), lambda scrape: [((), scrape)])
+GATEWAYS: Final = Source[Metrics](
+    ("gateway",), lambda scrape: [((each.gateway,), each) for each in scrape.gateways]
 )
-WORKER_COUNTERS: Final[tuple[WorkerReading, ...]] = (
-    ("generated_tokens", "Tokens generated.", lambda load: load.num_tokens),
-    ("prefix_queries_tokens", "Looked up in the prefix cache.", lambda load: load.prefix_queries_tokens),
-    ("prefix_hits_tokens", "Of these, found.", lambda load: load.prefix_hits_tokens),
-    ("preemptions", "Sequences that had to make room.", lambda load: load.num_preemptions),
-    ("kv_sent_bytes", "Moved to other workers.", lambda load: load.kv_bytes),
+TENANTS: Final = Source[TenantCounts](("gateway", "tenant"), _tenant_rows)
+CLUSTER: Final = Source[Status]((), _cluster_rows)
+WORKERS: Final = Source[WorkerStatus](
+    ("worker", "role"),
+    lambda scrape: [((each.worker.name, each.worker.role), each) for each in scrape.workers],
+)
+ROUTERS: Final = Source[RouterStatus](
+    ("router",), lambda scrape: [((each.id[:8],), each) for each in scrape.routers]
+)
+# The queues of all routers together: nothing of this is counted, so it may fall when a router dies.
+QUEUE: Final = Source[QueueStatus]((), _queue_rows)
+QUEUED_TENANTS: Final = Source[TenantStatus](("tenant",), _joined_tenant_rows)
+# The counts of each router since it started: a router that dies takes its series along and lowers no other.
+# A tenant's share is its part of work_tokens. The tenant of a cluster without a tenants file has no name.
+ROUTER_TENANTS: Final = Source[TenantStatus](("router", "tenant"), _queued_tenant_rows)
+# vLLM's label `engine`, for one of several, names the gateway or the worker that has counted.
+ENGINES: Final = Source[Metrics](
+    ("model_name", "engine"),
+    lambda scrape: [((scrape.model, each.gateway), each) for each in scrape.gateways],
+)
+WORKER_ENGINES: Final = Source[WorkerStatus](
+    ("model_name", "engine"),
+    lambda scrape: [((scrape.model, each.worker.name), each) for each in scrape.workers],
+)
+MODEL: Final = Source[Sequence[WorkerStatus]](
+    ("model_name",),
+    lambda scrape: [] if scrape.status is None else [((scrape.model,), scrape.status.workers)],
 )
 
-
-def worker_families(status: Status) -> Iterator[Metric]:
-    """What the router last said of workers, as Prometheus reads it."""
-    yield _num_workers(status)
-    labels = ("worker", "role")
-    for name, documentation, read in WORKER_GAUGES:
-        gauge = GaugeMetricFamily(f"baton_worker_{name}", documentation, labels=labels)
-        for worker in status.workers:
-            gauge.add_metric(_names(worker), read(worker.load))
-        yield gauge
-    for name, documentation, read in WORKER_COUNTERS:
-        counter = CounterMetricFamily(f"baton_worker_{name}", documentation, labels=labels)
-        for worker in status.workers:
-            counter.add_metric(_names(worker), read(worker.load))
-        yield counter
-    yield from _labelled_worker_families(status)
+OWN_ROUTER_COUNTERS: Final = frozenset({"decisions", "blind_decisions"})
 
 
-def _num_workers(status: Status) -> Metric:
-    gauge = GaugeMetricFamily(
-        "baton_workers", "Workers of the cluster: 'serving' or 'draining'.", labels=("role", "node", "state")
-    )
-    counts = Counter(
+def _build_info(_: Scrape) -> Value:
+    return {(baton.__version__, platform.python_version()): 1}
+
+
+def _num_workers(status: Status) -> Value:
+    return Counter(
         (each.worker.role, each.worker.node, "draining" if each.is_draining else "serving")
         for each in status.workers
     )
-    for labels, count in counts.items():
-        gauge.add_metric(labels, count)
-    return gauge
 
 
-def _labelled_worker_families(status: Status) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("baton_kv_pages", "KV pages by state.", labels=("worker", "role", "state"))
-    events = CounterMetricFamily("baton_worker_events", "By kind.", labels=("worker", "role", "event"))
-    for worker in status.workers:
-        for state, count in worker.load.pages.items():
-            pages.add_metric((*_names(worker), state), count)
-        for event, count in worker.load.counters.items():
-            events.add_metric((*_names(worker), event), count)
-    yield pages
-    yield events
+def _redis_up(router: RouterStatus) -> Value | None:
+    return None if router.redis == "none" else float(router.redis == "up")
 
 
-def _names(worker: WorkerStatus) -> tuple[str, str]:
-    return worker.worker.name, worker.worker.role
+def _routing(router: RouterStatus) -> Value:
+    return Histogram(ROUTING_BOUNDS_S, list(router.routing_counts), router.routing_s)
 
 
-ROUTER: Final = ("router",)
-OWN_COUNTERS: Final = {
-    "decisions": "Choices of workers by what they hold and cost.",
-    "blind_decisions": "Of these, about a worker that had not told what it holds.",
-}
+def _router_events(router: RouterStatus) -> Value:
+    return {name: count for name, count in router.counters.items() if name not in OWN_ROUTER_COUNTERS}
 
 
-def router_families(status: Status) -> Iterator[Metric]:
-    """Metrics of the routers from their last status. The label `router` is the start of a router's id."""
-    routers = {router.id[:8]: router for router in status.routers}
-    routing = HistogramMetricFamily("baton_router_routing_seconds", "To choose workers.", labels=ROUTER)
-    attempts = GaugeMetricFamily("baton_router_attempts", "Under way, that it has sent out.", labels=ROUTER)
-    redis = GaugeMetricFamily("baton_router_redis_up", "1 when its link to Redis is up.", labels=ROUTER)
-    for name, router in routers.items():
-        routing.add_metric([name], _buckets(router), router.routing_s)
-        attempts.add_metric([name], router.num_attempts)
-        if router.redis != "none":
-            redis.add_metric([name], float(router.redis == "up"))
-    yield from (routing, attempts, redis)
-    away = "Seconds since Ray's head last answered; nothing can be started meanwhile. 0: it does."
-    yield GaugeMetricFamily("baton_ray_head_away_seconds", away, value=status.head_away_s)
-    yield from _counters(routers)
+def _objectives(counts: TenantCounts) -> Value:
+    both = (("yes", counts.met), ("no", counts.missed))
+    return {(objective, kept): num for kept, found in both for objective, num in found.items()}
 
 
-def _counters(routers: dict[str, RouterStatus]) -> Iterator[Metric]:
-    for counter, documentation in OWN_COUNTERS.items():
-        family = CounterMetricFamily(f"baton_router_{counter}", documentation, labels=ROUTER)
-        for name, router in routers.items():
-            family.add_metric([name], router.counters.get(counter, 0))
-        yield family
-    events = CounterMetricFamily("baton_router_events", "By kind.", labels=("router", "event"))
-    for name, router in routers.items():
-        for event, count in router.counters.items():
-            if event not in OWN_COUNTERS:
-                events.add_metric([name, event], count)
-    yield events
+def _num_pages(workers: Sequence[WorkerStatus]) -> int:
+    return sum(each.worker.num_pages for each in workers)
 
 
-def _buckets(router: RouterStatus) -> list[tuple[str, float]]:
-    buckets, total = [], 0
-    for bound, count in zip((*map(str, ROUTING_BOUNDS_S), "+Inf"), router.routing_counts, strict=True):
-        total += count
-        buckets.append((bound, float(total)))
-    return buckets
+def _page_usage(workers: Sequence[WorkerStatus]) -> Value:
+    num_pages = _num_pages(workers)
+    num_free = sum(each.load.pages.get("free", 0) + each.load.pages.get("cached", 0) for each in workers)
+    return 1 - num_free / num_pages if num_pages else 0.0
 
 
-# What dashboards and llm-d's endpoint picker read of vLLM, by vLLM's names; off unless it is asked for.
-#
-# The label `engine`, vLLM's for one of several, names the gateway or the worker that has counted.
-
-LABELS: Final = ("model_name", "engine")
+def _cache_config(status: Status) -> Value:
+    page_size = max((each.worker.page_size for each in status.workers), default=0)
+    return {(page_size, _num_pages(status.workers)): 1}
 
 
-def vllm_gateway_families(gateways: Sequence[Counts], model: str) -> Iterator[Metric]:
-    for name, documentation, bounds, counted in (
-        ("time_to_first_token", "To the first token.", TTFT_BOUNDS_S, [each.ttft for each in gateways]),
-        ("inter_token_latency", "Between tokens.", ITL_BOUNDS_S, [each.itl for each in gateways]),
-        ("e2e_request_latency", "To the end.", REQUEST_BOUNDS_S, [each.duration for each in gateways]),
-    ):
-        values = [(model, each.gateway) for each in gateways]
-        rows = zip(values, counted, strict=True)
-        yield histogram_family(f"vllm:{name}_seconds", documentation, bounds, LABELS, rows)
-    for name, documentation, counts in (
-        ("prompt_tokens", "Of prompts.", [each.prompt_tokens for each in gateways]),
-        ("generation_tokens", "Generated.", [each.generated_tokens for each in gateways]),
-    ):
-        counter = CounterMetricFamily(f"vllm:{name}", documentation, labels=LABELS)
-        for each, count in zip(gateways, counts, strict=True):
-            counter.add_metric((model, each.gateway), count)
-        yield counter
-
-
-def vllm_worker_families(workers: Sequence[WorkerStatus], model: str) -> Iterator[Metric]:
-    """The five that llm-d's endpoint picker reads, of all workers together; and what caches have found."""
-    num_pages = sum(worker.worker.num_pages for worker in workers)
-    num_free = sum(
-        worker.load.pages.get("free", 0) + worker.load.pages.get("cached", 0) for worker in workers
-    )
-    for name, documentation, value in (
-        ("num_requests_waiting", "Sequences that wait.", sum(each.load.num_waiting for each in workers)),
-        ("num_requests_running", "Sequences that run.", sum(each.load.num_running for each in workers)),
-        ("kv_cache_usage_perc", "Share of KV pages in use.", 1 - num_free / num_pages if num_pages else 0.0),
-    ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", documentation, labels=("model_name",))
-        gauge.add_metric((model,), value)
-        yield gauge
-    for name, documentation, found in (
-        ("prefix_cache_queries", "Tokens looked up.", [each.load.prefix_queries_tokens for each in workers]),
-        ("prefix_cache_hits", "Of these, found.", [each.load.prefix_hits_tokens for each in workers]),
-    ):
-        counter = CounterMetricFamily(f"vllm:{name}", documentation, labels=LABELS)
-        for worker, count in zip(workers, found, strict=True):
-            counter.add_metric((model, worker.worker.name), count)
-        yield counter
-    cache = GaugeMetricFamily(
-        "vllm:cache_config_info", "Of the cache.", labels=("block_size", "num_gpu_blocks")
-    )
-    page_size = max((worker.worker.page_size for worker in workers), default=0)
-    cache.add_metric((str(page_size), str(num_pages)), 1)
-    yield cache
-    adapters = GaugeMetricFamily(
-        "vllm:lora_requests_info",
-        "None are served.",
-        labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-    )
-    adapters.add_metric(("0", "", ""), 1)
-    yield adapters
-
-
-GATEWAY: Final = ("gateway",)
-Reading: TypeAlias = tuple[str, str, Callable[[Counts], int]]  # name, documentation, of a gateway's counts
-COUNTERS: Final[tuple[Reading, ...]] = (
-    ("prompt_tokens", "Tokens of prompts.", lambda counts: counts.prompt_tokens),
-    ("cached_prompt_tokens", "Of these, found in a prefix cache.", lambda counts: counts.cached_tokens),
-    ("generation_tokens", "Tokens generated.", lambda counts: counts.generated_tokens),
-    ("clients_gone", "Clients that left before their answer's end.", lambda counts: counts.clients_gone),
-    ("clients_given_up", "Clients that read too slowly.", lambda counts: counts.clients_given_up),
-    ("unknown_body_keys", "Keys of bodies that are not known.", lambda counts: counts.unknown_keys),
-)
-ByKey: TypeAlias = tuple[str, str, str, Callable[[Counts], Mapping[str, int]]]  # the third is the key's label
-BY_KEY: Final[tuple[ByKey, ...]] = (
-    ("connections_refused", "What the server refused.", "reason", lambda counts: counts.refused),
-    ("frontend", "Replays, drops, retries.", "event", lambda counts: counts.events),
-    ("tenants_file_changes", "Taken or refused.", "outcome", lambda counts: counts.tenants_file),
-)
-Timing: TypeAlias = tuple[str, str, Sequence[float], Callable[[Counts], HistogramCounts]]
-TIMINGS: Final[tuple[Timing, ...]] = (
-    (
-        "time_to_first_token",
-        "From the call to its first token.",
-        TTFT_BOUNDS_S,
-        lambda counts: counts.ttft,
+METRICS: Final[list[Metric[Any]]] = [
+    gauge(
+        "baton_build_info", SCRAPE, "Always 1; the labels have the build.", _build_info, "version", "python"
     ),
-    (
-        "inter_token_latency",
+    # Gateways
+    counter("baton_requests", GATEWAYS, "Answered requests.", lambda g: g.requests, "route", "status"),
+    counter(
+        "baton_connections_refused",
+        GATEWAYS,
+        "Connections that the server refused.",
+        lambda g: g.refused,
+        "reason",
+    ),
+    counter("baton_frontend", GATEWAYS, "Replays, drops, retries.", lambda g: g.events, "event"),
+    counter(
+        "baton_tenants_file_changes",
+        GATEWAYS,
+        "Changes of the tenants file, taken or refused.",
+        lambda g: g.tenants_file,
+        "outcome",
+    ),
+    counter("baton_prompt_tokens", GATEWAYS, "Tokens of prompts.", lambda g: g.prompt_tokens),
+    counter(
+        "baton_cached_prompt_tokens",
+        GATEWAYS,
+        "Tokens of prompts that a prefix cache had.",
+        lambda g: g.cached_tokens,
+    ),
+    counter("baton_generation_tokens", GATEWAYS, "Generated tokens.", lambda g: g.generated_tokens),
+    counter(
+        "baton_clients_gone",
+        GATEWAYS,
+        "Clients that left before the end of their answer.",
+        lambda g: g.clients_gone,
+    ),
+    counter(
+        "baton_clients_given_up", GATEWAYS, "Clients that read too slowly.", lambda g: g.clients_given_up
+    ),
+    counter("baton_unknown_body_keys", GATEWAYS, "Unknown keys of bodies.", lambda g: g.unknown_keys),
+    gauge("baton_open_requests", GATEWAYS, "Calls that are being answered.", lambda g: g.num_open),
+    histogram(
+        "baton_time_to_first_token_seconds", GATEWAYS, "From the call to its first token.", lambda g: g.ttft
+    ),
+    histogram(
+        "baton_inter_token_latency_seconds",
+        GATEWAYS,
         "Between two batches of a choice's tokens.",
-        ITL_BOUNDS_S,
-        lambda counts: counts.itl,
+        lambda g: g.itl,
     ),
-    ("request", "From the call to its end.", REQUEST_BOUNDS_S, lambda counts: counts.duration),
-)
+    histogram("baton_request_seconds", GATEWAYS, "From the call to its end.", lambda g: g.duration),
+    # Tenants at gateways
+    gauge("baton_tenant_open_requests", TENANTS, "Choices that are being answered.", lambda t: t.num_open),
+    counter("baton_tenant_prompt_tokens", TENANTS, "Tokens of prompts.", lambda t: t.prompt_tokens),
+    counter("baton_tenant_generation_tokens", TENANTS, "Generated tokens.", lambda t: t.generated_tokens),
+    counter("baton_tenant_calls", TENANTS, "Calls by their end.", lambda t: t.calls, "outcome"),
+    counter(
+        "baton_tenant_objectives",
+        TENANTS,
+        "Latency objectives that calls kept or missed.",
+        _objectives,
+        "objective",
+        "kept",
+    ),
+    # Workers
+    gauge(
+        "baton_workers",
+        CLUSTER,
+        "Workers of the cluster: 'serving' or 'draining'.",
+        _num_workers,
+        "role",
+        "node",
+        "state",
+    ),
+    gauge(
+        "baton_worker_running_sequences", WORKERS, "Sequences that have pages.", lambda w: w.load.num_running
+    ),
+    gauge(
+        "baton_worker_waiting_sequences",
+        WORKERS,
+        "Sequences that have no pages yet.",
+        lambda w: w.load.num_waiting,
+    ),
+    gauge(
+        "baton_worker_incoming_transfers",
+        WORKERS,
+        "Incoming transfers that hold pages.",
+        lambda w: w.load.num_incoming,
+    ),
+    gauge(
+        "baton_worker_outgoing_transfers",
+        WORKERS,
+        "Outgoing transfers that hold pages.",
+        lambda w: w.load.num_outgoing,
+    ),
+    counter("baton_worker_generated_tokens", WORKERS, "Generated tokens.", lambda w: w.load.num_tokens),
+    counter(
+        "baton_worker_prefix_queries_tokens",
+        WORKERS,
+        "Tokens that were looked up in the prefix cache.",
+        lambda w: w.load.prefix_queries_tokens,
+    ),
+    counter(
+        "baton_worker_prefix_hits_tokens",
+        WORKERS,
+        "Tokens that were found in the prefix cache.",
+        lambda w: w.load.prefix_hits_tokens,
+    ),
+    counter("baton_worker_preemptions", WORKERS, "Preempted sequences.", lambda w: w.load.num_preemptions),
+    counter(
+        "baton_worker_kv_sent_bytes", WORKERS, "Bytes of KV sent to other workers.", lambda w: w.load.kv_bytes
+    ),
+    gauge("baton_kv_pages", WORKERS, "KV pages by state.", lambda w: w.load.pages, "state"),
+    counter("baton_worker_events", WORKERS, "Events by kind.", lambda w: w.load.counters, "event"),
+    # A worker names these itself: a new one needs no change here (docs/extending.md).
+    gauge("baton_worker_gauge", WORKERS, "Gauges by name.", lambda w: w.load.gauges, "name"),
+    # Routers
+    histogram("baton_router_routing_seconds", ROUTERS, "Time to choose workers.", _routing),
+    gauge("baton_router_attempts", ROUTERS, "Dispatched attempts under way.", lambda r: r.num_attempts),
+    gauge("baton_router_redis_up", ROUTERS, "1 when the link to Redis is up.", _redis_up),
+    gauge(
+        "baton_ray_head_away_seconds",
+        CLUSTER,
+        "Seconds since Ray's head last answered; no process can be started meanwhile. 0: it answers.",
+        lambda status: status.head_away_s,
+    ),
+    counter(
+        "baton_router_decisions",
+        ROUTERS,
+        "Choices of workers by cost.",
+        lambda r: r.counters.get("decisions", 0),
+    ),
+    counter(
+        "baton_router_blind_decisions",
+        ROUTERS,
+        "Choices of a worker that had not reported its pages.",
+        lambda r: r.counters.get("blind_decisions", 0),
+    ),
+    counter("baton_router_events", ROUTERS, "Events by kind.", _router_events, "event"),
+    counter(
+        "baton_overload_escalations",
+        ROUTERS,
+        "Escalations to each overload level.",
+        lambda r: r.queue.escalations,
+        "level",
+    ),
+    # The queue
+    gauge("baton_overload_level", QUEUE, "Overload level; 0 is calm.", lambda q: int(q.level)),
+    gauge("baton_queued_requests", QUEUE, "Requests queued at routers.", lambda q: q.num_queued),
+    gauge("baton_oldest_wait_seconds", QUEUE, "Longest wait of a queued request.", lambda q: q.oldest_wait_s),
+    gauge(
+        "baton_tenant_queued_requests", QUEUED_TENANTS, "Requests queued at routers.", lambda t: t.num_queued
+    ),
+    gauge(
+        "baton_tenant_active_requests", QUEUED_TENANTS, "Requests that workers have.", lambda t: t.num_active
+    ),
+    gauge(
+        "baton_tenant_oldest_wait_seconds",
+        QUEUED_TENANTS,
+        "Longest wait of a queued request.",
+        lambda t: t.oldest_wait_s,
+    ),
+    gauge("baton_tenant_weight", QUEUED_TENANTS, "Weight of the tenant's share.", lambda t: t.weight),
+    counter(
+        "baton_tenant_work_tokens", ROUTER_TENANTS, "Tokens computed for the tenant.", lambda t: t.work_tokens
+    ),
+    counter(
+        "baton_tenant_dispatched_requests",
+        ROUTER_TENANTS,
+        "Requests dispatched to workers.",
+        lambda t: t.num_dispatched,
+    ),
+    counter(
+        "baton_tenant_wait_seconds",
+        ROUTER_TENANTS,
+        "Total wait of dispatched requests.",
+        lambda t: t.waited_s,
+    ),
+    counter(
+        "baton_tenant_degraded_requests",
+        ROUTER_TENANTS,
+        "Requests made shorter or narrower under overload.",
+        lambda t: t.num_degraded,
+    ),
+    counter(
+        "baton_tenant_refused",
+        ROUTER_TENANTS,
+        "Requests that the router refused.",
+        lambda t: t.refused,
+        "reason",
+    ),
+    # vLLM's names
+    histogram("vllm:time_to_first_token_seconds", ENGINES, "Time to first token.", lambda g: g.ttft),
+    histogram("vllm:inter_token_latency_seconds", ENGINES, "Time between tokens.", lambda g: g.itl),
+    histogram("vllm:e2e_request_latency_seconds", ENGINES, "Time to the end.", lambda g: g.duration),
+    counter("vllm:prompt_tokens", ENGINES, "Tokens of prompts.", lambda g: g.prompt_tokens),
+    counter("vllm:generation_tokens", ENGINES, "Generated tokens.", lambda g: g.generated_tokens),
+    gauge(
+        "vllm:num_requests_waiting",
+        MODEL,
+        "Waiting sequences.",
+        lambda workers: sum(each.load.num_waiting for each in workers),
+    ),
+    gauge(
+        "vllm:num_requests_running",
+        MODEL,
+        "Running sequences.",
+        lambda workers: sum(each.load.num_running for each in workers),
+    ),
+    gauge("vllm:kv_cache_usage_perc", MODEL, "Share of KV pages in use.", _page_usage),
+    counter(
+        "vllm:prefix_cache_queries",
+        WORKER_ENGINES,
+        "Tokens that were looked up.",
+        lambda w: w.load.prefix_queries_tokens,
+    ),
+    counter(
+        "vllm:prefix_cache_hits",
+        WORKER_ENGINES,
+        "Tokens that were found.",
+        lambda w: w.load.prefix_hits_tokens,
+    ),
+    gauge(
+        "vllm:cache_config_info",
+        CLUSTER,
+        "Configuration of the cache.",
+        _cache_config,
+        "block_size",
+        "num_gpu_blocks",
+    ),
+    gauge(
+        "vllm:lora_requests_info",
+        CLUSTER,
+        "No adapters are served.",
+        lambda _: {("0", "", ""): 1},
+        "max_lora",
+        "waiting_lora_adapters",
+        "running_lora_adapters",
+    ),
+]
 
 
 class Exporter:
-    """Of one gateway, and of those that it can ask."""
+    """Writes the metrics of one gateway and of the gateways of its port."""
 
     def __init__(
         self,
         metrics: Metrics,
         service: Service,
-        siblings: PeerGateways | None = None,
+        peers: PeerGateways | None = None,
         *,
         model: str,
         vllm_names: bool,
     ) -> None:
+        """vllm_names: write the metrics that have vLLM's names as well."""
         self.metrics = metrics
         self._service = service
-        self._siblings = siblings
+        self._peers = peers
         self._model = model
         self._vllm_names = vllm_names
 
     async def scraped(self) -> bytes:
-        """Everything, as it is now."""
-        return self.text(await self._others())
+        """Return the metrics of all gateways of the port in Prometheus' text format."""
+        return self.text((await self.gateways())[1:])
 
-    async def counts(self) -> list[Counts]:
-        """Of every gateway, this one first."""
-        others = await self._others()
-        return [self.metrics.counts(self._service.counters), *others]
+    async def gateways(self) -> list[Metrics]:
+        """Return the counts of every gateway of the port, of this one first."""
+        return [self.metrics, *([] if self._peers is None else await self._peers.others())]
 
-    def text(self, others: Iterable[Counts] = ()) -> bytes:
-        own = self.metrics.counts(self._service.counters)
+    def text(self, others: Iterable[Metrics] = ()) -> bytes:
+        """Return this gateway's metrics and those of the others in Prometheus' text format."""
+        scrape = Scrape(self._model, [self.metrics, *others], self._service.status)
+        shown = (each for each in METRICS if self._vllm_names or not each.name.startswith("vllm:"))
         registry = CollectorRegistry()
-        registry.register(_Families(list(self._families([own, *others]))))
+        registry.register(_Families([_family(metric, scrape) for metric in shown]))
         return generate_latest(registry)
-
-    async def _others(self) -> list[Counts]:
-        return [] if self._siblings is None else await self._siblings.others()
-
-    def _families(self, gateways: Sequence[Counts]) -> Iterator[Metric]:
-        yield _build_info()
-        yield from gateway_families(gateways)
-        if self._vllm_names:
-            yield from vllm_gateway_families(gateways, self._model)
-        status = self._service.status
-        if status is not None:
-            yield from worker_families(status)
-            yield from router_families(status)
-            yield from queue_families(status.queue)
-            yield from router_tenant_families(status.routers)
-            if self._vllm_names:
-                yield from vllm_worker_families(status.workers, self._model)
-
-
-def _build_info() -> Metric:
-    labels = {"version": baton.__version__, "python": platform.python_version()}
-    info = GaugeMetricFamily("baton_build_info", "Always 1; the build is in its labels.", labels=list(labels))
-    info.add_metric(list(labels.values()), 1)
-    return info
 
 
 class _Families(Collector):
-    def __init__(self, families: Sequence[Metric]) -> None:
+    def __init__(self, families: Sequence[Family]) -> None:
         self._families = families
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         return self._families
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are not asked for before there are values."""
+    def describe(self) -> Iterable[Family]:
+        """Return nothing: without it the registry would collect once more to learn the names."""
         return ()
 
 
-def gateway_families(gateways: Sequence[Counts]) -> Iterator[Metric]:
-    requests = CounterMetricFamily(
-        "baton_requests", "Requests answered.", labels=(*GATEWAY, "route", "status")
-    )
-    for each in gateways:
-        for route, status, count in each.requests:
-            requests.add_metric((each.gateway, route, str(status)), count)
-    yield requests
-    for name, documentation, label, read_by_key in BY_KEY:
-        by_key = CounterMetricFamily(f"baton_{name}", documentation, labels=(*GATEWAY, label))
-        for each in gateways:
-            for key, count in read_by_key(each).items():
-                by_key.add_metric((each.gateway, key), count)
-        yield by_key
-    for name, documentation, read in COUNTERS:
-        counter = CounterMetricFamily(f"baton_{name}", documentation, labels=GATEWAY)
-        for each in gateways:
-            counter.add_metric((each.gateway,), read(each))
-        yield counter
-    num_open = GaugeMetricFamily("baton_open_requests", "Calls being answered.", labels=GATEWAY)
-    for each in gateways:
-        num_open.add_metric((each.gateway,), each.num_open)
-    yield num_open
-    yield from gateway_tenant_families([(each.gateway, each.tenants) for each in gateways])
-    for name, documentation, bounds, read_timing in TIMINGS:
-        counted = [((each.gateway,), read_timing(each)) for each in gateways]
-        yield histogram_family(f"baton_{name}_seconds", documentation, bounds, GATEWAY, counted)
+_FAMILIES: Final = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def _family(metric: Metric[RowT], scrape: Scrape) -> Any:
+    labels = (*metric.source.labels, *metric.keys)
+    family: Any = _FAMILIES[metric.kind](metric.name, metric.help, labels=labels)
+    for values, row in metric.source.rows(scrape):
+        value = metric.read(row)
+        if isinstance(value, Histogram):
+            bounds = (*map(str, value.bounds), "+Inf")
+            if len(bounds) == len(value.counts):  # else of another release of Baton
+                family.add_metric(values, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        elif isinstance(value, Mapping):
+            for key, number in value.items():
+                names = key if isinstance(key, tuple) else (key,)
+                family.add_metric((*values, *map(str, names)), number)
+        elif value is not None:
+            family.add_metric(values, value)
+    return family

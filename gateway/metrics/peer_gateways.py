@@ -1,8 +1,8 @@
-"""The gateways behind one port of this machine: each tells the others what it has counted.
+"""The gateways behind one port of this machine: each tells the others its counts.
 
-The kernel hands a scrape of the port to any one of them, so whoever gets it asks the others first. Each
-listens on an abstract unix socket, whose name begins with their address; both ends prove that they hold the
-key. A process that ends takes its socket along: nothing is left behind.
+The kernel hands a scrape of the port to any gateway, and that gateway asks the others first. Each gateway
+listens on an abstract unix socket, whose name begins with the shared address. Both ends prove that they hold
+the key. The socket ends with its process.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -20,37 +19,37 @@ from typing import Final
 import msgspec
 
 from baton.errors import PeerGone, WireError
-from baton.gateway.metrics.metrics import Counts
+from baton.gateway.metrics.metrics import Metrics
 from baton.messages.bounds import schema_hash
 from baton.messages.workers import Address
 from baton.rpc.auth import GATEWAYS, KeyRing, LinkKeys
 from baton.rpc.connection import Connection, Role
 
 SOCKETS: Final = Path("/proc/net/unix")
-_SCHEMA: Final = schema_hash(Counts)
-TIMEOUT_S: Final = 2.0  # for one of them to tell; it is left out of that answer otherwise
-MAX_SIBLINGS: Final = 64
-MAX_ANSWERING: Final = 8  # at once; more are hung up on
+_SCHEMA: Final = schema_hash(Metrics)
+TIMEOUT_S: Final = 2.0  # for a gateway to answer; a slower one is left out of the scrape
+MAX_PEERS: Final = 64
+MAX_ANSWERING: Final = 8  # connections at once; the others are closed
 BACKLOG: Final = 64
 
 logger = logging.getLogger(__name__)
 
 
 class PeerGateways:
-    """`listen`, then ask for `others`; used on one loop. Whoever does not listen, or cannot, has none."""
+    """`listen`, then ask for `others`, on one event loop. A gateway that does not listen has no others."""
 
-    def __init__(self, keys: KeyRing, own: Callable[[], Counts]) -> None:
-        """keys: a gateway's. own: what this one has counted by now."""
+    def __init__(self, keys: KeyRing, own: Metrics) -> None:
+        """keys: a gateway's. own: the counts of this gateway."""
         self._keys = LinkKeys(keys, GATEWAYS)
         self._own = own
         self._prefix = self._name = ""
         self._listener: socket.socket | None = None
         self._answering: set[asyncio.Future[None]] = set()
-        # Not the loop's own, whose threads may all be asking while others ask this one.
-        self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="sibling")
+        # Apart from the loop's own threads, which may all be asking while others ask this gateway.
+        self._threads = ThreadPoolExecutor(MAX_ANSWERING, thread_name_prefix="peer-gateway")
 
     def listen(self, address: Address) -> None:
-        """address: the one that all of them share."""
+        """Listen for the others. address: the address that all of them share."""
         self._prefix = f"baton-gateway/{address.host}:{address.port}/"
         self._name = self._prefix + secrets.token_hex(8)
         listener = socket.socket(socket.AF_UNIX)
@@ -65,8 +64,8 @@ class PeerGateways:
         self._listener = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
-    async def others(self) -> list[Counts]:
-        """Of those that answer in time, in no order."""
+    async def others(self) -> list[Metrics]:
+        """Return the counts of the gateways that answer in time, in no order."""
         if self._listener is None:
             return []
         asked = (asyncio.to_thread(self._ask, name) for name in self._names())
@@ -81,15 +80,15 @@ class PeerGateways:
         self._threads.shutdown(wait=False)
 
     def _names(self) -> list[str]:
-        """As the kernel lists them: the last column, with @ for the first byte."""
+        """Return the names in the kernel's list: the last column, with @ for the first byte."""
         try:
             lines = SOCKETS.read_text(errors="replace").splitlines()
         except OSError:
             return []
         found = {line.rpartition(" @")[2] for line in lines if f" @{self._prefix}" in line}
-        return sorted(found - {self._name})[:MAX_SIBLINGS]
+        return sorted(found - {self._name})[:MAX_PEERS]
 
-    def _ask(self, name: str) -> Counts | None:
+    def _ask(self, name: str) -> Metrics | None:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(TIMEOUT_S)
         try:
@@ -103,13 +102,13 @@ class PeerGateways:
         connection = Connection(sock, self._keys, Role.CONNECTING, schema=_SCHEMA)
         try:
             with contextlib.closing(connection.handshake(TIMEOUT_S)):
-                return msgspec.msgpack.decode(connection.recv(TIMEOUT_S), type=Counts)
+                return msgspec.msgpack.decode(connection.recv(TIMEOUT_S), type=Metrics)
         except (WireError, PeerGone, TimeoutError, msgspec.MsgspecError) as error:
-            logger.warning("a gateway of this port does not tell what it has counted: %s", error)
+            logger.warning("a gateway of this port does not tell its counts: %s", error)
             return None
 
     def _accept(self) -> None:
-        """What is told is of now, after the other has asked: so no scrape shows less than the one before."""
+        """Answer with the counts at the time of the question: no scrape shows less than the one before."""
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
@@ -121,7 +120,7 @@ class PeerGateways:
         if len(self._answering) >= MAX_ANSWERING:
             sock.close()
             return
-        told = msgspec.msgpack.encode(self._own())
+        told = msgspec.msgpack.encode(self._own)
         telling = asyncio.get_running_loop().run_in_executor(self._threads, self._tell, sock, told)
         self._answering.add(telling)
         telling.add_done_callback(self._answering.discard)
@@ -134,7 +133,7 @@ class PeerGateways:
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    """Whether the other end runs as this user, or as root: another user's process is not even heard."""
+    """Tell whether the other end runs as this user or as root; other users are not listened to."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return uid in (0, os.geteuid())

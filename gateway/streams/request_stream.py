@@ -10,7 +10,8 @@ token of an attempt may come from another worker than the later ones, and after 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -71,7 +72,7 @@ class Service(Protocol):
         """What the router last told of its workers."""
 
     @property
-    def counters(self) -> Mapping[str, int]:
+    def counters(self) -> Counter[str]:
         """Replays, drops and the like, by name."""
 
 

@@ -1,8 +1,8 @@
 """Ids of a stream's events, with which any gateway of the cluster continues the stream (docs/resume.md).
 
-An event of a resumable stream carries `id: ...`. A client that lost its gateway sends the same POST with
-the last id in the header `Last-Event-ID`. The id says how the answer was begun (its seed, its name) and how
-much of each choice the client has; the tokens themselves are generated again, from the same seed.
+An event of a resumable stream carries `id: ...`. A client that lost its gateway sends the same POST with the
+last id in the header `Last-Event-ID`. The id has the seed and the name of the answer, and how much of each
+choice the client has. The tokens themselves are generated again, from the same seed.
 
 An id is opaque: encrypted and authenticated with keys that are derived from the cluster key, as in SIV mode.
 
@@ -10,7 +10,7 @@ An id is opaque: encrypted and authenticated with keys that are derived from the
     tag       BLAKE2b-128 keyed, of the tenant's name and the payload
     id        base64url of: tag, payload XOR SHAKE-256(key, tag)
 
-The tenant's name is under the tag alone: an id of another tenant is as unknown as one that was made up.
+The tag covers the tenant's name: an id of another tenant is as unknown as a forged one.
 """
 
 import base64
@@ -37,13 +37,13 @@ PARAM: Final = "Last-Event-ID"
 _CONTEXT: Final = b"baton event id 1"
 
 
-class Shown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Shown(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The part of one choice that its client has."""
 
     is_begun: bool = False  # the chunk before its first text was sent
     has_ended: bool = False
     num_chars: int = 0
-    num_tokens: int = 0  # whose text, ids or logprobs were sent
+    num_tokens: int = 0  # tokens that were sent as text, ids or logprobs
     token_checksum: int = 0  # CRC-32 of their ids
     num_tool_calls: int = 0
     num_cached_tokens: int = 0  # of the prompt, as the usage says
@@ -53,30 +53,30 @@ class ResumePoint(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """A stream after one of its events."""
 
     answer: bytes  # its random name: clients see it in each chunk's id
-    digest: bytes  # of the call; see call.digest_of
+    digest: bytes  # Call.digest
     seed: int
-    created_s: int  # as each chunk says, by the calendar
-    expires_s: int  # the same
+    created_s: int  # in each chunk, in seconds since 1970
+    expires_s: int  # in seconds since 1970
     has_shown_usage: bool
     choices: tuple[Shown, ...]
 
     def is_whole(self, *, has_usage: bool) -> bool:
-        """Whether its client has everything but the end of the stream. has_usage: it asked for the usage."""
+        """Tell whether only the end of the stream is missing. has_usage: the client asked for the usage."""
         return all(choice.has_ended for choice in self.choices) and (self.has_shown_usage or not has_usage)
 
 
 class EventIds:
-    """Seals resume points into ids, and opens ids. Keeps nothing of any stream."""
+    """Seals resume points into ids and opens ids; keeps no state of any stream."""
 
     def __init__(self, keys: ClusterKeys) -> None:
-        """keys: a gateway's. The current one seals; ids that any of them has sealed can be opened."""
+        """keys: a gateway's. The current key seals; an id that any of the keys has sealed can be opened."""
         self._ring = KeyRing.of(keys, Kind.GATEWAY)
         self._ring.follow(self._use_keys)
         self._use_keys()
         self._decoder = msgspec.msgpack.Decoder(ResumePoint)
 
     def seal(self, point: ResumePoint, tenant: str) -> bytes:
-        """An id, of ASCII letters, digits, '-' and '_'."""
+        """Return an id of ASCII letters, digits, '-' and '_'."""
         tag_key, stream_key = self._keys[0]
         payload = msgspec.msgpack.encode(point)
         tag = _tag(tag_key, tenant, payload)
@@ -84,9 +84,9 @@ class EventIds:
         return base64.urlsafe_b64encode(sealed).rstrip(b"=")
 
     def open(self, text: str, tenant: str, now_s: float) -> ResumePoint:
-        """The point that was sealed for this tenant. now_s: by the calendar.
+        """Return the point that was sealed for this tenant. now_s: seconds since 1970.
 
-        Raises ApiError 400. It does not tell an id of another tenant from one that no gateway has made.
+        Raises ApiError 400. The error does not tell an id of another tenant from a forged one.
         """
         point = self._point(text, tenant)
         if point is None:
@@ -122,7 +122,7 @@ class EventIds:
         return None
 
     def _decoded(self, payload: bytes) -> ResumePoint | None:
-        """None for one that a gateway of another version has sealed."""
+        """Return None for a point that a gateway of another version has sealed."""
         try:
             return self._decoder.decode(payload)
         except msgspec.MsgspecError:
@@ -140,6 +140,6 @@ def _tag(key: bytes, tenant: str, payload: bytes) -> bytes:
 
 
 def _xor(data: bytes, key: bytes, tag: bytes) -> bytes:
-    """Encrypt or decrypt. The tag is as good as a nonce: equal ones only come of equal payloads."""
+    """Encrypt or decrypt. The tag serves as the nonce: only equal payloads have equal tags."""
     stream = hashlib.shake_256(key + tag).digest(len(data))
     return (int.from_bytes(data, "big") ^ int.from_bytes(stream, "big")).to_bytes(len(data), "big")

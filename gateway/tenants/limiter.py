@@ -1,11 +1,11 @@
-"""Each call of a tenant, from the door to its end: let in or not, and counted.
+"""Admits each call of a tenant or refuses it, and counts it to its end.
 
-Quotas are the cluster's, and the router keeps them. What one gateway alone has open is never more than what
-the cluster has: so what is over the quota here is over it everywhere, and nobody else need be asked.
+Quotas hold for the whole cluster, and the router keeps them. One gateway has no more open than the cluster: a
+call over the quota here is over the quota everywhere, and the router need not be asked.
 
-A gateway has places for so many calls. However many one tenant makes, others find some. The same holds for
-bytes of memory: those of bodies and prompts, charged as they come and before they are parsed, and those of
-answers that are kept until they are whole.
+A gateway has places for a number of choices. One tenant cannot take all places (`baton.tenants.has_place`).
+The same holds for bytes of memory: of bodies and prompts, charged as they come and before they are parsed,
+and of answers that are kept until they are whole.
 """
 
 from collections import Counter
@@ -15,46 +15,48 @@ from typing import Final
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
-from baton.gateway.metrics.metrics import TenantCounter, TenantCounters
+from baton.gateway.metrics.metrics import Metrics, TenantCounts
 from baton.tenants import Quotas, Refusal, has_place
 
-FULL_RETRY_S: Final = 1.0  # nobody can tell when one of the calls ends
+FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 
 
 class Permit:
-    """One call. `tokens` at each batch of tokens, `leave` at its end, once."""
+    """The admission of one call: report each batch of `tokens`, then `leave` once."""
 
-    __slots__ = ("_call", "_first_s", "_last_s", "_left", "_num_choices", "_num_tokens", "_tally")
+    __slots__ = ("_call", "_counts", "_first_s", "_last_s", "_left", "_num_choices", "_num_tokens")
 
-    def __init__(self, call: Call, tally: TenantCounter, left: Callable[[], None]) -> None:
+    def __init__(self, call: Call, counts: TenantCounts, left: Callable[[], None]) -> None:
+        """left: called when the call ends."""
         self._call = call
-        self._tally = tally
+        self._counts = counts
         self._left = left
-        self._num_choices = call.num_choices * len(call.prompts)
+        self._num_choices = call.num_answers
         self._num_tokens = 0
         self._first_s: float | None = None
         self._last_s = 0.0
-        tally.num_open += self._num_choices
-        tally.prompt_tokens += sum(len(prompt.token_ids) for prompt in call.prompts)
+        counts.num_open += self._num_choices
+        counts.prompt_tokens += call.num_prompt_tokens
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
+        """Count a batch of tokens."""
         if self._first_s is None:
             self._first_s = now_s
         self._last_s = now_s
         self._num_tokens += num_tokens
-        self._tally.generated_tokens += num_tokens
+        self._counts.generated_tokens += num_tokens
 
     def leave(self, outcome: str) -> None:
-        """outcome: as in TenantCounts.calls."""
-        tally = self._tally
-        tally.num_open -= self._num_choices
-        tally.calls[outcome] += 1
+        """Count the end. outcome: a key of TenantCounts.calls."""
+        counts = self._counts
+        counts.num_open -= self._num_choices
+        counts.calls[outcome] += 1
         for objective, is_met in self._verdicts(is_over=outcome != "gone"):
-            (tally.met if is_met else tally.missed)[objective] += 1
+            (counts.met if is_met else counts.missed)[objective] += 1
         self._left()
 
     def _verdicts(self, *, is_over: bool) -> Iterator[tuple[str, bool]]:
-        """Of each objective that the call had. A client that left before the first token was not let down."""
+        """Yield each objective of the call that was met or missed; a client that left early missed none."""
         sla, first_s = self._call.sla, self._first_s
         if first_s is not None or is_over:
             ttft_ms = (first_s - self._call.arrival_s) * 1000 if first_s is not None else float("inf")
@@ -68,7 +70,7 @@ class Permit:
 
 
 class TextCharge:
-    """Bytes that one call holds of a Budget, until the `with` ends that it begins."""
+    """The bytes of a Budget that one call holds, until its `with` ends."""
 
     __slots__ = ("_budget", "_is_counted", "_quota", "_tenant", "num_bytes")
 
@@ -80,7 +82,7 @@ class TextCharge:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises Refused for the tenant's quota, Overloaded for want of room; nothing is added then."""
+        """Hold more bytes. Raises Refused for the tenant's quota, Overloaded when no room is left."""
         try:
             self._budget.take(self._tenant, num_bytes, self._quota)
         except (Refused, Overloaded) as error:
@@ -90,7 +92,7 @@ class TextCharge:
         self.num_bytes += num_bytes
 
     def set(self, num_bytes: int) -> None:
-        """Hold so many from now on. Raises what `add` raises."""
+        """Hold this many bytes from now on. Raises the errors of `add`."""
         if num_bytes > self.num_bytes:
             self.add(num_bytes - self.num_bytes)
         else:
@@ -98,6 +100,7 @@ class TextCharge:
             self.num_bytes = num_bytes
 
     def release(self) -> None:
+        """Hold nothing from now on."""
         self.set(0)
 
     def __enter__(self) -> "TextCharge":
@@ -108,27 +111,24 @@ class TextCharge:
 
 
 class Budget:
-    """Bytes of a gateway's memory, shared by tenants as places are."""
+    """Bytes of a gateway's memory, which tenants share as they share places."""
 
-    def __init__(self, tallies: TenantCounters, num_bytes: int, refusal: Refusal) -> None:
+    def __init__(self, metrics: Metrics, num_bytes: int, refusal: Refusal) -> None:
         """refusal: the quota of that name bounds a tenant's part."""
-        self._tallies = tallies
+        self._metrics = metrics
         self._num_bytes = num_bytes
         self._refusal = refusal
         self._quota = refusal.value
-        self._num_taken = 0
+        self.num_taken = 0
         self._taken: Counter[str] = Counter()  # by the tenant's name; none of 0
 
     def charge(self, tenant: str, quotas: Quotas, *, is_counted: bool = True) -> TextCharge:
-        """A charge of nothing yet, for a `with`.
-
-        is_counted: a refusal is counted here, as no Visit counts it.
-        """
+        """Return an empty charge, for a `with`. is_counted: False when a Permit counts the refusal."""
         return TextCharge(self, tenant, getattr(quotas, self._quota), is_counted=is_counted)
 
     def take(self, tenant: str, num_bytes: int, quota: int | None) -> None:
-        """See Charge.add."""
-        num_own, num_free = self._taken[tenant], self._num_bytes - self._num_taken
+        """See TextCharge.add."""
+        num_own, num_free = self._taken[tenant], self._num_bytes - self.num_taken
         if quota is not None and num_own + num_bytes > quota:
             raise Refused(
                 f"{quota} bytes at once, {num_own} are taken and {num_bytes} more are needed",
@@ -141,46 +141,51 @@ class Budget:
                 f"{num_free} are free, {num_bytes} are needed",
                 retry_after_s=FULL_RETRY_S,
             )
-        self._num_taken += num_bytes
+        self.num_taken += num_bytes
         self._taken[tenant] += num_bytes
 
     def count(self, tenant: str, error: Refused | Overloaded) -> None:
         """Count a call that was refused."""
         refusal = error.refusal if isinstance(error, Refused) else Refusal.NO_ROOM
-        self._tallies.of(tenant).calls[refusal.value] += 1
+        self._metrics.tenant(tenant).calls[refusal.value] += 1
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        self._num_taken -= num_bytes
+        """Release bytes of a charge."""
+        self.num_taken -= num_bytes
         self._taken[tenant] -= num_bytes
         if not self._taken[tenant]:
             del self._taken[tenant]
 
 
 class Limiter:
+    """The places and the bytes of one gateway."""
+
     def __init__(
         self,
-        tallies: TenantCounters,
+        metrics: Metrics,
         num_places: int,
         *,
         max_input_bytes: int = 2**50,
         max_answer_bytes: int = 2**50,
     ) -> None:
-        """num_places: for choices that are answered at one time. The others: see GatewaySettings."""
-        self.inputs = Budget(tallies, max_input_bytes, Refusal.MAX_INPUT_BYTES)
-        self.answers = Budget(tallies, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
-        self._tallies = tallies
+        """num_places: of choices that are answered at once. For the bytes see GatewayConfig."""
+        self.inputs = Budget(metrics, max_input_bytes, Refusal.MAX_INPUT_BYTES)
+        self.answers = Budget(metrics, max_answer_bytes, Refusal.MAX_ANSWER_BYTES)
+        self._metrics = metrics
         self._num_places = num_places
         self._num_taken = 0
         self._num_open: Counter[str] = Counter()  # choices, by the tenant's name; none of 0
 
     def enter(self, call: Call) -> Permit:
-        """Raises Refused for a quota, Overloaded for want of a place, and ApiError 400 for a call that the
-        tenant's quota would never let in.
+        """Admit a call.
+
+        Raises Refused for a quota, Overloaded when no place is free, and ApiError 400 for a call that the
+        tenant's quota never admits.
         """
-        name, num_choices = call.tenant.name, call.num_choices * len(call.prompts)
-        tally = self._tallies.of(name)
-        self._check_quota(call, num_choices, tally)
-        self._check_places(name, num_choices, tally)
+        name, num_choices = call.tenant.name, call.num_answers
+        counts = self._metrics.tenant(name)
+        self._check_quota(call, num_choices, counts)
+        self._check_places(name, num_choices, counts)
         self._num_open[name] += num_choices
         self._num_taken += num_choices
 
@@ -190,31 +195,31 @@ class Limiter:
             if not self._num_open[name]:
                 del self._num_open[name]
 
-        return Permit(call, tally, left)
+        return Permit(call, counts, left)
 
-    def _check_quota(self, call: Call, num_choices: int, tally: TenantCounter) -> None:
+    def _check_quota(self, call: Call, num_choices: int, counts: TenantCounts) -> None:
         most = call.scheduling_key.quotas.max_concurrent_requests
         if most is None:
             return
         if num_choices > most:
             raise invalid(f"n: the call has {num_choices} answers, its tenant may have {most} at once")
         if self._num_open[call.tenant.name] + num_choices > most:
-            tally.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
+            counts.calls[Refusal.MAX_CONCURRENT_REQUESTS.value] += 1
             raise Refused(
                 f"{most} at most",
                 refusal=Refusal.MAX_CONCURRENT_REQUESTS,
                 retry_after_s=FULL_RETRY_S,
             )
 
-    def _check_places(self, tenant: str, num_choices: int, tally: TenantCounter) -> None:
+    def _check_places(self, tenant: str, num_choices: int, counts: TenantCounts) -> None:
         num_own, num_free = self._num_open[tenant], self._num_places - self._num_taken
         if not has_place(tenant, num_choices, num_own, num_free):
-            tally.calls[Refusal.NO_ROOM.value] += 1
+            counts.calls[Refusal.NO_ROOM.value] += 1
             raise Overloaded(
                 f"its tenant has {num_own} of this gateway's {self._num_places} places, {num_free} are free",
                 retry_after_s=FULL_RETRY_S,
             )
 
     def num_open(self, tenant: str) -> int:
-        """Choices that are being answered."""
+        """Return the tenant's choices that are being answered."""
         return self._num_open.get(tenant, 0)

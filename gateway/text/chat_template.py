@@ -1,8 +1,8 @@
 """Messages to prompt text by the model's own chat template.
 
 The template comes from the model directory, never from a request. Messages come from requests, so rendering
-is bounded in steps and in output, and whatever goes wrong there is that one request's fault. Memory is not
-bounded: docs/decisions/0004 says why.
+is bounded in steps and in output, and a failure is an error of that one request. Memory is not bounded:
+docs/decisions/0004 says why.
 """
 
 import json
@@ -15,12 +15,7 @@ from typing import Final
 import minijinja
 
 from baton.errors import ConfigError, InvalidRequest, ModelError
-from baton.gateway.text.tokenizer import (
-    read_chat_template,
-    read_text,
-    read_tokenizer_config,
-    read_tool_template,
-)
+from baton.gateway.text.model_files import TEMPLATE_FILE, read_text, read_tokenizer_config
 from baton.gateway.text.tools import form_of
 
 MAX_STEPS: Final = 5_000_000  # of the template engine; 2,048 messages take a few hundred thousand
@@ -28,14 +23,14 @@ MAX_OUTPUT_CHARS: Final = 8 * 2**20
 MAX_INDENT: Final = 64  # spaces, of JSON
 NAME: Final = "chat template"
 TOOLS_NAME: Final = "chat template for tools"
-# The template itself is wrong, whatever the messages are.
+# Faults of the template itself, independent of the messages.
 TEMPLATE_FAULTS: Final = frozenset(
     {"SyntaxError", "UnknownFilter", "UnknownFunction", "UnknownTest", "UnknownMethod", "TemplateNotFound"}
 )
-# Marks what the assistant wrote, for training; it renders its body.
+# Marks the assistant's text for training; the tag renders its body.
 GENERATION_TAG: Final = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
-# What the renderer sets itself, or vLLM refuses; functions of the environment are no variables either.
+# Names that the renderer sets itself or that vLLM refuses, and functions of the environment.
 RESERVED: Final = frozenset(
     {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "template_name"}
     | {"raise_exception", "strftime_now", "continue_final_message", "documents"}
@@ -45,6 +40,8 @@ Message = Mapping[str, object]
 
 
 class ChatTemplate:
+    """Renders messages as the prompt text that the model was trained on."""
+
     def __init__(
         self,
         source: str,
@@ -53,9 +50,9 @@ class ChatTemplate:
         tool_source: str | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises ModelError when `source` is no template. `now` dates the prompt where a template asks.
+        """Compile the template. Raises ModelError when `source` is no template.
 
-        tool_source: a template of its own for chats with tools.
+        tool_source: a separate template for chats with tools. now: the time for templates that show a date.
         """
         self.tool_form = form_of(source if tool_source is None else tool_source)
         self._has_own_for_tools = tool_source is not None
@@ -83,17 +80,19 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, file: str | None = None) -> "ChatTemplate | None":
-        """None when the model has no template: it completes text and cannot chat.
+        """Read the model's template, from `chat_template.jinja` first, as in `transformers`.
 
-        file: a template in place of the model's own. Raises ConfigError when it cannot be read.
+        Returns None when the model has no template: it completes text and cannot chat. file: a template in
+        place of the model's own; raises ConfigError when it cannot be read.
         """
         config = read_tokenizer_config(directory)
-        if file is not None:
-            return cls(_given(Path(file)), config.special_tokens())
-        source = read_chat_template(directory, config)
+        source = read_text(directory / TEMPLATE_FILE) if file is None else _given(Path(file))
+        if source is not None:
+            return cls(source, config.special_tokens())
+        source = config.template("default")
         if source is None:
             return None
-        return cls(source, config.special_tokens(), tool_source=read_tool_template(directory, config))
+        return cls(source, config.special_tokens(), tool_source=config.template("tool_use"))
 
     def render(
         self,
@@ -103,10 +102,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
+        """Return the prompt; encode it without adding special tokens. Raises InvalidRequest on bad messages.
 
         kwargs: the caller's own variables of the template, such as `enable_thinking`. Raises InvalidRequest
-        on names that are not the caller's to set, and on those that the template does not read.
+        for a reserved name and for a name that the template does not read.
         """
         self._check_kwargs(kwargs or {}, has_tools=bool(tools))
         try:

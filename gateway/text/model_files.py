@@ -1,12 +1,13 @@
-"""What a gateway reads of a model's directory beside its text: vocabulary size and sampling defaults.
+"""The files of a model's directory that a gateway reads, apart from the tokenizer and the weights.
 
-`generation_config.json` is applied as in vLLM (`--generation-config`):
+`tokenizer_config.json` names special tokens and may hold the chat template. `config.json` has the vocabulary
+size. `generation_config.json` is applied as in vLLM (`--generation-config`):
 
-    auto    temperature, top_p, top_k, min_p and repetition_penalty are the defaults of requests that give
-            none; max_new_tokens caps every answer
-    vllm    nothing of it: defaults are vLLM's own
+    auto    temperature, top_p, top_k, min_p and repetition_penalty are the defaults of requests without
+            them; max_new_tokens caps every answer
+    vllm    nothing of the file: the defaults are vLLM's own
 
-End tokens are read by the engine, with either setting, as in vLLM.
+The engine reads end tokens with either setting, as in vLLM.
 """
 
 from pathlib import Path
@@ -15,37 +16,97 @@ from typing import Any, Final
 import msgspec
 
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.text.tokenizer import read_text
 from baton.request import SamplingParams
 
+MAX_FILE_BYTES: Final = 64 * 2**20
+TEMPLATE_FILE: Final = "chat_template.jinja"
 GENERATION_FILE: Final = "generation_config.json"
 CONFIG_FILE: Final = "config.json"
 
 
+def read_text(path: Path) -> str | None:
+    """Return the file's text, or None when the file is absent. Raises ModelError for an unreadable file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelError(f"{path}: should be at most {MAX_FILE_BYTES} bytes, got {path.stat().st_size}")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True):
+    """The keys of `tokenizer_config.json` that Baton uses; the file has dozens for training alone."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    chat_template: str | list[_NamedTemplate] | None = None
+
+    def special_tokens(self) -> dict[str, str]:
+        """Return the model's special tokens by the names that templates use: `{"bos_token": "<s>", ...}`."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        named = {name: getattr(self, name) for name in names}
+        return {
+            name: token.content if isinstance(token, _AddedToken) else token
+            for name, token in named.items()
+            if token is not None
+        }
+
+    def template(self, name: str) -> str | None:
+        """Return a named chat template; one without a name is the "default"."""
+        if isinstance(self.chat_template, list):
+            return {entry.name: entry.template for entry in self.chat_template}.get(name)
+        return self.chat_template if name == "default" else None
+
+
+def read_tokenizer_config(directory: Path) -> TokenizerConfig:
+    """Return the tokenizer's settings, empty for an absent file. Raises ModelError for a damaged one."""
+    path = directory / "tokenizer_config.json"
+    text = read_text(path)
+    if text is None:
+        return TokenizerConfig()
+    try:
+        return msgspec.json.decode(text, type=TokenizerConfig)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path}: {error}") from None
+
+
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's own defaults, of those it names. None: vLLM's default holds."""
+    """The model's own sampling defaults. None: vLLM's default holds."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    max_new_tokens: int | None = None  # a cap of every answer, whatever a request asks for
+    max_new_tokens: int | None = None  # caps every answer
 
     def given(self) -> dict[str, Any]:
-        """Fields of SamplingParams for a request that gives none of them, without the cap."""
+        """Return the defaults that the model names as fields of SamplingParams, without the cap."""
         fields = msgspec.structs.asdict(self)
         del fields["max_new_tokens"]
         return {name: value for name, value in fields.items() if value is not None}
 
     def capped(self, max_tokens: int | None) -> int | None:
-        """max_tokens: what was asked for; None for the model's limit."""
+        """Return `max_tokens` of a request under the model's cap; None: the model's context length."""
         if self.max_new_tokens is None:
             return max_tokens
         return self.max_new_tokens if max_tokens is None else min(max_tokens, self.max_new_tokens)
 
     def sampling(self) -> SamplingParams:
-        """For whoever gives no sampling at all, as `LLM.generate(prompt)` in vLLM."""
+        """Return the parameters of a request without any, as vLLM's `LLM.generate(prompt)`."""
         fields = self.given()
         if self.max_new_tokens is not None:
             fields["max_tokens"] = self.max_new_tokens
@@ -53,7 +114,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sampling_defaults(directory: Path, generation_config: str = "auto") -> SamplingDefaults:
-    """generation_config: "auto" or "vllm". Raises ModelError, which names the file and the key."""
+    """Return the defaults of `generation_config.json`.
+
+    generation_config: "auto", or "vllm" to ignore the file. Raises ModelError that names the file and the
+    key.
+    """
     path = directory / GENERATION_FILE
     text = None if generation_config == "vllm" else read_text(path)
     if text is None:
@@ -71,7 +136,7 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
 
 def read_vocab_size(directory: Path) -> int | None:
-    """Of the model, as `config.json` says; None when it does not."""
+    """Return the model's vocabulary size from `config.json`, or None when the file does not say."""
     text = read_text(directory / CONFIG_FILE)
     if text is None:
         return None

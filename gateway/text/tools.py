@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.gateway.api.errors import invalid, unsupported
+from baton.gateway.text.detokenizer import overlap
 
 ToolForm: TypeAlias = Literal["hermes", "llama"]
 OPENING: Final = "<tool_call>"
@@ -191,7 +192,7 @@ class HermesCalls:
             shown = before.rstrip()
             self._opening = before[len(shown) :] + OPENING
             return shown
-        certain = before[: len(before) - _overlap(before, OPENING)].rstrip()
+        certain = before[: len(before) - overlap(before, OPENING)].rstrip()
         self._held = before[len(certain) :]
         return certain or None
 
@@ -217,12 +218,6 @@ def _goes_on(written: str) -> bool:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return str(error).startswith(UNENDED)
     return False
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest ending of `text` that `tag` starts with."""
-    longest = min(len(text), len(tag) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)
 
 
 # Calls of tools in what a model of Llama 3's form writes:

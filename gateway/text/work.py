@@ -1,89 +1,205 @@
-"""Bodies to prompts and text to token ids: small ones at once, large ones in helper processes.
+"""Reads bodies: small ones on the event loop, large ones in two helper processes.
 
-Decoding JSON, rendering a template and making lists hold the interpreter's lock, so a thread would hold the
-event loop as well; a process does not. Tenants take turns for the helpers (text_turns.py), by bytes.
+Reading a large body holds the interpreter's lock: a thread would delay the event loop, a process does not.
+
+1. `TextWork.read` chooses a helper. One of the two takes no job above EXPRESS_BYTES: ordinary prompts never
+   wait for the largest ones alone.
+2. The job waits for its tenant's turn: tenants share a helper fairly, by bytes (baton/fair_queue.py).
+3. The gateway writes a frame to the helper's standard input: the length, then a `ReadJob`. The helper answers
+   on its standard output with a frame that holds a `ReadBody` or a `ReadFailed`.
+4. The helper takes the next job when the result is there, also when the caller has been cancelled meanwhile.
+5. A job that takes longer than MAX_JOB_S fails, and so does the job of a helper that ends. The gateway kills
+   that helper, and the next job starts another one.
+
+A helper is this module run as a program: `python -m baton.gateway.text.work DIRECTORY [TEMPLATE]`. It has the
+model's directory alone, no key and no socket, and a lower priority than the gateway. It ends at the end of
+its input, which is also the end of the gateway.
 """
 
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeAlias
 
 import msgspec
 
-from baton.errors import InvalidRequest, Overloaded
+from baton.errors import BatonError, InvalidRequest, ModelError, Overloaded
 from baton.fair_queue import FairShare
-from baton.gateway.api.call import Prompt
-from baton.gateway.api.prompt_reader import Chat, Kind, PromptReader, ReadCall, ReadTerms, TextAnswer
+from baton.gateway.api.errors import ApiError, as_api_error
+from baton.gateway.api.prompt_reader import BodyKind, PromptReader, ReadBody, ReadPolicy
 from baton.gateway.streams.request_stream import Service
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.helper import (
-    LENGTH_BYTES,
-    RESULTS,
-    Result,
-    TextDone,
-    TextFailed,
-    TextJob,
-    frame,
-    raise_failed,
-    unpacked_prompt,
-)
-from baton.gateway.text.model_files import SamplingDefaults
+from baton.gateway.text.model_files import SamplingDefaults, read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tools import ToolForm
 from baton.tenants import has_place
 
-MAX_WAITING: Final = 256
+SMALL_BYTES: Final = 4096  # a body of this size is read in well below a millisecond
+EXPRESS_BYTES: Final = 64 * 2**10
+MAX_WAITING: Final = 256  # jobs a helper
+MAX_JOB_S: Final = 30.0
 RETRY_AFTER_S: Final = 1.0
+LENGTH_BYTES: Final = 4
+NICENESS: Final = 10  # of a helper
+
+logger = logging.getLogger(__name__)
+
+
+class ReadJob(msgspec.Struct, frozen=True):
+    """A body for a helper to read."""
+
+    kind: BodyKind
+    policy: ReadPolicy
+    data: bytes
+
+
+class ReadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The fields of an ApiError. With a status of 500 the message is for the log, not for the client."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+ReadResult: TypeAlias = ReadBody | ReadFailed
+_JOBS: Final = msgspec.msgpack.Decoder(ReadJob)
+_RESULTS: Final[msgspec.msgpack.Decoder[ReadResult]] = msgspec.msgpack.Decoder(ReadResult)
+
+
+class HelperSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that a helper reads for."""
+
+    directory: Path
+    chat_template: str | None = None  # a file in place of the model's own
+
+
+class TextWork:
+    """Reads the bodies of one gateway, on one event loop; `close` ends its helpers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        *,
+        vocab_size: int | None = None,
+        helpers: HelperSpec | None = None,
+    ) -> None:
+        """helpers: how to start them; None: every body is read on the event loop."""
+        self.reader = PromptReader(tokenizer, chat_template, vocab_size)
+        self.tokenizer = tokenizer  # None when the model has none
+        # The form in which the model calls tools; None when Baton does not read that form.
+        self.tool_form: ToolForm | None = None if chat_template is None else chat_template.tool_form
+        self._helpers = () if helpers is None else (_Helper(helpers), _Helper(helpers))
+
+    async def start(self) -> None:
+        """Start the helpers, so that no request waits for their start."""
+        await asyncio.gather(*(helper.start() for helper in self._helpers))
+
+    async def read(self, kind: BodyKind, data: bytes, policy: ReadPolicy, tenant: str = "") -> ReadBody:
+        """Read one body.
+
+        Raises InvalidRequest and ApiError for what the client can mend, Overloaded when too many bodies wait
+        or a helper fails, and ModelError for a fault of the model's files.
+        """
+        if len(data) <= SMALL_BYTES or not self._helpers:
+            return self.reader.read(kind, data, policy)
+        express, largest = self._helpers
+        is_express = len(data) <= EXPRESS_BYTES and express.turns.num_taken <= largest.turns.num_taken
+        result = await (express if is_express else largest).do(tenant, ReadJob(kind, policy, data))
+        if isinstance(result, ReadBody):
+            return result
+        if result.status == 500:
+            raise ModelError(f"a text helper failed: {result.message}")
+        raise ApiError(
+            result.status,
+            result.message,
+            code=result.code,
+            param=result.param,
+            retry_after_s=result.retry_after_s,
+        )
+
+    async def close(self) -> None:
+        """Kill the helpers; their jobs fail. May be called twice."""
+        for helper in self._helpers:
+            await helper.close()
+
+
+class ServedModel(msgspec.Struct, kw_only=True):
+    """The model that a gateway serves: its name, its text, its limits."""
+
+    name: str
+    text: TextWork
+    service: Service
+    created_s: int  # start of serving, in seconds since 1970
+    defaults: SamplingDefaults = SamplingDefaults()
+    known_length: int | None = None  # the last known context length of the workers
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the weights; several while workers are being replaced."""
+        return " ".join(sorted({worker.fingerprint for worker in self.service.workers}))
+
+    def read_policy(self, tenant: Tenant, *, is_strict: bool = False) -> ReadPolicy:
+        """Return the limits for a body of the tenant.
+
+        The context length is the shortest of all workers, so that any worker may be chosen. While there are
+        no workers the last known length holds: a restarted worker takes as many tokens.
+        """
+        self.known_length = min(
+            (worker.max_model_len for worker in self.service.workers), default=self.known_length
+        )
+        return ReadPolicy(
+            model=self.name,
+            may_use=tenant.may_use(self.name),
+            max_model_len=self.known_length,
+            is_strict=is_strict,
+        )
 
 
 class _Waiting:
-    __slots__ = ("num_chars", "turn")
+    __slots__ = ("num_bytes", "turn")
 
-    def __init__(self, num_chars: int) -> None:
-        self.num_chars = num_chars
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self.turn = asyncio.get_running_loop().create_future()
 
 
 class TextTurns:
-    """Whose long text is worked on next: tenants take turns for the threads, by characters.
+    """The order in which jobs have one helper: tenants take turns, by bytes."""
 
-    1. `take`: a place at once, if one is free; else it waits, behind its tenant's own. Too many wait, or too
-       many of its tenant's: it is sent away.
-    2. Whoever leaves gives its place to the tenant that has had least of those that wait
-       (baton/fair_queue.py).
-    3. Who is cancelled meanwhile takes nothing: a place that it was just given goes on to the next.
-    """
-
-    def __init__(self, num_places: int) -> None:
-        self._num_places = num_places
-        self._num_free = num_places
+    def __init__(self) -> None:
+        self._is_free = True
         self._num_waiting = 0
         self._share = FairShare()
         self._lanes: dict[str, deque[_Waiting]] = {}  # by tenant, none empty
 
     @property
     def num_taken(self) -> int:
-        """Places that are taken, and those who wait for one."""
-        return self._num_places - self._num_free + self._num_waiting
+        """The job that has the helper, and the jobs that wait for it."""
+        return self._num_waiting + (not self._is_free)
 
-    async def take(self, tenant: str, num_chars: int) -> None:
-        """Wait for a place; `leave` is due then. Raises Overloaded."""
-        if self._num_free:
-            self._num_free -= 1
+    async def take(self, tenant: str, num_bytes: int) -> None:
+        """Wait for the helper; the caller must then call `leave`.
+
+        Raises Overloaded when too many jobs wait, of the tenant or of all.
+        """
+        if self._is_free:
+            self._is_free = False
             return
         lane = self._lanes.get(tenant, deque[_Waiting]())
         if not has_place(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
             message = f"{self._num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
-        waiting = _Waiting(num_chars)
+        waiting = _Waiting(num_bytes)
         lane.append(waiting)
         self._lanes[tenant] = lane
         self._num_waiting += 1
@@ -92,23 +208,24 @@ class TextTurns:
             await waiting.turn
         except asyncio.CancelledError:
             if not waiting.turn.cancelled():
-                self.leave()
+                self.leave()  # the turn came in the same moment; the next job has it
             elif waiting in self._lanes.get(tenant, ()):
                 self._remove(tenant, waiting)
             raise
 
     def leave(self) -> None:
-        self._share.age()  # who was away may have what its share of the last few turns was
+        """Give the helper to the waiting tenant that has had least of it."""
+        self._share.age()  # a tenant that was away may have its share of the last few turns
         while (tenant := self._share.first()) is not None:
             waiting = self._lanes[tenant][0]
-            is_there = not waiting.turn.cancelled()  # else it has gone, and its task has not run since
+            is_there = not waiting.turn.cancelled()  # a cancelled job's task may not have run since
             if is_there:
-                self._share.serve(tenant, waiting.num_chars)
+                self._share.serve(tenant, waiting.num_bytes)
                 waiting.turn.set_result(None)
             self._remove(tenant, waiting)
             if is_there:
                 return
-        self._num_free += 1
+        self._is_free = True
 
     def _remove(self, tenant: str, waiting: _Waiting) -> None:
         lane = self._lanes[tenant]
@@ -119,78 +236,14 @@ class TextTurns:
             self._share.leave(tenant)
 
 
-# The helper processes of one gateway, and who has them.
-#
-# 1. `do` waits for its tenant's turn, takes a helper that is idle, and hands it the job.
-# 2. The helper is given back when the result is there, also where the caller has been cancelled meanwhile.
-# 3. A job that takes longer than MAX_JOB_S, or a helper that ends, is the end of both: the helper is killed,
-# and the next job starts another.
-#
-# One of the helpers takes no job above EXPRESS_BYTES: ordinary prompts never wait for the largest ones alone.
-
-EXPRESS_BYTES: Final = 64 * 2**10
-MAX_JOB_S: Final = 30.0
-START_S: Final = 60.0  # a helper's imports and tokenizer on a busy machine
-logger = logging.getLogger(__name__)
-
-
-class HelperSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a helper reads for."""
-
-    directory: Path
-    chat_template: str | None = None  # a file in place of the model's own
-
-
-class TextPool:
-    """To be used on one loop; `close` ends it."""
-
-    def __init__(self, spec: HelperSpec) -> None:
-        self._express = _Lane(spec)
-        self._any = _Lane(spec)
-        self._running: set[asyncio.Task[Result]] = set()
-
-    async def start(self) -> None:
-        """Start the processes before somebody waits for one."""
-        await asyncio.gather(self._express.helper.start(), self._any.helper.start())
-
-    async def do(self, tenant: str, job: TextJob) -> Result:
-        """Raises Overloaded when too many wait, or the helper failed, and InvalidRequest for a job that takes
-        too long.
-        """
-        lane = self._lane(len(job.data))
-        await lane.turns.take(tenant, len(job.data))
-        task = asyncio.create_task(lane.helper.do(job))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: lane.turns.leave())
-        return await asyncio.shield(task)
-
-    async def close(self) -> None:
-        """Kill the processes; what they work on fails."""
-        for lane in (self._express, self._any):
-            await lane.helper.close()
-
-    def _lane(self, num_bytes: int) -> "_Lane":
-        """Small jobs go where fewer jobs are."""
-        if num_bytes > EXPRESS_BYTES or self._any.turns.num_taken < self._express.turns.num_taken:
-            return self._any
-        return self._express
-
-
-class _Lane:
-    """One helper, and the jobs that wait for it."""
-
-    def __init__(self, spec: HelperSpec) -> None:
-        self.helper = _Helper(spec)
-        self.turns = TextTurns(1)
-
-
 class _Helper:
-    """One process, started when it is first needed; it has at most one job."""
+    """One helper process, started when it is first needed, and the jobs that wait for it."""
 
     def __init__(self, spec: HelperSpec) -> None:
+        self.turns = TextTurns()
         self._spec = spec
         self._process: Process | None = None
+        self._running: asyncio.Task[ReadResult] | None = None
         self._is_closed = False
 
     async def start(self) -> Process:
@@ -201,15 +254,29 @@ class _Helper:
             if self._spec.chat_template is not None:
                 arguments.append(self._spec.chat_template)
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "baton.gateway.text.helper", *arguments, stdin=PIPE, stdout=PIPE
+                sys.executable, "-m", "baton.gateway.text.work", *arguments, stdin=PIPE, stdout=PIPE
             )
         return self._process
 
-    async def do(self, job: TextJob) -> Result:
+    async def do(self, tenant: str, job: ReadJob) -> ReadResult:
+        await self.turns.take(tenant, len(job.data))
+        self._running = task = asyncio.create_task(self._do(job))
+        task.add_done_callback(lambda _: self.turns.leave())
+        return await asyncio.shield(task)  # the helper is busy until the result is there
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await self._kill()
+
+    async def _do(self, job: ReadJob) -> ReadResult:
         process = await self.start()
+        assert process.stdin is not None and process.stdout is not None
         try:
             async with asyncio.timeout(MAX_JOB_S):
-                return await _exchange(process, job)
+                process.stdin.write(_frame(job))
+                await process.stdin.drain()
+                head = await process.stdout.readexactly(LENGTH_BYTES)
+                return _RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
         except TimeoutError:
             await self._kill()
             raise InvalidRequest(f"the body takes longer than {MAX_JOB_S:g} s to be read") from None
@@ -217,10 +284,6 @@ class _Helper:
             await self._kill()
             logger.warning("a text helper failed: %r", error)
             raise Overloaded("a text helper failed", retry_after_s=RETRY_AFTER_S) from None
-
-    async def close(self) -> None:
-        self._is_closed = True
-        await self._kill()
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
@@ -232,167 +295,51 @@ class _Helper:
             await process.wait()
 
 
-async def _exchange(process: Process, job: TextJob) -> Result:
-    """Raises OSError and EOFError when the process has ended."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(frame(job))
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(LENGTH_BYTES)
-    return RESULTS.decode(await process.stdout.readexactly(int.from_bytes(head, "big")))
+def _frame(message: ReadJob | ReadResult) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-SMALL_BYTES: Final = 4096  # read in well below a millisecond, unless it was made to take long
-NUM_THREADS: Final = 2  # for texts of the operator's files
-ResultT = TypeVar("ResultT")
+def serve_jobs(reader: PromptReader, jobs: BinaryIO, results: BinaryIO) -> None:
+    """Read the bodies of `jobs` until it ends; a failure ends one job alone."""
+    while len(head := jobs.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        job = _JOBS.decode(jobs.read(int.from_bytes(head, "big")))
+        results.write(_frame(_read(reader, job)))
+        del job
+        results.flush()
 
 
-class TextWork:
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        chat_template: ChatTemplate | None,
-        *,
-        vocab_size: int | None = None,
-        helpers: HelperSpec | None = None,
-    ) -> None:
-        """helpers: how to start them; None: every body is read at once, for those who serve nobody else."""
-        self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._reader = PromptReader(tokenizer, chat_template, vocab_size)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-        self._turns = TextTurns(NUM_THREADS)
-        self._pool = None if helpers is None else TextPool(helpers)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequest when the model has none."""
-        return self._reader.tokenizer
-
-    @property
-    def tool_form(self) -> ToolForm | None:
-        """In which the model calls tools; None: it does not, or not in a form that is read here."""
-        return None if self._chat_template is None else self._chat_template.tool_form
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self._reader.vocab_size
-
-    async def start(self) -> None:
-        """Start the helpers before somebody waits for one."""
-        if self._pool is not None:
-            await self._pool.start()
-
-    async def read_call(
-        self, kind: Kind, data: bytes, request_policy: ReadTerms, tenant: str = ""
-    ) -> ReadCall:
-        """Raises InvalidRequest and ApiError, which say what the client should change."""
-        read = await self._read(kind, data, request_policy, tenant)
-        if isinstance(read, ReadCall):
-            return read
-        assert isinstance(read, TextDone)
-        body = read.chat or read.completion
-        assert body is not None
-        prompts = list[Prompt]()
-        for text, token_ids in read.prompts:
-            prompts.append(unpacked_prompt(text, token_ids))
-            await asyncio.sleep(0)  # a prompt of the longest takes two milliseconds
-        return ReadCall(body, tuple(prompts), read.has_tools, read.num_unknown)
-
-    async def read_text(
-        self, kind: Kind, data: bytes, request_policy: ReadTerms, tenant: str = ""
-    ) -> TextAnswer:
-        """The answer of `/tokenize` or `/detokenize`. Raises InvalidRequest and ApiError."""
-        read = await self._read(kind, data, request_policy, tenant)
-        if isinstance(read, TextAnswer):
-            return read
-        assert isinstance(read, TextDone) and read.answer is not None
-        return TextAnswer(read.answer, read.num_unknown)
-
-    async def _read(
-        self, kind: Kind, data: bytes, request_policy: ReadTerms, tenant: str
-    ) -> ReadCall | TextAnswer | TextDone:
-        if len(data) <= SMALL_BYTES or self._pool is None:
-            return self._reader.read(kind, data, request_policy)
-        result = await self._pool.do(tenant, TextJob(kind, request_policy, data))
-        if isinstance(result, TextFailed):
-            raise_failed(result)
-        assert isinstance(result, TextDone)
-        return result
-
-    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """For texts of the operator's files. Raises InvalidRequest for what cannot be within `max_tokens`."""
-
-        def work() -> list[int]:
-            return self._reader.encode(text, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
-
-        return await self._run(len(text), work)
-
-    async def encode_chat(
-        self, chat: Chat, *, max_tokens: int, add_generation_prompt: bool = True
-    ) -> tuple[str, list[int]]:
-        """A conversation of the operator's files as the template writes it, and its token ids."""
-        return await self._run(
-            sum(len(str(message)) for message in chat.messages),
-            lambda: self._reader.encode_chat(
-                chat, max_tokens=max_tokens, add_generation_prompt=add_generation_prompt
-            ),
+def _read(reader: PromptReader, job: ReadJob) -> ReadResult:
+    try:
+        return reader.read(job.kind, job.data, job.policy)
+    except (RecursionError, MemoryError) as error:
+        message = f"the body is too much to be read: {type(error).__name__}"
+        return ReadFailed(status=400, message=message)
+    except Exception as error:
+        if not isinstance(error, BatonError):
+            logger.exception("a body could not be read")
+        answer = as_api_error(error)
+        return ReadFailed(
+            status=answer.status,
+            message=str(error).encode("utf-8", "backslashreplace").decode(),
+            code=answer.code,
+            param=answer.param,
+            retry_after_s=answer.retry_after_s,
         )
 
-    async def close(self) -> None:
-        """Stop what works on texts. May be called twice."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
-            await self._pool.close()
 
-    async def _run(self, num_chars: int, work: Callable[[], ResultT]) -> ResultT:
-        if num_chars <= SMALL_BYTES:
-            return work()
-        await self._turns.take("", num_chars)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._turns.leave()
+def _main(directory: str, template: str | None = None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the gateway ends a helper
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    path = Path(directory)
+    try:
+        chat_template = ChatTemplate.from_directory(path, template)
+        reader = PromptReader(Tokenizer.find(path), chat_template, read_vocab_size(path))
+        serve_jobs(reader, sys.stdin.buffer, sys.stdout.buffer)
+    except (BrokenPipeError, BatonError) as error:
+        sys.exit(f"text helper: {error}")
 
 
-class ServedModel(msgspec.Struct, kw_only=True):
-    """The model that a gateway serves: its name, its text, its limits."""
-
-    name: str
-    text: TextWork
-    service: Service
-    created_s: int  # when it began to be served, by the calendar
-    defaults: SamplingDefaults = SamplingDefaults()  # of sampling, for requests that give none
-    known_length: int | None = None  # tokens that workers took when there last were any
-
-    def request_policy(self, tenant: Tenant, *, is_strict: bool = False) -> ReadTerms:
-        """What a body of the tenant is checked against."""
-        return ReadTerms(
-            model=self.name,
-            may_use=tenant.may_use(self.name),
-            max_model_len=self.find_length(),
-            is_strict=is_strict,
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the weights, as the workers say; of all, while workers are replaced by others."""
-        return " ".join(sorted({worker.fingerprint for worker in self.service.workers}))
-
-    def check(self, asked_for: str | None, tenant: Tenant) -> None:
-        """None asks for whatever there is. Raises ApiError 404 and 403."""
-        self.request_policy(tenant).check_model(asked_for)
-
-    def find_length(self) -> int | None:
-        """Tokens that the worker takes which takes the fewest, so that any may be chosen.
-
-        Where all are away, as it was: whoever is started again takes as many. None where there has never been
-        one.
-        """
-        self.known_length = min(
-            (worker.max_model_len for worker in self.service.workers), default=self.known_length
-        )
-        return self.known_length
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -222,7 +222,7 @@ def served() -> Iterator[Served]:
 
 def holds(served: Served, num_bytes: int) -> bool:
     """On the gateway's thread."""
-    return served.gateway._inference.door.inputs._num_taken >= num_bytes
+    return served.gateway.limiter.inputs.num_taken >= num_bytes
 
 
 UNFINISHED = frame(b"x" * 400_000)[:-1]

@@ -5,9 +5,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from baton.gateway.api.answer import Answer
-from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream
+from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream, WriteCoalescer
 from baton.gateway.api.format import answer_format
-from baton.gateway.http.asgi import WriteCoalescer
 from baton.request import FinishReason
 from tests.scripted_service import ScriptedService, events
 from tests.unit.gateway import calls
@@ -20,7 +19,7 @@ class Streaming:
     def __init__(self, turn: WriteCoalescer | None = None, **fields: Any) -> None:
         self.service = ScriptedService()
         self.answer: Answer = calls.answer(self.service, is_streamed=True, **fields)
-        form = answer_format(self.answer, calls.TOKENIZER, 0)
+        form = answer_format(self.answer, 0)
         self.stream = AnswerStream(
             self.answer, form, SERVER_SENT_EVENTS, turn or WriteCoalescer(), lambda choice, delta: None
         )

@@ -3,7 +3,8 @@
 import pytest
 
 from baton.cluster.offline.generation import Generation, TextDelta
-from baton.gateway.text.tokenizer import Tokenizer, TokenizerConfig
+from baton.gateway.text.model_files import TokenizerConfig
+from baton.gateway.text.tokenizer import Tokenizer
 from baton.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from tests.unit.gateway import tiny_tokenizers
 

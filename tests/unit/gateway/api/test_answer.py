@@ -50,7 +50,7 @@ def test_tokens_become_text_until_the_end() -> None:
     assert not heard.ends and heard.text() == "1 2"
     service.emit(request.request_id, events(request, calls.ids(" 3"), start=3))
     assert len(heard.ends) == 1 and heard.text() == "1 2 3" and answer.is_over
-    assert (answer.num_cached_tokens, answer.num_completion_tokens) == (16, 5)
+    assert answer.usage[1:] == (5, 16)
     assert answer.choices[0].finish_reason is FinishReason.LENGTH
     assert not service.cancelled
 
@@ -82,7 +82,7 @@ def test_every_prompt_has_its_choices() -> None:
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.number for choice in answer.choices] == [0, 1, 0, 1]
     assert len(heard.ends) == 1 and len({request.request_id for request in service.requests}) == 4
-    assert answer.num_prompt_tokens == 2 * len(calls.PROMPT.token_ids)
+    assert answer.usage.prompt == 2 * len(calls.PROMPT.token_ids)
 
 
 def test_a_stop_string_cancels_what_the_worker_goes_on_with() -> None:
@@ -93,7 +93,7 @@ def test_a_stop_string_cancels_what_the_worker_goes_on_with() -> None:
     assert heard.text() == "1 " and len(heard.ends) == 1
     assert service.cancelled == [request.request_id]
     assert answer.choices[0].stop_reason == "2"
-    assert answer.num_completion_tokens == 3  # those after the match are nobody's
+    assert answer.usage.completion == 3  # those after the match are nobody's
 
 
 def test_a_failure_of_one_choice_ends_them_all() -> None:

@@ -3,9 +3,8 @@ import asyncio
 import pytest
 
 from baton.errors import WorkerLost
-from baton.gateway.api.answer_stream import CALM_SENTENCES, MAX_HELD_BYTES, MAX_TURN_BYTES
+from baton.gateway.api.answer_stream import CALM_SENTENCES, MAX_HELD_BYTES, MAX_TURN_BYTES, WriteCoalescer
 from baton.gateway.api.call import Prompt
-from baton.gateway.http.asgi import WriteCoalescer
 from tests.unit.gateway.streaming import Streaming, run
 
 

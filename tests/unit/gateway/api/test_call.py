@@ -1,30 +1,61 @@
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
+from baton.config.gateway import GatewayConfig
 from baton.errors import InvalidRequest
-from baton.gateway.api.call import Call, Prompt, RequestPolicy, chat_call, completion_call, num_answer_entries
+from baton.gateway.api.call import (
+    MAX_PROMPTS,
+    SAMPLING_FIELDS,
+    AnyBody,
+    Call,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    decode_body,
+    list_prompts,
+)
+from baton.gateway.api.call_reader import CallReader
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.types import ChatBody, CompletionBody, decode_body
-from baton.gateway.tenants.tenants import Tenant
-from baton.gateway.text.tools import usable_tools
+from baton.gateway.metrics.metrics import Metrics
+from baton.gateway.streams.resume import EventIds
+from baton.gateway.text.chat_template import ChatTemplate
+from baton.gateway.text.work import ServedModel, TextWork
+from tests.scripted_service import ScriptedService
+from tests.unit.gateway.calls import TENANT, TOKENIZER
 
-TERMS = RequestPolicy(tenant=Tenant(name="acme", cache_salt=b"s"), model="tiny", seed=11, tool_form="llama")
 TOOL = {"type": "function", "function": {"name": "weather"}}
-PROMPT = Prompt("a", (5, 6))
+MESSAGES = [{"role": "user", "content": "a"}]
+NOTHING: tuple[object, ...] = (None, False, 0, {}, [], "")
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool }} <tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+def read(kind: Any, fields: dict[str, Any]) -> Call:
+    text = TextWork(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+    model = ServedModel(name="tiny", text=text, service=ScriptedService(), created_s=0)
+    config, event_ids = GatewayConfig(model="tiny", routers=()), EventIds([b"k" * 32])
+    reader = CallReader(model, Metrics(), ManualClock(), config, event_ids, lambda: 0.0, lambda: 11)
+    scope = {"type": "http", "headers": [], "state": {"tenant": TENANT}}
+    return asyncio.run(reader.call(kind, json.dumps(fields).encode(), scope))
 
 
 def chat(**fields: Any) -> Call:
-    data = json.dumps({"messages": [{"role": "user", "content": "a"}], **fields}).encode()
-    body = decode_body(data, ChatBody)[0]
-    has_tools = bool(usable_tools(body.tools, body.tool_choice))
-    return chat_call(body, PROMPT, TERMS, has_tools=has_tools)
+    return read("chat", {"messages": MESSAGES, **fields})
 
 
 def completion(**fields: Any) -> Call:
-    data = json.dumps({"prompt": "a", **fields}).encode()
-    return completion_call(decode_body(data, CompletionBody)[0], (PROMPT,), TERMS)
+    return read("completion", {"prompt": [5, 6], **fields})
+
+
+def decode(kind: type[AnyBody], **fields: Any) -> AnyBody:
+    return decode_body(json.dumps(fields).encode(), kind)[0]
 
 
 def test_defaults_are_openais() -> None:
@@ -34,12 +65,19 @@ def test_defaults_are_openais() -> None:
     assert chat().tenant.name == "acme" and chat().model == "tiny"
 
 
+def test_every_sampling_field_of_a_body_reaches_the_sampler() -> None:
+    fields = dict.fromkeys(SAMPLING_FIELDS, 1) | {"ignore_eos": True, "top_p": 0.5}
+    sampling = completion(**fields, max_tokens=9).sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert len(fields) == 9
+
+
 def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5).sampling.max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=3).sampling.max_tokens == 3
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_a_seed_is_drawn_for_a_body_without_one() -> None:
     assert (chat().sampling.seed, chat(seed=3).sampling.seed) == (11, 3)
     assert chat(seed=-1).sampling.seed == 2**63 - 1
 
@@ -64,20 +102,20 @@ def test_logprobs() -> None:
     assert completion(logprobs=2).sampling.prompt_logprobs is None
 
 
-def test_no_token_may_be_asked_for_in_a_completion() -> None:
+def test_a_completion_may_ask_for_no_token() -> None:
     call = completion(max_tokens=0, echo=True)
     assert call.hides_tokens and call.sampling.max_tokens == 1
     with pytest.raises(InvalidRequest, match="max_tokens"):
         chat(max_tokens=0)
 
 
-def test_stops() -> None:
+def test_stop_strings() -> None:
     assert chat(stop="a").stops == ("a",) and chat(stop=["a", "b"]).stops == ("a", "b")
     with pytest.raises(InvalidRequest, match="stop"):
         chat(stop=["a", ""])
 
 
-def test_token_ids_of_biases() -> None:
+def test_biases_have_token_ids() -> None:
     assert chat(logit_bias={"7": 1}).sampling.logit_bias == {7: 1.0}
     with pytest.raises(ApiError, match="token ids"):
         chat(logit_bias={"seven": 1})
@@ -92,53 +130,59 @@ def test_usage_in_streams() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("read_one", "fields"),
     [
-        {"functions": [{}]},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required", "tools": [TOOL]},
-        {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]},
+        (chat, {"functions": [{}]}),
+        (chat, {"response_format": {"type": "json_object"}}),
+        (chat, {"tool_choice": "required", "tools": [TOOL]}),
+        (chat, {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": [TOOL]}),
+        (chat, {"echo": True}),
+        (chat, {"best_of": 2}),
+        (completion, {"best_of": 2}),
+        (completion, {"suffix": "b"}),
+        (completion, {"tools": [TOOL]}),
+        *((completion, {"guided_json": value}) for value in (True, 3, {"type": "object"}, ["a"], "x")),
     ],
 )
-def test_what_is_not_supported_is_said_plainly(fields: dict[str, Any]) -> None:
+def test_unsupported_field_is_refused_by_name(read_one: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="not supported") as refused:
-        chat(**fields)
+        read_one(**fields)
     assert (refused.value.status, refused.value.code) == (400, "unsupported")
     assert refused.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("read_one", "fields"),
     [
-        {"tools": []},
-        {"tools": [TOOL], "tool_choice": "none"},
-        {"response_format": {"type": "text"}},
-        {"tool_choice": "auto"},
+        (chat, {"tools": []}),
+        (chat, {"tools": [TOOL], "tool_choice": "none"}),
+        (chat, {"response_format": {"type": "text"}}),
+        (chat, {"tool_choice": "auto"}),
+        (completion, {"best_of": 2, "n": 2}),
+        (completion, {"best_of": 1}),
+        (completion, {"response_format": {"type": "text"}, "prompt_logprobs": None}),
+        *((completion, {"guided_json": value}) for value in NOTHING),
     ],
 )
-def test_what_asks_for_nothing_special_passes(fields: dict[str, Any]) -> None:
-    assert chat(**fields).is_chat and chat(**fields).tool_form is None
+def test_unsupported_field_may_ask_for_nothing(read_one: Any, fields: dict[str, Any]) -> None:
+    assert read_one(**fields).tool_form is None
 
 
-def test_tools_may_be_called() -> None:
-    of_no_matter: tuple[dict[str, Any], ...] = ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None})
-    for fields in of_no_matter:
+def test_tools_are_rendered_and_may_be_called() -> None:
+    fields: dict[str, Any]
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": None}):
         call = chat(tools=[TOOL], **fields)
-        assert call.tool_form == "llama" and call.has_parallel_calls and not call.skips_special_tokens
+        assert call.tool_form == "hermes" and call.has_parallel_calls and not call.skips_special_tokens
+        assert "weather" in TOKENIZER.decode(call.prompts[0].token_ids, skip_special_tokens=False)
     assert not chat(tools=[TOOL], parallel_tool_calls=False).has_parallel_calls
-
-
-def test_completions_of_other_kinds_are_refused() -> None:
-    assert completion(best_of=2, n=2).num_choices == 2
-    for fields in ({"best_of": 2}, {"suffix": "b"}):
-        with pytest.raises(ApiError, match="not supported"):
-            completion(**fields)
+    with pytest.raises(ApiError, match=r"tools\[0\]"):
+        chat(tools=[{}])
 
 
 @pytest.mark.parametrize(
     ("fields", "num_entries"),
     [
-        ({}, 0),  # what is only generated, and only text, comes as slowly as it is computed
+        ({}, 0),  # text that is generated comes as slowly as it is computed
         ({"n": 8}, 0),
         ({"echo": True}, 2),
         ({"echo": True, "n": 8}, 16),
@@ -149,9 +193,95 @@ def test_completions_of_other_kinds_are_refused() -> None:
     ],
 )
 def test_entries_of_an_answer(fields: dict[str, Any], num_entries: int) -> None:
-    assert num_answer_entries(completion(**fields), 100) == num_entries
+    assert completion(**fields).num_answer_entries(100) == num_entries
 
 
-def test_entries_of_a_chat_reach_to_the_models_end() -> None:
-    assert num_answer_entries(chat(logprobs=True, top_logprobs=3, n=2), 100) == 98 * 2 * 4
-    assert num_answer_entries(chat(n=2), 100) == 0
+def test_entries_of_a_chat_reach_to_the_context_length() -> None:
+    call = chat(logprobs=True, top_logprobs=3, n=2)
+    assert call.num_answer_entries(100) == (100 - call.num_prompt_tokens) * 2 * 4
+    assert chat(n=2).num_answer_entries(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (ChatBody, {"messages": MESSAGES}),
+        (CompletionBody, {"prompt": "a"}),
+        (TokenizeBody, {}),
+        (DetokenizeBody, {"tokens": []}),
+    ],
+)
+def test_every_optional_field_may_be_null(kind: type[AnyBody], needed: dict[str, Any]) -> None:
+    fields = dict.fromkeys(kind.__struct_fields__, None)
+    assert decode(kind, **{**fields, **needed}) == decode(kind, **needed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": "7"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [MESSAGES[0]] * 2049}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias"),
+        ({"priority": 2**40}, "priority"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(ChatBody, **{"messages": MESSAGES, **fields})
+    assert refused.value.status == 400
+    assert refused.value.param is not None and refused.value.param.startswith(param)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(CompletionBody)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"\xff", b'{"prompt": "a", "\xff": 1}', b"[" * 100_000, b"{} {}"]
+)
+def test_a_body_that_is_no_json_is_refused(data: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode_body(data, CompletionBody)
+    assert refused.value.status == 400
+
+
+def test_unknown_keys_are_reported_and_ignored() -> None:
+    data = json.dumps({"prompt": "a", "kv_transfer_params": {}, "user": "me", "x": 1, "n": 2}).encode()
+    body, unknown = decode_body(data, CompletionBody)
+    assert unknown == ["kv_transfer_params", "x"] and body.n == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
+    ],
+)
+def test_forms_of_prompts(prompt: object, expected: list[object]) -> None:
+    assert list_prompts(prompt) == expected
+
+
+WRONG_PROMPTS: list[object] = [None, 1, {}, [], [None], [[]], [1, "a"], ["a", 1], [True], [-1], [2**31]]
+WRONG_PROMPTS += [[[1, -1]], [[True]], [1.0], [[["a"]]], ["a"] * (MAX_PROMPTS + 1)]
+
+
+@pytest.mark.parametrize("prompt", WRONG_PROMPTS)
+def test_wrong_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        list_prompts(prompt)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from baton.config.gateway import GatewayConfig
 from baton.gateway.api import format
-from baton.gateway.api.answer import Answer, AnswerChoice, Delta
+from baton.gateway.api.answer import Answer, AnswerChoice, AnswerFormat, Delta
 from baton.gateway.api.call import Prompt
-from baton.gateway.api.format import AnswerFormat, LogprobsFormat, PackedLogprobs, answer_format
+from baton.gateway.api.format import LogprobsFormat, PackedLogprobs, answer_format
 from baton.gateway.api.inference import _Kept
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
 from baton.tenants import has_place
@@ -62,7 +62,7 @@ def answered(text: str, **fields: Any) -> tuple[Answer, AnswerFormat, list[Delta
             for at, token_id in enumerate(calls.ids(text))
         ]
         service.emit(request.request_id, batch)
-    form = answer_format(answer, calls.TOKENIZER, 1_700_000_000)
+    form = answer_format(answer, 1_700_000_000)
     return answer, form, [Delta.joined(deltas) for deltas in kept.deltas]
 
 
@@ -255,7 +255,7 @@ def test_packed_logprobs_are_what_was_packed(
 
 def test_one_answer_of_the_most_log_probabilities_fits_where_unstreamed_answers_are_kept() -> None:
     config, top = GatewayConfig(model="tiny", routers=()), tuple((index, -1.0) for index in range(20))
-    kept, num_tokens = _Kept(), 1000
+    kept, num_tokens = _Kept(keeps_ids=True), 1000
     for _ in range(num_tokens):
         entry = TokenLogprobs(token_id=1, logprob=-1.0, rank=1, top=top)
         num_bytes = kept.add(Delta("word", [1], [entry]))

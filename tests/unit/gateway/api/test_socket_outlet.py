@@ -3,7 +3,7 @@ from typing import Any, cast
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from baton.gateway.api.stream_socket import MAX_UNSENT, WebSocketWriter
+from baton.gateway.api.inference import MAX_UNSENT, WebSocketWriter
 
 
 class Reader:

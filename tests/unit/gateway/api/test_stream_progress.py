@@ -4,14 +4,14 @@ import asyncio
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.errors import IntegrityError
 from baton.gateway.api.answer import Answer
-from baton.gateway.api.answer_stream import NOTHING_SHOWN, SERVER_SENT_EVENTS, AnswerStream, StreamProgress
+from baton.gateway.api.answer_stream import SERVER_SENT_EVENTS, AnswerStream, StreamProgress, WriteCoalescer
 from baton.gateway.api.format import answer_format
-from baton.gateway.http.asgi import WriteCoalescer
-from baton.gateway.streams.resume import ResumePoint
+from baton.gateway.streams.resume import ResumePoint, Shown
 from baton.request import FinishReason
 from tests.event_stream import Event, joined
 from tests.scripted_service import ScriptedService, events
@@ -21,7 +21,7 @@ TEXTS = (
     "One. Two two two! Three; then caf\u00e9 \U0001f600\U0001f680 and so on. Four?\nFive. Six. Seven sevens.",
     "\U0001f680\U0001f680. A b c. D e f! <stop inside> no end. More of it. And more of that. Done",
 )
-POINT = ResumePoint(b"a" * 16, b"d" * 16, 7, 1_700_000_000, 2_000_000_000, False, (NOTHING_SHOWN,) * 2)
+POINT = ResumePoint(b"a" * 16, b"d" * 16, 7, 1_700_000_000, 2_000_000_000, False, (Shown(),) * 2)
 
 
 class Script:
@@ -33,7 +33,7 @@ class Script:
         self._service = ScriptedService()
         call = calls.call(num_choices=2, is_streamed=True, is_resumable=True, resumed=point, **fields)
         self._answer = Answer(call, self._service, calls.TOKENIZER)
-        form = answer_format(self._answer, calls.TOKENIZER, point.created_s)
+        form = answer_format(self._answer, point.created_s)
         progress = StreamProgress(point, form, self._seal)
         self.stream = AnswerStream(
             self._answer, form, SERVER_SENT_EVENTS, WriteCoalescer(), lambda choice, delta: None, progress
@@ -41,7 +41,7 @@ class Script:
         self._client = calls.Client()
 
     def _seal(self, point: ResumePoint) -> bytes:
-        self.points.append(point)
+        self.points.append(msgspec.msgpack.decode(msgspec.msgpack.encode(point), type=ResumePoint))
         return b"%d" % (len(self.points) - 1)
 
     async def play(self, texts: tuple[str, ...] = TEXTS) -> list[Event]:

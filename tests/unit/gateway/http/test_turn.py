@@ -5,8 +5,9 @@ import pytest
 from starlette.types import Message
 
 from baton.clock import ManualClock
+from baton.gateway.api.answer_stream import WriteCoalescer
 from baton.gateway.api.errors import ClientGone
-from baton.gateway.http.asgi import BLOCK_BYTES, TURN_S, WriteCoalescer, respond_in_turns
+from baton.gateway.http.asgi import BLOCK_BYTES, TURN_S, respond_in_turns
 from tests.unit.gateway.calls import Client
 
 

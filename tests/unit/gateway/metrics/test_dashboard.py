@@ -1,11 +1,12 @@
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import msgspec
 
 from baton.clock import ManualClock
-from baton.gateway.metrics.dashboard import HEADERS, Dashboard, quantile, rates
-from baton.gateway.metrics.metrics import TTFT_BOUNDS_S, Counts, Metrics
+from baton.gateway.metrics.dashboard import HEADERS, Dashboard, quantile, rates, totals
+from baton.gateway.metrics.metrics import Metrics
 from baton.messages.operations import Status
 from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
 from baton.messages.workers import Load, WorkerStatus
@@ -31,12 +32,12 @@ class Text(HTMLParser):
             self.texts.append(data.strip())
 
 
-def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Counts:
-    metrics = Metrics(name)
+def counts(name: str = "g0", num_requests: int = 0, num_tokens: int = 0) -> Metrics:
+    metrics = Metrics(gateway=name, events=Counter(replays_lost=3, opened=5))
     metrics.requests["/v1/completions", 200] = num_requests
     metrics.requests["/metrics", 200] = 1000
     metrics.generated_tokens = num_tokens
-    return metrics.counts({"replays_lost": 3, "opened": 5})
+    return metrics
 
 
 def status(**fields: object) -> Status:
@@ -99,18 +100,19 @@ def test_rates_are_of_the_time_between_two_readings() -> None:
 
 
 def test_a_gateway_that_comes_or_goes_is_no_burst() -> None:
-    assert rates([counts("g0", 10)], [counts("g1", 500)], 1.0) == (0.0, 0.0)
-    assert rates([counts("g0", 10), counts("g1", 7)], [counts("g0", 13)], 2.0) == (1.5, 0.0)
+    assert rates(totals([counts("g0", 10)]), totals([counts("g1", 500)]), 1.0) == (0.0, 0.0)
+    before, after = totals([counts("g0", 10), counts("g1", 7)]), totals([counts("g0", 13)])
+    assert rates(before, after, 2.0) == (1.5, 0.0)
 
 
 def test_a_quantile_is_a_bound_of_all_gateways_together() -> None:
-    one, other = Metrics("a"), Metrics("b")
+    one, other = Metrics(gateway="a"), Metrics(gateway="b")
     for _ in range(98):
         one.ttft.observe(0.015)
     other.ttft.observe(1.5)
     other.ttft.observe(1000.0)
-    both = [one.ttft.counts(), other.ttft.counts()]
-    shown = [quantile(both, TTFT_BOUNDS_S, share) for share in (0.5, 0.99, 1.0)]
+    both = [one.ttft, other.ttft]
+    shown = [quantile(both, share) for share in (0.5, 0.99, 1.0)]
     assert shown == ["\u2264 20 ms", "\u2264 2 s", "> 60 s"]
 
 

@@ -1,20 +1,28 @@
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.gateway.metrics.exporter import Exporter
-from baton.gateway.metrics.metrics import Counts, Histogram, HistogramCounts, Metrics
+from baton.gateway.metrics.exporter import METRICS, WORKERS, Exporter, gauge
+from baton.gateway.metrics.metrics import ITL_BOUNDS_S, Histogram, Metrics
 from baton.messages.operations import Status
-from baton.messages.status import OverloadLevel, QueueStatus, RouterStatus, TenantStatus
+from baton.messages.status import (
+    ROUTING_BOUNDS_S,
+    OverloadLevel,
+    QueueStatus,
+    RouterStatus,
+    RoutingTimes,
+    TenantStatus,
+)
 from baton.messages.workers import Load, WorkerStatus
 from baton.tenants import Refusal
 from tests.node_peers import id_of
 from tests.scripted_service import ScriptedService, worker
 
 
-def samples(exporter: Exporter, *others: Counts) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(exporter: Exporter, *others: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(exporter.text(others).decode())
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -33,7 +41,6 @@ def service_with_workers() -> ScriptedService:
     service.status = Status(
         workers=(WorkerStatus(worker=worker(), load=load, num_attempts=5, beat_age_s=0.1),)
     )
-    service.counters = {"replayed": 4}
     return service
 
 
@@ -41,13 +48,12 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
     histogram = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 7.0):
         histogram.observe(value)
-    counts = histogram.counts()
-    assert counts.counts == (2, 1, 1)
-    assert counts.sum == pytest.approx(7.65)
+    assert histogram.counts == [2, 1, 1]
+    assert histogram.sum == pytest.approx(7.65)
 
 
 def test_requests_are_counted_by_known_routes_only() -> None:
-    metrics = Metrics("g0")
+    metrics = Metrics(gateway="g0")
     for path in ("/v1/completions", "/v1/completions", "/etc/passwd", "/a%00"):
         metrics.answered(path, 200)
     found = samples(exporter(metrics, ScriptedService()))
@@ -59,7 +65,7 @@ def test_requests_are_counted_by_known_routes_only() -> None:
 
 
 def test_workers_are_shown_by_the_routers_word() -> None:
-    found = samples(exporter(Metrics("g0"), service_with_workers()))
+    found = samples(exporter(Metrics(gateway="g0", events=Counter(replayed=4)), service_with_workers()))
     decode = (("role", "decode"), ("worker", "decode-0"))
     assert found["baton_worker_running_sequences", decode] == 3
     assert found["baton_worker_generated_tokens_total", decode] == 9
@@ -80,7 +86,7 @@ def test_vllms_names_are_there_when_asked_for() -> None:
 
 def test_vllms_dashboards_find_latencies_tokens_and_caches() -> None:
     given = exporter(counted("g0"), service_with_workers(), vllm_names=True)
-    found = samples(given, msgspec.structs.replace(counted("g1").counts({}), prompt_tokens=5))
+    found = samples(given, msgspec.structs.replace(counted("g1"), prompt_tokens=5))
     for gateway, num_tokens in (("g0", 0), ("g1", 5)):
         labels = (("engine", gateway), ("model_name", "tiny"))
         assert found["vllm:time_to_first_token_seconds_count", labels] == 1
@@ -92,8 +98,8 @@ def test_vllms_dashboards_find_latencies_tokens_and_caches() -> None:
     assert found["vllm:prefix_cache_hits_total", (("engine", "decode-0"), ("model_name", "tiny"))] == 0
 
 
-def counted(name: str) -> Metrics:
-    metrics = Metrics(name)
+def counted(name: str, **events: int) -> Metrics:
+    metrics = Metrics(gateway=name, events=Counter(events))
     metrics.answered("/v1/completions", 200)
     metrics.refused["headers"] += 1
     metrics.ttft.observe(0.15)
@@ -101,7 +107,7 @@ def counted(name: str) -> Metrics:
 
 
 def test_gateways_that_are_shown_together_keep_their_names() -> None:
-    found = samples(exporter(counted("g0"), ScriptedService()), counted("g1").counts({"replays_lost": 3}))
+    found = samples(exporter(counted("g0"), ScriptedService()), counted("g1", replays_lost=3))
     for name in ("g0", "g1"):
         route = (("gateway", name), ("route", "/v1/completions"), ("status", "200"))
         assert found["baton_requests_total", route] == 1
@@ -113,26 +119,27 @@ def test_gateways_that_are_shown_together_keep_their_names() -> None:
 
 
 def test_each_name_is_explained_once_however_many_gateways_there_are() -> None:
-    text = exporter(counted("g0"), ScriptedService()).text([counted("g1").counts({})]).decode()
+    text = exporter(counted("g0"), ScriptedService()).text([counted("g1")]).decode()
     explained = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(set(explained)) == len(explained)
 
 
 def test_counts_survive_the_way_between_gateways() -> None:
-    counts = counted("g1").counts({"replays_lost": 3})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
+    counts = counted("g1", replays_lost=3)
+    counts.tenant("acme").calls["answered"] += 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Metrics) == counts
 
 
 def test_a_histogram_of_another_release_is_left_out() -> None:
-    counts = msgspec.structs.replace(counted("g1").counts({}), itl=HistogramCounts((1, 2), 3.0))
+    counts = msgspec.structs.replace(counted("g1"), itl=Histogram(ITL_BOUNDS_S, [1, 2], 3.0))
     found = samples(exporter(counted("g0"), ScriptedService()), counts)
     assert ("baton_inter_token_latency_seconds_count", (("gateway", "g1"),)) not in found
     assert found["baton_request_seconds_count", (("gateway", "g1"),)] == 0
 
 
 def test_tenants_are_shown_by_what_gateways_and_the_router_count() -> None:
-    metrics, service = Metrics("g0"), service_with_workers()
-    tally = metrics.tenants.of("acme")
+    metrics, service = Metrics(gateway="g0"), service_with_workers()
+    tally = metrics.tenant("acme")
     tally.num_open, tally.generated_tokens = 2, 70
     tally.calls["tokens_per_s"] = 3
     tally.met["ttft"], tally.missed["ttft"] = 9, 1
@@ -184,9 +191,55 @@ def test_no_count_of_a_tenant_goes_back_when_a_router_dies() -> None:
     assert one.items() <= both.items(), "what is left is what it was"
 
 
-def test_counts_of_tenants_cross_to_the_gateways_beside() -> None:
-    metrics = Metrics("g0")
-    metrics.tenants.of("acme").calls["answered"] = 1
-    counts = metrics.counts({})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=Counts) == counts
-    assert counts.tenants["acme"].calls == {"answered": 1}
+def test_each_router_has_series_of_its_own() -> None:
+    times = RoutingTimes()
+    for seconds in (0.0001, 0.003, 7.0):
+        times.add(seconds)
+    counters = {"decisions": 40, "blind_decisions": 1, "redis_failures": 2}
+    one = RouterStatus(
+        id=id_of("one"),
+        num_attempts=3,
+        redis="down",
+        routing_counts=tuple(times.counts),
+        routing_s=times.total_s,
+        counters=counters,
+    )
+    service = ScriptedService()
+    service.status = Status(routers=(one, RouterStatus(id=id_of("two"))))
+    found = samples(exporter(Metrics(), service))
+    label = ("router", id_of("one")[:8])
+    other = ("router", id_of("two")[:8])
+    assert found["baton_router_decisions_total", (label,)] == 40
+    assert found["baton_router_blind_decisions_total", (label,)] == 1
+    assert found["baton_router_events_total", (("event", "redis_failures"), label)] == 2
+    assert found["baton_router_redis_up", (label,)] == 0
+    assert ("baton_router_redis_up", (other,)) not in found
+    assert found["baton_router_attempts", (label,)] == 3
+    assert found["baton_router_routing_seconds_count", (label,)] == 3
+    assert found["baton_router_routing_seconds_bucket", (("le", "0.005"), label)] == 2
+    assert found["baton_router_routing_seconds_count", (other,)] == 0
+    assert len(ROUTING_BOUNDS_S) + 1 == sum(
+        name.endswith("_bucket") and label in labels for name, labels in found
+    )
+
+
+def test_worker_names_its_own_metrics() -> None:
+    service = service_with_workers()
+    load = Load(gauges={"open_files": 7}, counters={"retried_reads": 2})
+    service.status = Status(
+        workers=(WorkerStatus(worker=worker(), load=load, num_attempts=0, beat_age_s=0.1),)
+    )
+    found = samples(exporter(Metrics(), service))
+    labels = (("role", "decode"), ("worker", "decode-0"))
+    assert found["baton_worker_gauge", (("name", "open_files"), *labels)] == 7
+    assert found["baton_worker_events_total", (("event", "retried_reads"), *labels)] == 2
+
+
+def test_metric_from_outside_the_tree_is_an_entry_of_the_registry() -> None:
+    outside = gauge("outside_oldest_beat_seconds", WORKERS, "Age of the last beat.", lambda w: w.beat_age_s)
+    METRICS.append(outside)
+    try:
+        found = samples(exporter(Metrics(), service_with_workers()))
+    finally:
+        METRICS.remove(outside)
+    assert found["outside_oldest_beat_seconds", (("role", "decode"), ("worker", "decode-0"))] == 0.1

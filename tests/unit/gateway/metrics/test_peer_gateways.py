@@ -23,9 +23,9 @@ async def listening(
     """One for each name, which has as many open calls as its name has letters."""
     made = []
     for name in names:
-        metrics = Metrics(name)
+        metrics = Metrics(gateway=name)
         metrics.num_open = len(name)
-        one = PeerGateways(KeyRing.of(key, Kind.GATEWAY), lambda metrics=metrics: metrics.counts({}))  # type: ignore[misc]
+        one = PeerGateways(KeyRing.of(key, Kind.GATEWAY), metrics)
         one.listen(address)
         made.append(one)
     try:
@@ -109,7 +109,7 @@ def test_more_that_ask_at_once_than_are_answered_are_hung_up_on() -> None:
 
 
 def test_one_that_does_not_listen_has_none() -> None:
-    alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), lambda: Metrics("a").counts({}))
+    alone = PeerGateways(KeyRing.of(KEY, Kind.GATEWAY), Metrics(gateway="a"))
 
     async def run() -> None:
         async with listening("bb"):

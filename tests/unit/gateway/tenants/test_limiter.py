@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import ApiError
-from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS, TenantCounters, TenantCounts
+from baton.gateway.metrics.metrics import MAX_TENANTS, OTHERS, Metrics, TenantCounts
 from baton.gateway.tenants.limiter import Budget, Limiter, Permit
 from baton.gateway.tenants.tenants import Tenant
 from baton.tenants import Quotas, Refusal, SchedulingKey, Sla
@@ -21,16 +21,16 @@ def a_call(tenant: str = "acme", *, most: int | None = None, **fields: Any) -> C
 
 
 @pytest.fixture
-def tallies() -> TenantCounters:
-    return TenantCounters()
+def metrics() -> Metrics:
+    return Metrics()
 
 
 NUM_PLACES = 1000
 
 
 @pytest.fixture
-def door(tallies: TenantCounters) -> Limiter:
-    return Limiter(tallies, NUM_PLACES)
+def door(metrics: Metrics) -> Limiter:
+    return Limiter(metrics, NUM_PLACES)
 
 
 def fill(door: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[Permit]]:
@@ -46,7 +46,7 @@ def fill(door: Limiter, *tenants: str, num_choices: int = 1) -> dict[str, list[P
     return visits
 
 
-def test_one_that_wants_all_places_leaves_some_to_others(door: Limiter, tallies: TenantCounters) -> None:
+def test_one_that_wants_all_places_leaves_some_to_others(door: Limiter, metrics: Metrics) -> None:
     noisy = fill(door, "noisy")["noisy"]
     assert len(noisy) == 800
     for number in range(50):
@@ -54,7 +54,7 @@ def test_one_that_wants_all_places_leaves_some_to_others(door: Limiter, tallies:
     with pytest.raises(Overloaded, match="800 of this gateway's 1000 places") as full:
         door.enter(a_call("noisy"))
     assert full.value.retry_after_s > 0
-    assert counted(tallies, "noisy").calls == {"no_room": 2}
+    assert counted(metrics, "noisy").calls == {"no_room": 2}
     for permit in noisy[:100]:
         permit.leave("answered")
     door.enter(a_call("noisy"))
@@ -110,17 +110,17 @@ def test_a_lowered_quota_lets_what_runs_go_on(door: Limiter) -> None:
     door.enter(a_call(most=2))
 
 
-def counted(tallies: TenantCounters, tenant: str = "acme") -> TenantCounts:
-    return tallies.counts()[tenant]
+def counted(metrics: Metrics, tenant: str = "acme") -> TenantCounts:
+    return metrics.tenants[tenant]
 
 
-def test_tokens_and_ends_are_counted(door: Limiter, tallies: TenantCounters) -> None:
+def test_tokens_and_ends_are_counted(door: Limiter, metrics: Metrics) -> None:
     permit = door.enter(a_call())
     permit.tokens(3, 1.0)
-    assert counted(tallies).num_open == 1
+    assert counted(metrics).num_open == 1
     permit.leave("answered")
     door.enter(a_call()).leave("failed")
-    counts = counted(tallies)
+    counts = counted(metrics)
     assert (counts.num_open, counts.generated_tokens) == (0, 3)
     assert counts.prompt_tokens == 2 * len(PROMPT.token_ids)
     assert counts.calls == {"answered": 1, "failed": 1}
@@ -137,7 +137,7 @@ def test_tokens_and_ends_are_counted(door: Limiter, tallies: TenantCounters) -> 
 )
 def test_objectives_are_kept_or_missed(
     door: Limiter,
-    tallies: TenantCounters,
+    metrics: Metrics,
     first_s: float,
     last_s: float,
     met: dict[str, int],
@@ -148,24 +148,24 @@ def test_objectives_are_kept_or_missed(
     permit.tokens(1, first_s)
     permit.tokens(4, last_s)
     permit.leave("answered")
-    assert (counted(tallies).met, counted(tallies).missed) == (met, missed)
+    assert (counted(metrics).met, counted(metrics).missed) == (met, missed)
 
 
-def test_what_was_refused_or_failed_has_missed_its_objective(door: Limiter, tallies: TenantCounters) -> None:
+def test_what_was_refused_or_failed_has_missed_its_objective(door: Limiter, metrics: Metrics) -> None:
     for outcome in ("shed", "failed"):
         door.enter(a_call(sla=Sla(ttft_ms=500, tpot_ms=50))).leave(outcome)
-    assert counted(tallies).missed == {"ttft": 2} and not counted(tallies).met
+    assert counted(metrics).missed == {"ttft": 2} and not counted(metrics).met
 
 
-def test_who_left_before_anything_came_was_not_let_down(door: Limiter, tallies: TenantCounters) -> None:
+def test_who_left_before_anything_came_was_not_let_down(door: Limiter, metrics: Metrics) -> None:
     door.enter(a_call(sla=Sla(ttft_ms=500))).leave("gone")
-    assert not counted(tallies).missed and counted(tallies).calls == {"gone": 1}
+    assert not counted(metrics).missed and counted(metrics).calls == {"gone": 1}
 
 
-def test_tenants_beyond_the_bound_are_counted_together(door: Limiter, tallies: TenantCounters) -> None:
+def test_tenants_beyond_the_bound_are_counted_together(door: Limiter, metrics: Metrics) -> None:
     for number in range(MAX_TENANTS + 50):
         door.enter(a_call(f"t{number}")).leave("answered")
-    counts = tallies.counts()
+    counts = metrics.tenants
     assert len(counts) == MAX_TENANTS + 1
     assert counts[OTHERS].calls == {"answered": 50}
 
@@ -181,8 +181,8 @@ def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
     calls: list[tuple[str, int, int, bool]],
 ) -> None:
     """Each comes with the quota that its tenant has by then; each True ends the oldest that is open."""
-    tallies = TenantCounters()
-    door, visits = Limiter(tallies, NUM_PLACES), list[tuple[str, int, Permit]]()
+    metrics = Metrics()
+    door, visits = Limiter(metrics, NUM_PLACES), list[tuple[str, int, Permit]]()
     for tenant, num_choices, most, ends_one in calls:
         before = sum(number for name, number, _ in visits if name == tenant)
         try:
@@ -196,7 +196,7 @@ def test_the_quota_is_never_exceeded_and_every_call_is_accounted_for(
             visits.append((tenant, num_choices, permit))
         if ends_one and visits:
             visits.pop(0)[2].leave("answered")
-        for name, counts in tallies.counts().items():
+        for name, counts in metrics.tenants.items():
             num_open = sum(number for owner, number, _ in visits if owner == name)
             assert door.num_open(name) == counts.num_open == num_open
 
@@ -205,8 +205,8 @@ NUM_BYTES = 1000
 
 
 @pytest.fixture
-def budget(tallies: TenantCounters) -> Budget:
-    return Budget(tallies, NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+def budget(metrics: Metrics) -> Budget:
+    return Budget(metrics, NUM_BYTES, Refusal.MAX_INPUT_BYTES)
 
 
 def test_a_charge_is_given_back_however_its_call_ends(budget: Budget) -> None:
@@ -230,7 +230,7 @@ def test_a_charge_that_shrinks_leaves_room_to_others(budget: Budget) -> None:
 
 
 def test_bytes_of_a_tenant_are_bounded_by_its_quota_over_all_its_calls(
-    budget: Budget, tallies: TenantCounters
+    budget: Budget, metrics: Metrics
 ) -> None:
     quotas = Quotas(max_input_bytes=100)
     with budget.charge("acme", quotas) as one, budget.charge("acme", quotas) as other:
@@ -240,19 +240,19 @@ def test_bytes_of_a_tenant_are_bounded_by_its_quota_over_all_its_calls(
         with pytest.raises(Refused) as never:
             other.add(101)
         assert later.value.retry_after_s > 0 and never.value.retry_after_s == 0
-        assert counted(tallies, "acme").calls == {"max_input_bytes": 2}
+        assert counted(metrics, "acme").calls == {"max_input_bytes": 2}
     with budget.charge("acme", quotas) as again:
         again.add(100)
 
 
-def test_a_tenant_that_wants_all_bytes_leaves_some_to_others(budget: Budget, tallies: TenantCounters) -> None:
+def test_a_tenant_that_wants_all_bytes_leaves_some_to_others(budget: Budget, metrics: Metrics) -> None:
     with budget.charge("noisy", Quotas()) as noisy, budget.charge("quiet", Quotas()) as quiet:
         with pytest.raises(Overloaded):
             while True:
                 noisy.add(10)
         assert noisy.num_bytes == 800
         quiet.add(100)
-        assert counted(tallies, "noisy").calls == {"no_room": 1}
+        assert counted(metrics, "noisy").calls == {"no_room": 1}
 
 
 @given(
@@ -261,7 +261,7 @@ def test_a_tenant_that_wants_all_bytes_leaves_some_to_others(budget: Budget, tal
     )
 )
 def test_charges_never_add_up_to_more_than_the_budget(steps: list[tuple[str, int, int]]) -> None:
-    budget = Budget(TenantCounters(), NUM_BYTES, Refusal.MAX_INPUT_BYTES)
+    budget = Budget(Metrics(), NUM_BYTES, Refusal.MAX_INPUT_BYTES)
     with ExitStack() as ends:
         charges = {
             (tenant, number): ends.enter_context(budget.charge(tenant, Quotas(max_input_bytes=700)))

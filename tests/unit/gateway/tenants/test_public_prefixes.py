@@ -4,27 +4,25 @@ from collections.abc import Sequence
 import pytest
 
 from baton.cluster.model_directory import resolve_model
-from baton.errors import Overloaded
-from baton.gateway.api.prompt_reader import Chat
+from baton.gateway.api.prompt_reader import PromptReader
 from baton.gateway.tenants.public_prefixes import PublicPrefixes
 from baton.gateway.tenants.tenants import Tenant
 from baton.gateway.text.chat_template import ChatTemplate
-from baton.gateway.text.work import TextWork
 from tests.unit.gateway.calls import TOKENIZER, ids
 
 HOUSE = "You sort numbers. Answer with the numbers alone."
 
 
-def a_text() -> TextWork:
-    return TextWork(TOKENIZER, ChatTemplate.from_directory(resolve_model("tiny")))
+def a_reader() -> PromptReader:
+    return PromptReader(TOKENIZER, ChatTemplate.from_directory(resolve_model("tiny")))
 
 
 def a_tenant(*texts: str) -> Tenant:
     return Tenant(name="acme", cache_salt=b"s" * 16, public_texts=texts)
 
 
-def num_public(token_ids: Sequence[int], *texts: str, text: TextWork | None = None) -> int:
-    return asyncio.run(PublicPrefixes(text or a_text()).num_tokens(a_tenant(*texts), token_ids))
+def num_public(token_ids: Sequence[int], *texts: str, reader: PromptReader | None = None) -> int:
+    return asyncio.run(PublicPrefixes(reader or a_reader()).num_tokens(a_tenant(*texts), token_ids))
 
 
 def chat(*contents: str) -> list[int]:
@@ -32,7 +30,7 @@ def chat(*contents: str) -> list[int]:
         {"role": role, "content": content}
         for role, content in zip(("system", "user"), contents, strict=False)
     ]
-    return asyncio.run(a_text().encode_chat(Chat(messages), max_tokens=1000))[1]
+    return a_reader().encode_chat(messages, max_tokens=1000)
 
 
 def test_a_prompt_that_begins_with_the_text_shares_its_tokens() -> None:
@@ -64,32 +62,12 @@ def test_who_has_no_public_texts_shares_nothing() -> None:
 
 
 def test_a_model_without_a_tokenizer_shares_nothing() -> None:
-    assert num_public([1, 2, 3], HOUSE, text=TextWork(None, None)) == 0
-
-
-class BusyOnce(TextWork):
-    """Its threads have no room for the first prompt."""
-
-    is_busy = True
-
-    async def encode(self, text: str, *, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        if self.is_busy:
-            self.is_busy = False
-            raise Overloaded("no room", retry_after_s=1.0)
-        return await super().encode(text, max_tokens=max_tokens, add_special_tokens=add_special_tokens)
-
-
-def test_a_text_that_could_not_be_read_once_is_shared_later() -> None:
-    async def twice() -> list[int]:
-        public, tenant, prompt = PublicPrefixes(BusyOnce(TOKENIZER, None)), a_tenant(HOUSE), ids(HOUSE)
-        return [await public.num_tokens(tenant, prompt) for _ in range(2)]
-
-    assert asyncio.run(twice()) == [0, len(ids(HOUSE))]
+    assert num_public([1, 2, 3], HOUSE, reader=PromptReader(None, None)) == 0
 
 
 def test_forms_that_a_model_lacks_are_looked_for_once(caplog: pytest.LogCaptureFixture) -> None:
     async def twice() -> None:
-        public = PublicPrefixes(TextWork(TOKENIZER, None))
+        public = PublicPrefixes(PromptReader(TOKENIZER, None))
         for _ in range(2):
             assert await public.num_tokens(a_tenant(HOUSE), ids(HOUSE))
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.text.detokenizer import MAX_PENDING, Detokenizer
-from baton.gateway.text.tokenizer import Tokenizer, TokenizerConfig
+from baton.gateway.text.detokenizer import MAX_PENDING, WindowDetokenizer
+from baton.gateway.text.model_files import TokenizerConfig
+from baton.gateway.text.tokenizer import Tokenizer
 from tests.unit.gateway import tiny_tokenizers
 
 BYTE_LEVEL = Tokenizer(tiny_tokenizers.byte_level(), TokenizerConfig())
@@ -83,7 +84,7 @@ def test_the_window_stays_short() -> None:
         seen.append(len(token_ids))
         return BYTE_LEVEL.decode(token_ids)
 
-    detokenizer = Detokenizer(decode)
+    detokenizer = WindowDetokenizer(decode)
     for token_id in BYTE_LEVEL.encode("日本語 the quick brown fox 😀 " * 50):
         detokenizer.push(token_id)
     assert max(seen) < 12

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import InvalidRequest, ModelError
-from baton.gateway.text.tokenizer import Tokenizer, TokenizerConfig
+from baton.gateway.text.model_files import TokenizerConfig
+from baton.gateway.text.tokenizer import Tokenizer
 from tests.unit.gateway import tiny_tokenizers
 
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level(), TokenizerConfig())

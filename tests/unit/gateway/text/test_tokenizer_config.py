@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelError
-from baton.gateway.text.tokenizer import MAX_FILE_BYTES, TokenizerConfig, read_text, read_tokenizer_config
+from baton.gateway.text.model_files import MAX_FILE_BYTES, TokenizerConfig, read_text, read_tokenizer_config
 
 
 def test_tokens_are_strings_or_objects_with_their_content(tmp_path: Path) -> None:

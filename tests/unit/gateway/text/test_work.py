@@ -1,57 +1,44 @@
 import asyncio
 import json
-import threading
+import os
+import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from baton.cluster.model_directory import resolve_model
 from baton.errors import InvalidRequest, Overloaded
+from baton.fair_queue import CREDIT_AGES
 from baton.gateway.api.errors import ApiError
-from baton.gateway.api.prompt_reader import MAX_CHARS_PER_TOKEN, Chat, Kind, ReadTerms
-from baton.gateway.api.types import ChatBody, CompletionBody
+from baton.gateway.api.prompt_reader import BodyKind, ReadPolicy, unpack_token_ids
 from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.model_files import read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
-from baton.gateway.text.work import MAX_WAITING, NUM_THREADS, SMALL_BYTES, HelperSpec, TextWork
+from baton.gateway.text.work import MAX_WAITING, SMALL_BYTES, HelperSpec, ServedModel, TextTurns, TextWork
+from tests.unit.gateway.calls import TENANT
+from tests.unit.gateway.frontend_peers import Gateway, gateway
 
 DIRECTORY = resolve_model("tiny")
 TOKENIZER = Tokenizer.from_directory(DIRECTORY)
-VOCAB_SIZE = read_vocab_size(DIRECTORY)
 LONG = "the sun " * SMALL_BYTES
-TERMS = ReadTerms(model="tiny", may_use=True, max_model_len=100_000)
+POLICY = ReadPolicy(model="tiny", may_use=True, max_model_len=100_000)
 
 ResultT = TypeVar("ResultT")
+Order = list[str]
 
 
-class Watched(ChatTemplate):
-    """Remembers which thread rendered it."""
-
-    threads: list[str]
-
-    def render(self, *arguments: object, **settings: object) -> str:
-        self.threads.append(threading.current_thread().name)
-        return super().render(*arguments, **settings)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def template() -> Watched:
-    template = Watched("{{ messages[0]['content'] }}", {})
-    template.threads = []
-    return template
+def text_work(helpers: HelperSpec | None = None) -> TextWork:
+    template = ChatTemplate.from_directory(DIRECTORY)
+    return TextWork(TOKENIZER, template, vocab_size=read_vocab_size(DIRECTORY), helpers=helpers)
 
 
 def with_helpers(act: Callable[[TextWork], Awaitable[ResultT]]) -> ResultT:
-    """What `act` returns of a TextWork that has real helper processes, which are gone afterwards."""
+    """The result of `act` with real helper processes, which are gone afterwards."""
 
     async def run() -> ResultT:
-        work = TextWork(
-            TOKENIZER,
-            ChatTemplate.from_directory(DIRECTORY),
-            vocab_size=VOCAB_SIZE,
-            helpers=HelperSpec(directory=DIRECTORY),
-        )
+        work = text_work(HelperSpec(directory=DIRECTORY))
         try:
             return await act(work)
         finally:
@@ -64,17 +51,6 @@ def body(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_long_text_of_the_operator_is_worked_on_by_threads(template: Watched) -> None:
-    text = TextWork(TOKENIZER, template)
-    for content in ("short", LONG):
-        rendered, token_ids = asyncio.run(
-            text.encode_chat(Chat([{"role": "user", "content": content}]), max_tokens=100_000)
-        )
-        assert rendered == content and token_ids == TOKENIZER.encode(content)
-    asyncio.run(text.close())
-    assert template.threads[0] == "MainThread" and template.threads[1].startswith("text")
-
-
 @pytest.mark.parametrize(
     ("kind", "data"),
     [
@@ -82,28 +58,15 @@ def test_long_text_of_the_operator_is_worked_on_by_threads(template: Watched) ->
         ("either", body(messages=[{"role": "user", "content": LONG}], unknown=1)),
         ("completion", body(prompt=[LONG, "short"], echo=True, logit_bias={"5": 1.5})),
         ("either", body(prompt=[[7] * SMALL_BYTES, [8, 9]], max_tokens=3)),
+        ("detokenize", body(tokens=TOKENIZER.encode(LONG))),
+        ("tokenize", body(prompt=LONG)),
     ],
 )
-def test_helper_reads_what_is_read_here(kind: Kind, data: bytes) -> None:
-    here = TextWork(TOKENIZER, ChatTemplate.from_directory(DIRECTORY), vocab_size=VOCAB_SIZE)
-    expected = asyncio.run(here.read_call(kind, data, TERMS))
-    read = with_helpers(lambda work: work.read_call(kind, data, TERMS))
-    assert read.body == expected.body and isinstance(read.body, ChatBody | CompletionBody)
-    assert [each.token_ids for each in read.prompts] == [each.token_ids for each in expected.prompts]
-    assert (read.has_tools, read.num_unknown) == (expected.has_tools, expected.num_unknown)
-    if isinstance(read.body, CompletionBody) and read.body.echo:
-        assert read.prompts == expected.prompts
-
-
-def test_helper_detokenizes_and_tokenizes() -> None:
-    async def both(work: TextWork) -> list[bytes]:
-        token_ids = TOKENIZER.encode(LONG)
-        told = [await work.read_text("detokenize", body(tokens=token_ids), TERMS)]
-        told.append(await work.read_text("tokenize", body(prompt=LONG), TERMS))
-        return [each.body for each in told]
-
-    text, tokens = map(json.loads, with_helpers(both))
-    assert text == {"prompt": LONG} and tokens["tokens"] == TOKENIZER.encode(LONG)
+def test_helper_reads_the_same_as_the_event_loop(kind: BodyKind, data: bytes) -> None:
+    expected = asyncio.run(text_work().read(kind, data, POLICY))
+    assert with_helpers(lambda work: work.read(kind, data, POLICY)) == expected
+    if kind == "detokenize":
+        assert json.loads(expected.answer or b"") == {"prompt": LONG}
 
 
 @pytest.mark.parametrize(
@@ -114,64 +77,208 @@ def test_helper_detokenizes_and_tokenizes() -> None:
         (body(prompt=[7] * 100_000), "the model takes 100000", 400),
         (body(prompt=[10**8, *[7] * SMALL_BYTES]), "token id 100000000 is outside the vocabulary of", 400),
         (b'{"prompt": "' + b"a" * SMALL_BYTES, "not valid JSON", 400),
+        (body(prompt="a" * 2_000_000), "can't fit", 400),
     ],
 )
-def test_helper_refuses_what_is_refused_here(data: bytes, message: str, status: int) -> None:
+def test_helper_refuses_the_same_as_the_event_loop(data: bytes, message: str, status: int) -> None:
     with pytest.raises(ApiError, match=message) as refused:
-        with_helpers(lambda work: work.read_call("completion", data, TERMS))
+        with_helpers(lambda work: work.read("completion", data, POLICY))
     assert refused.value.status == status
+
+
+def children() -> set[int]:
+    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return {int(pid) for pids in found for pid in pids}
 
 
 def test_helper_that_died_is_replaced() -> None:
     async def scenario(work: TextWork) -> None:
         data = body(prompt=LONG)
-        expected = (await work.read_call("completion", data, TERMS)).prompts
-        for lane in (work._pool._express, work._pool._any):  # type: ignore[union-attr]
-            process = await lane.helper.start()
-            process.kill()
-            await process.wait()
-        assert (await work.read_call("completion", data, TERMS)).prompts == expected
+        expected = await work.read("completion", data, POLICY)
+        before = children()
+        await work.start()
+        assert before <= children()
+        for pid in children():
+            if b"baton.gateway.text.work" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)  # until the event loop has heard of their end
+        assert await work.read("completion", data, POLICY) == expected
 
     with_helpers(scenario)
 
 
-def test_caller_that_leaves_does_not_confuse_the_next() -> None:
+def test_cancelled_caller_does_not_confuse_the_next() -> None:
     async def scenario(work: TextWork) -> None:
         await work.start()
-        leaving = asyncio.create_task(work.read_call("completion", body(prompt=LONG), TERMS))
+        leaving = asyncio.create_task(work.read("completion", body(prompt=LONG), POLICY))
         await asyncio.sleep(0)
         leaving.cancel()
         for index in range(3):
             token_ids = [index] * SMALL_BYTES
-            read = await work.read_call("completion", body(prompt=token_ids), TERMS)
-            assert read.prompts[0].token_ids == tuple(token_ids)
+            read = await work.read("completion", body(prompt=token_ids), POLICY)
+            assert unpack_token_ids(read.prompts[0][1]) == tuple(token_ids)
 
     with_helpers(scenario)
 
 
-def test_what_cannot_fit_is_not_even_tokenised(template: Watched) -> None:
-    text = TextWork(TOKENIZER, template)
-    with pytest.raises(InvalidRequest, match="can't fit"):
-        asyncio.run(text.encode("a" * (MAX_CHARS_PER_TOKEN * 10 + 1), max_tokens=10))
-    with pytest.raises(InvalidRequest, match="can't fit"):
-        asyncio.run(text.encode_chat(Chat([{"role": "user", "content": "a" * 1000}]), max_tokens=10))
-
-
-def test_a_model_without_text(template: Watched) -> None:
-    work = TextWork(None, template)
-    assert not work.has_tokenizer
+def test_a_model_without_text_takes_token_ids_alone() -> None:
+    work = TextWork(None, None)
     with pytest.raises(InvalidRequest, match="no tokenizer"):
-        asyncio.run(work.encode("a", max_tokens=10))
+        asyncio.run(work.read("completion", body(prompt="a"), POLICY))
     with pytest.raises(InvalidRequest, match="no chat template"):
-        asyncio.run(TextWork(TOKENIZER, None).encode_chat(Chat([]), max_tokens=10))
+        asyncio.run(
+            TextWork(TOKENIZER, None).read("chat", body(messages=[{"role": "user", "content": ""}]), POLICY)
+        )
+    assert asyncio.run(work.read("completion", body(prompt=[5, 6]), POLICY)).prompts
 
 
-def test_jobs_that_wait_are_bounded(template: Watched) -> None:
-    async def crowd() -> None:
-        text = TextWork(TOKENIZER, template)
-        jobs = [text.encode(LONG, max_tokens=100_000) for _ in range(NUM_THREADS + MAX_WAITING + 1)]
-        found = await asyncio.gather(*jobs, return_exceptions=True)
-        assert sum(isinstance(result, Overloaded) for result in found) == 1
-        await text.close()
+# Turns.
 
-    asyncio.run(crowd())
+
+def run(scene: Callable[[TextTurns, Order], Awaitable[None]]) -> Order:
+    """Names, in the order in which they had their turn."""
+    order: Order = []
+
+    async def play() -> None:
+        await scene(TextTurns(), order)
+
+    asyncio.run(play())
+    return order
+
+
+def asking(
+    turns: TextTurns, order: Order, tenant: str, name: str, num_bytes: int = 10
+) -> "asyncio.Task[None]":
+    async def ask() -> None:
+        await turns.take(tenant, num_bytes)
+        order.append(name)
+
+    return asyncio.create_task(ask())
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def leave_all(turns: TextTurns, times: int) -> None:
+    for _ in range(times):
+        turns.leave()
+        await settle()
+
+
+def test_a_tenant_with_many_texts_does_not_delay_one_with_few() -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        asked = [asking(turns, order, "noisy", f"n{number}", 1000) for number in range(20)]
+        await settle()
+        asked.append(asking(turns, order, "quiet", "q"))
+        await settle()
+        await leave_all(turns, 20)
+        await asyncio.gather(*asked)
+
+    order = run(scene)
+    assert order.index("q") <= 2 and len(order) == 21
+    order.remove("q")
+    assert order == [f"n{number}" for number in range(20)]
+
+
+def test_a_tenant_that_was_away_has_limited_credit() -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        asked = [asking(turns, order, "a", "a") for _ in range(80)]
+        await settle()
+        await leave_all(turns, 40)
+        asked += [asking(turns, order, "b", "b") for _ in range(30)]
+        await settle()
+        await leave_all(turns, 70)
+        await asyncio.gather(*asked)
+
+    later = run(scene)[41:81]
+    assert CREDIT_AGES <= later.count("b") - later.count("a") + 1 <= 2 * CREDIT_AGES
+
+
+@pytest.mark.parametrize("moment", ["before its turn", "at its turn", "as its turn comes"])
+@pytest.mark.parametrize("tenant_of_next", ["a", "b"])
+def test_a_cancelled_text_is_skipped(moment: str, tenant_of_next: str) -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        await turns.take("a", 1)
+        gone, after = asking(turns, order, "a", "gone"), asking(turns, order, tenant_of_next, "after")
+        await settle()
+        if moment == "at its turn":
+            turns.leave()
+            gone.cancel()
+        else:
+            gone.cancel()
+            if moment == "before its turn":
+                await settle()
+            turns.leave()
+        await settle()
+        assert gone.cancelled() and order == ["after"]
+        turns.leave()
+        await turns.take("c", 1)
+        await asyncio.gather(gone, after, return_exceptions=True)
+
+    run(scene)
+
+
+def test_a_tenant_with_many_waiting_texts_is_refused_before_others_are() -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        noisy = [asking(turns, order, "noisy", "n") for _ in range(2 * MAX_WAITING)]
+        await settle()
+        num_refused = sum(task.done() and isinstance(task.exception(), Overloaded) for task in noisy)
+        assert len(noisy) - num_refused == 1 + 4 * MAX_WAITING // 5 + 1
+        quiet = asking(turns, order, "quiet", "q")
+        await settle()
+        assert not quiet.done()
+        for task in (quiet, *noisy):
+            task.cancel()
+        await asyncio.gather(quiet, *noisy, return_exceptions=True)
+
+    run(scene)
+
+
+def test_without_tenants_all_places_may_be_taken() -> None:
+    async def scene(turns: TextTurns, order: Order) -> None:
+        asked = [asking(turns, order, "", "x") for _ in range(1 + MAX_WAITING)]
+        await settle()
+        with pytest.raises(Overloaded, match=f"{MAX_WAITING} texts wait"):
+            await turns.take("", 1)
+        await leave_all(turns, MAX_WAITING + 1)
+        await asyncio.gather(*asked)
+
+    assert len(run(scene)) == MAX_WAITING + 1
+
+
+# The served model.
+
+
+def policy(made: Gateway) -> ReadPolicy:
+    return ServedModel(
+        name="tiny", text=TextWork(None, None), service=made.frontend, created_s=0
+    ).read_policy(TENANT)
+
+
+def test_before_the_first_worker_clients_are_told_when_to_retry() -> None:
+    with pytest.raises(ApiError, match="^no worker has been there yet") as refused:
+        policy(gateway()).check_length(1)
+    headers = dict(refused.value.headers())
+    assert (refused.value.status, headers[b"retry-after"], headers[b"x-should-retry"]) == (503, b"2", b"true")
+
+
+def test_without_workers_the_last_known_length_holds() -> None:
+    made = gateway("d0")
+    model = ServedModel(name="tiny", text=TextWork(None, None), service=made.frontend, created_s=0)
+    length = model.read_policy(TENANT).longest()
+    made.list_members()
+    assert not made.frontend.workers
+    model.read_policy(TENANT).check_length(length - 1)
+    with pytest.raises(ApiError, match="one of them for the answer"):
+        model.read_policy(TENANT).check_length(length)
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        model.read_policy(TENANT).check_length(0)
+
+
+def test_a_new_router_without_members_makes_no_worker_disappear() -> None:
+    made = gateway("d0")
+    made.join_router("another")
+    made.list_members(is_complete=False)
+    policy(made).check_length(1)
