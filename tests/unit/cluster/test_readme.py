@@ -81,6 +81,13 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
             assert anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    folders = "|".join({*EVERYTHING, "baton", "deploy", "docs", "tests"} - CONTRACT)
+    named = set(re.findall(rf"[`(\s]((?:{folders})/[\w/.-]+\.\w+)", PAGES[page]))
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_every_module_that_is_run_exists() -> None:
     named = {name for page in PAGES.values() for name in re.findall(r"python -m (baton[\w.]*)", page)}
     assert len(named) >= 10
