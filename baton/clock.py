@@ -5,11 +5,15 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """A source of monotonic time."""
+
     def now_s(self) -> float:
-        """Monotonic seconds; only differences mean anything."""
+        """Return monotonic seconds; only differences mean anything."""
 
 
 class SystemClock:
+    """The clock of the machine."""
+
     def now_s(self) -> float:
         return time.monotonic()
 
@@ -24,6 +28,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
+        """Move forward. ValueError for negative seconds."""
         if seconds < 0:
             raise ValueError(f"time cannot go back: advance({seconds})")
         self._now_s += seconds

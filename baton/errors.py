@@ -1,4 +1,4 @@
-"""One error tree, grouped by what the caller can do about it."""
+"""One error tree, grouped by the caller's remedy."""
 
 import reprlib
 
@@ -18,7 +18,7 @@ class ModelError(BatonError, ValueError):
 
 
 class InvalidRequest(BatonError, ValueError):
-    """The client must change the request; sending it again unchanged fails again."""
+    """The client must change the request; the unchanged request fails again."""
 
 
 class Overloaded(BatonError):
@@ -46,7 +46,7 @@ class WorkerLost(BatonError):
 
 
 class TransferFailed(BatonError):
-    """KV pages did not reach the other worker; another transport or another attempt may do it."""
+    """KV pages did not reach the other worker; another transport or another attempt may succeed."""
 
 
 class IntegrityError(BatonError, AssertionError):
@@ -58,7 +58,7 @@ class PeerGone(WorkerLost):
 
 
 class WireError(BatonError):
-    """What a peer sent can't be accepted: it is dropped, and counted under `reason`."""
+    """A peer broke a rule of the wire: it is dropped, and counted under `reason`."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -66,12 +66,12 @@ class WireError(BatonError):
 
 
 class ProtocolError(WireError):
-    """A well-formed message that is illegal in the state its receiver is in."""
+    """A well-formed message is illegal in the receiver's state."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="protocol")
 
 
 def shown(value: object) -> str:
-    """A value of any size as an error tells it: shortened, with its type."""
+    """Return a value of any size for an error message: shortened, with its type."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""Weighted fair shares among opaque keys: of work that waits (`FairShare`), of room that is kept (`FairLru`).
+"""Weighted fair shares among opaque keys: of waiting work (`FairShare`) and of cached items (`FairLru`).
 
 The router's queues and the gateway's tokenising share work by `FairShare`; the page pool, the prefix cache
 and the host tier evict by `FairLru`. Neither knows tenants: a key is a string or bytes.
@@ -7,16 +7,16 @@ and the host tier evict by `FairLru`. Neither knows tenants: a key is a string o
 counter (Sheng et al. 2024):
 
 1. A key that begins to wait joins. Each key has a virtual clock, in work divided by weight, which stands
-   while the key is not served. A key that was away starts at the present of CREDIT_AGES ages ago: it may use
-   at once what its share would have been since then, which is what a burst is, and has no credit for the time
-   before.
+while the
+   key is not served. A key that was away starts at the present of CREDIT_AGES ages ago: it may use its share
+   of the time since then at once, as a burst, and has no credit for the time before.
 2. The key with the earliest clock comes next; the present is that clock. Served work is charged: the clock
    advances by the work divided by the weight.
-3. Work is charged as it is expected, and corrected once it is known.
-4. A key that waits no more leaves. Its debt is remembered until the present has passed it.
+3. Expected work is charged at once, and corrected when the actual work is known.
+4. A key that waits no more leaves. Its debt is remembered until the present has passed the debt.
 
-Of two keys that wait all the time, the work served divided by weight differs by no more than the largest item
-served to either, divided by its weight, and the credit that one of them began with: no key starves. Every
+For two keys that wait all the time, the served work divided by weight differs by at most the largest item
+served to either, divided by its weight, plus the credit that one of them began with: no key starves. Every
 operation takes O(log keys) and moves at most eight bytes a key.
 """
 
@@ -84,7 +84,7 @@ class FairShare:
             self._forget_even()
 
     def first(self) -> str | None:
-        """The key to serve next; None when no key waits."""
+        """Return the key to serve next; None when no key waits."""
         return self._turns[0][2] if self._turns else None
 
     def serve(self, key: str, work: float) -> None:
@@ -110,12 +110,12 @@ class FairShare:
         self._past.append(self.present)
 
     def clock(self, key: str) -> float:
-        """The virtual clock of a key, or the clock it would start with if it joined now."""
+        """Return the virtual clock of a key, or the clock with which the key would start now."""
         account = self._accounts.get(key)
         return self._past[0] if account is None else max(account.clock, self._past[0])
 
     def is_known(self, key: str) -> bool:
-        """Whether the key waits or has a debt that is remembered."""
+        """Return whether the key waits or has a remembered debt."""
         return key in self._accounts
 
     def _move(self, key: str, account: _Account, work: float) -> None:
@@ -157,10 +157,10 @@ Group: TypeAlias = bytes  # an opaque key, such as a cache salt
 
 
 class FairLru(Generic[Item]):
-    """Items to evict, oldest first, in groups that cannot push each other out.
+    """Evicts items in LRU order, in groups that cannot displace each other.
 
-    The next item to go is the oldest of the group that holds most for its weight. A group therefore keeps at
-    least its share of the room, however fast others fill theirs; a single group has all of it.
+    The next item to evict is the oldest of the group with the most items for its weight. So a group keeps at
+    least its share, however fast other groups grow; a single group has everything.
     """
 
     def __init__(self) -> None:
@@ -175,6 +175,7 @@ class FairLru(Generic[Item]):
             self._groups[group] = OrderedDict(((item, None),))
 
     def remove(self, item: Item, group: Group) -> None:
+        """Remove an item of the group."""
         items = self._groups[group]
         del items[item]
         if not items:
@@ -184,13 +185,15 @@ class FairLru(Generic[Item]):
         self._groups.clear()
 
     def has(self, item: Item, group: Group) -> bool:
+        """Return whether the item is in the group."""
         return item in self._groups.get(group, ())
 
     def num_of(self, group: Group) -> int:
+        """Return the number of the group's items."""
         return len(self._groups.get(group, ()))
 
     def next_out(self) -> Item | None:
-        """The item to evict next; None when there is none."""
+        """Return the item to evict next; None when there is none."""
         groups = self._groups
         if len(groups) > 1:
             return next(iter(groups[max(groups, key=self._num_for_weight)]))

@@ -1,8 +1,8 @@
-"""Names for page contents that mean the same in every process, on any worker, in any layout.
+"""Page keys, which name page contents the same way in every process and layout, and the layout of pages.
 
-A key chains everything the KV of a full page depends on: the model, the element type, the tenant's
-salt, all tokens before the page and the tokens in it. Equal keys therefore mean equal contents, and
-without the secret nobody can compute the key of a prompt. Python's `hash()` has none of this.
+A key chains everything that the KV of a full page depends on: the model, the element type, the tenant's salt,
+all tokens before the page and the tokens in it. Equal keys therefore mean equal contents, and without the
+secret the key of a prompt cannot be computed. Python's `hash()` has none of these properties.
 """
 
 import struct
@@ -15,24 +15,24 @@ import msgspec
 from baton.errors import ConfigError
 
 KEY_BYTES = 16
-_PUBLIC = b"baton public:"  # what a salt begins with before the number of public tokens, as u32
+_PUBLIC = b"baton public:"  # the start of a salt with public tokens; their number follows, as u32
 
 
 def with_public(salt: bytes, num_tokens: int) -> bytes:
-    """The salt of a prompt whose first `num_tokens` tokens are no secret of the tenant's.
+    """Return the salt of a prompt that begins with `num_tokens` public tokens.
 
-    Full pages of these are shared by everybody who has such a prompt; what follows them is the tenant's own.
+    All tenants share the full pages of public tokens; later pages are the tenant's own.
     """
     return _PUBLIC + struct.pack("<I", num_tokens) + salt if num_tokens else salt
 
 
 def without_public(salt: bytes) -> bytes:
-    """The tenant's own salt, which such a one was made of."""
+    """Return the tenant's own salt in a salt of `with_public`."""
     return _split(salt)[1]
 
 
 def _split(salt: bytes) -> tuple[int, bytes]:
-    """The number of public tokens, and the tenant's own salt."""
+    """Return the number of public tokens and the tenant's own salt."""
     start = len(_PUBLIC)
     if not salt.startswith(_PUBLIC) or len(salt) < start + 4:
         return 0, salt
@@ -44,7 +44,7 @@ class PageKeys:
     """Keyed BLAKE2b-128: root = H(salt), key = H(parent key, token ids as u32 little endian)."""
 
     def __init__(self, *, model_fingerprint: str, dtype: str, page_size: int, secret: bytes = b"") -> None:
-        """`dtype` is the name of the KV element type; tp_size and the order of bytes do not enter."""
+        """dtype: name of the KV element type. The keys do not depend on tp_size and byte order."""
         key = blake2b(secret, digest_size=32).digest()
         identity = blake2b(digest_size=32, key=key, person=b"baton-model")
         for part in (model_fingerprint.encode(), dtype.encode()):
@@ -54,12 +54,13 @@ class PageKeys:
         self._resize(page_size)
 
     def of_size(self, page_size: int) -> "PageKeys":
-        """How others name pages of another size that hold the same KV."""
+        """Return the keys of the same KV in pages of another size."""
         other = copy(self)
         other._resize(page_size)
         return other
 
     def root(self, salt: bytes) -> bytes:
+        """Return the parent of a first page."""
         return blake2b(salt, digest_size=KEY_BYTES, key=self._identity, person=b"baton-salt").digest()
 
     def extend(self, keys: list[bytes], token_ids: list[int], num_pages: int, salt: bytes) -> None:
@@ -67,7 +68,7 @@ class PageKeys:
         size = self._page_size
         num_public_tokens, salt = _split(salt)
         first_private = num_public_tokens // size * size
-        # No salt of a tenant's leads to the public root: with no public tokens, this one is read as none.
+        # No tenant's salt leads to the public root: `_split` reads this salt as one without public tokens.
         parent = keys[-1] if keys else self.root(_PUBLIC + bytes(4) if first_private else salt)
         for first in range(len(keys) * size, num_pages * size, size):
             if first == first_private and first:
@@ -82,16 +83,15 @@ class PageKeys:
         self._page_size = page_size
 
 
-# How the KV cache of one model is cut into pages, and how many bytes that takes.
-
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pool of one rank is `[num_pages, num_layers, 2, num_kv_heads / tp_size, page_size, head_dim]`.
+    """The shape of a KV pool. Of one rank it is `[num_pages, num_layers, 2, num_kv_heads / tp_size,
+    page_size, head_dim]`.
 
-    `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every
-    rank; heads come before tokens, so the slice of a page that another tp_size needs is contiguous too.
+    `num_kv_heads` counts the heads of the whole model. A page is one contiguous run of bytes on every rank;
+    heads come before tokens, so that the slice of a page for another tp_size is contiguous too.
     """
 
     tp_size: int
@@ -118,7 +118,7 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes on one rank, all layers, keys and values."""
+        """Bytes of one token on one rank: keys and values of all layers."""
         return 2 * self.num_layers * self.heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -126,5 +126,5 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.page_size * self.token_bytes
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens occupy; the last one may be partly filled."""
+        """Return how many pages `num_tokens` tokens occupy; the last page may be partly filled."""
         return -(-num_tokens // self.page_size)

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what it answers: the values that travel between the layers."""
+"""Requests and outputs of engines: the values that travel between the layers."""
 
 import difflib
 import sys
@@ -17,7 +17,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
-MAX_INTEGER = 2**63 - 1  # of any value, also where a float is meant: what every message can carry
+MAX_INTEGER = 2**63 - 1  # of any value, also of an integer given for a float: every message carries it
 
 
 class FinishReason(StrEnum):
@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
 
 
 class _NamesTheNearest(msgspec.StructMeta):
-    """What is misspelled is answered with what was meant; a Struct's own `__init__` is never called."""
+    """Adds the nearest field name to the error about an unknown one. Structs never call their `__init__`."""
 
     def __call__(self, *arguments: Any, **fields: Any) -> Any:
         try:
@@ -121,6 +121,7 @@ class SamplingParams(
 
     @property
     def has_penalties(self) -> bool:
+        """Any of the three penalties has an effect."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -152,26 +153,26 @@ def _bound(value: float, low: float, high: float | None) -> str:
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accepted request. `request_id` and `attempt` are minted inside Baton, never by a client.
 
-    A later attempt names the tokens that earlier ones have given in `generated_token_ids`: the answer goes
-    on after them as if nothing had happened, if the seed is the same. One choice alone of a client's request
-    with several is a request with `n` 1, the same seed, and its number in `choice`. Both raise InvalidRequest
-    for more than one choice, and so does an answer that has all its `max_tokens`.
+    A later attempt has the tokens of earlier attempts in `generated_token_ids`; with the same seed the answer
+    continues with the same tokens. One choice of a client's request with several choices is a request with
+    `n` 1, the same seed, and the number of the choice in `choice`. InvalidRequest: `n` is not 1 in one of
+    these cases, or the answer has all its `max_tokens` already.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     tenant: str = ""
-    cache_salt: bytes = b""  # derived from the tenant by the gateway; pages are shared within one salt only
-    priority: int = 0  # lower is served first, as in vLLM
+    cache_salt: bytes = b""  # derived from the tenant by the gateway; only requests of one salt share pages
+    priority: int = 0  # lower values are served first, as in vLLM
     sla: Sla = Sla()
-    scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant, written by the gateway
+    scheduling_key: SchedulingKey = SchedulingKey()  # of the tenant; written by the gateway
     arrival_s: float = 0.0
     attempt: int = 0
     generated_token_ids: tuple[int, ...] = ()
     choice: int = 0
-    # Of a gateway's health check, never of a client: a prefill worker computes the prompt and its pages are
-    # transferred, or the request fails; it is never computed where it is decoded.
+    # A gateway's health check, never a client's request: a prefill worker computes the prompt and its pages
+    # are transferred, or the request fails; its decode worker never computes the prompt.
     is_probe: bool = False
 
     def __post_init__(self) -> None:
@@ -179,24 +180,25 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         _check_integer("choice", self.choice, 0, MAX_CHOICES - 1)
         num_generated, sampling = len(self.generated_token_ids), self.sampling
         if sampling.n > 1 and (num_generated or self.choice):
-            raise InvalidRequest(f"one choice goes on, or is asked for alone: n must be 1, got {sampling.n}")
+            raise InvalidRequest(f"a single choice is requested or continued: n must be 1, got {sampling.n}")
         if sampling.max_tokens is not None and num_generated >= sampling.max_tokens:
             raise InvalidRequest(
-                f"generated_token_ids: {num_generated} tokens are there, max_tokens is {sampling.max_tokens}"
+                f"generated_token_ids: {num_generated} tokens fill max_tokens {sampling.max_tokens} already"
             )
 
     @property
     def all_token_ids(self) -> tuple[int, ...]:
-        """The prompt, and what earlier attempts have answered: their KV comes before the next token."""
+        """The prompt and the tokens of earlier attempts, whose KV comes before the next token."""
         return self.token_ids + self.generated_token_ids
 
     @property
     def num_tokens(self) -> int:
+        """The length of `all_token_ids`."""
         return len(self.token_ids) + len(self.generated_token_ids)
 
     @property
     def choices(self) -> range:
-        """The numbers of the choices that are asked for."""
+        """The numbers of the requested choices."""
         return range(self.choice, self.choice + self.sampling.n)
 
 
@@ -210,29 +212,26 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of one choice of one request; with `finish_reason` set, the last that will come.
+    """One token of one choice of one request, the last one if it has a `finish_reason`.
 
     `token_id` is None only when a sequence ended without sampling (abort, error).
     """
 
     request_id: str
     choice: int
-    index: int  # 0 is the first generated token, of whichever attempt
+    index: int  # 0 is the first generated token of the first attempt
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose KV was there already: cached, or brought along
+    num_cached_tokens: int = 0  # prompt tokens whose KV was cached, or came from another worker
     error: str | None = None  # with FinishReason.ERROR
 
 
-# A token on its way from a worker to a client.
-
-
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One token of one attempt; `index` counts all generated ones, those of earlier attempts too.
+    """One token of one attempt on its way to a client; `index` counts the tokens of earlier attempts too.
 
-    The last one has a finish reason; `token_id` is None only where it ended without a token.
+    The last event has a finish reason; `token_id` is None only where the attempt ended without a token.
     """
 
     request_id: Id
@@ -240,13 +239,13 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     index: Count
     token_id: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None
     finish_reason: FinishReason | None = None
-    num_cached_tokens: Count = 0  # of the prompt; said with the first token of an attempt
+    num_cached_tokens: Count = 0  # of the prompt; in the first event of an attempt
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0
 
     @classmethod
     def of(cls, request: Request, output: StepOutput, finish_reason: FinishReason | None) -> Self:
-        """What an engine has made for this attempt; the reason may not be the engine's own."""
+        """Return the event of an engine's output. The finish reason may differ from the engine's."""
         return cls(
             request.request_id,
             request.attempt,
@@ -259,11 +258,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         )
 
 
-# KV that a request brings along, instead of having it computed.
-
-
 class FilledPages(NamedTuple):
-    """The KV of the first `num_tokens` tokens of a request, in pages that `owner` uses in the ledger.
+    """The KV of the first `num_tokens` tokens of a request, in pages that `owner` holds in the page ledger.
 
     The last page may be filled in part.
     """

@@ -1,9 +1,8 @@
-"""What a tenant may ask for, and the part of it that travels with each of its requests.
+"""The policy of a tenant, and the part of the policy that travels with each request.
 
-A tenant's policy is read from the tenants file by gateways alone. A gateway writes the tenant's
-`SchedulingKey` into every `Request` that it accepts: the router and the workers order, bound and degrade work
-by what the request carries, need no file, and take a changed policy from the next request on. Where two
-requests of one tenant differ, the later one holds.
+Only gateways read the tenants file. A gateway writes the tenant's `SchedulingKey` into every `Request` that
+it accepts: routers and workers order, bound and degrade work by that key, need no file, and apply a changed
+policy from the next request on. Where the keys of two requests of one tenant differ, the later one holds.
 
 The defaults are those of a cluster without tenants: one tenant, one class, no limits.
 """
@@ -16,8 +15,8 @@ from msgspec import Meta
 
 MAX_CLASSES: Final = 16
 BURST_S: Final = 10.0  # of tokens_per_s, where burst_tokens is not given
-ONLY_CLASS: Final = "default"  # of a file that declares none
-OF_FREE: Final = 4  # times as many places as are free is what one tenant may have
+ONLY_CLASS: Final = "default"  # of a file without classes
+OF_FREE: Final = 4  # one tenant may hold this many times the free slots
 
 Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
 Weight: TypeAlias = Annotated[float, Meta(ge=1e-6, le=1e6)]  # finite, also in sums of ratios
@@ -29,23 +28,23 @@ ClassName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
 TenantName: TypeAlias = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")]
 
 
-def has_place(tenant: str, num_asked: int, num_own: int, num_free: int) -> bool:
-    """Whether a tenant that has `num_own` of the places may have so many more of those that are free.
+def has_slots(tenant: str, num_asked: int, num_own: int, num_free: int) -> bool:
+    """Return whether a tenant that holds `num_own` slots may take `num_asked` of the free ones.
 
-    It may have OF_FREE times as many as are free: one that wants all of them leaves a fifth, two leave a
-    ninth, and who has none finds some. The tenant of a cluster without a file has no name, and nobody to
-    leave any to.
+    A tenant may hold OF_FREE times the free slots: one greedy tenant leaves a fifth of all slots free, two
+    leave a ninth, so a tenant without slots always finds some. A cluster without a tenants file has one
+    tenant, "", that may take all.
     """
     return num_asked <= num_free and (not tenant or num_own + num_asked <= OF_FREE * num_free)
 
 
 class Refusal(StrEnum):
-    """Why the cluster does not take a request now; those of quotas have the names of `Quotas`' fields."""
+    """The reason for which a request is refused; reasons of quotas are named after the fields of `Quotas`."""
 
-    NO_ROOM = "no_room"  # it may find room at any moment: its gateway goes on asking
-    SLO = "slo"  # it would miss its ttft_ms or tpot_ms
-    DEADLINE = "deadline"  # its deadline_ms has passed, or can't be kept
-    SHED = "shed"  # the cluster is overloaded, and its class is the lowest
+    NO_ROOM = "no_room"  # there may be room at any moment: the gateway submits again
+    SLO = "slo"  # the request would miss its ttft_ms or tpot_ms
+    DEADLINE = "deadline"  # the request's deadline_ms has passed, or cannot be met
+    SHED = "shed"  # the cluster is overloaded, and the request is of the lowest class
     TOKENS_PER_S = "tokens_per_s"
     MAX_CONCURRENT_REQUESTS = "max_concurrent_requests"
     MAX_ACTIVE_SEQUENCES = "max_active_sequences"
@@ -60,11 +59,11 @@ class Refusal(StrEnum):
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One of the classes below; what is at its default takes no room in a message."""
+    """The base of the values below; fields at their defaults take no room in a message."""
 
 
 class Sla(Value, frozen=True):
-    """What a request should keep, from its arrival at the gateway. None: nothing was promised."""
+    """Latency objectives of a request, from its arrival at the gateway. None: no objective."""
 
     ttft_ms: Milliseconds | None = None  # time to first token
     tpot_ms: Milliseconds | None = None  # mean time per output token after the first
@@ -72,7 +71,7 @@ class Sla(Value, frozen=True):
 
 
 class Quotas(Value, frozen=True):
-    """Of one tenant in the whole cluster; each choice of a call counts as a request. None: no limit."""
+    """Limits of one tenant in the whole cluster; each choice counts as a request. None: no limit."""
 
     tokens_per_s: Annotated[float, Meta(gt=0, le=2**40)] | None = None  # prompt and answer tokens together
     burst_tokens: Tokens | None = None  # tokens that may be used at once; None: ten seconds' worth
@@ -85,14 +84,14 @@ class Quotas(Value, frozen=True):
 
     @property
     def burst(self) -> float:
-        """Tokens that a bucket of this quota holds when it is full; inf without `tokens_per_s`."""
+        """Tokens in a full token bucket; inf without `tokens_per_s`."""
         if self.tokens_per_s is None:
             return float("inf")
         return float(self.burst_tokens or max(1.0, self.tokens_per_s * BURST_S))
 
 
 class Degradation(Value, frozen=True):
-    """What may be done to a tenant's requests when the cluster is overloaded."""
+    """Measures that overload may take against a tenant's requests."""
 
     clip_max_tokens_to: Tokens | None = None  # cap of max_tokens under overload; None: never
     may_reduce_logprobs: bool = False  # under overload, at most one alternative for each token
@@ -100,18 +99,19 @@ class Degradation(Value, frozen=True):
 
 
 class SchedulingKey(Value, frozen=True):
-    """How one request is to be treated; see the policy that it was made of."""
+    """The scheduling class of one request, made from its tenant's policy."""
 
-    weight: Weight = 1.0  # of the tenant's share, among the tenants of its rank
+    weight: Weight = 1.0  # the tenant's share, among the tenants of its rank
     rank: Rank = 0  # of its class; 0 is served strictly before 1
-    max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due then
+    max_queue_delay_ms: Milliseconds | None = None  # due time of a request without a TTFT objective
     quotas: Quotas = Quotas()
     degradation: Degradation = Degradation()
-    wishes: bool = False  # its client named objectives that its tenant is not promised: nobody gives way
+    # The client named objectives that its tenant is not promised: no other request yields to it.
+    has_unpromised_sla: bool = False
 
 
 class TenantPolicy(Value, frozen=True):
-    """One tenant's part of the file, less its keys."""
+    """One tenant's part of the tenants file, without its keys."""
 
     weight: Weight = 1.0  # share of the cluster, among the tenants of its class
     priority_class: ClassName | None = None  # one of `classes`; None: the lowest
@@ -119,12 +119,12 @@ class TenantPolicy(Value, frozen=True):
     quotas: Quotas = Quotas()  # limits over the whole cluster
     max_queue_delay_ms: Milliseconds | None = None  # a request without a TTFT objective is due after this
     degradation: Degradation = Degradation()  # what overload may do to this tenant's requests
-    models: tuple[str, ...] | None = None  # that its keys may use; None: every model
+    models: tuple[str, ...] | None = None  # that the tenant may use; None: every model
     # Names among the file's public_prefixes; tenants share the KV pages of these.
     public_prefixes: tuple[str, ...] = ()
 
     def scheduling_key(self, rank: int) -> SchedulingKey:
-        """Of its requests; `rank`: of the class that they are served in."""
+        """Return the scheduling key of the tenant's requests. rank: of their class."""
         return SchedulingKey(
             weight=self.weight,
             rank=rank,

@@ -42,7 +42,7 @@ from baton.router.queue.overload import PRESSED_LOCAL_TOKENS
 from baton.router.queue.quotas import QuotaRefusal
 from baton.router.queue.tenant_queues import Waiting
 from baton.rpc.peers import Peer
-from baton.tenants import Refusal, has_place
+from baton.tenants import Refusal, has_slots
 
 # What the choice of a pair makes of an attempt: an entry in the books, and a word to either side.
 
@@ -164,7 +164,7 @@ class Dispatcher:
             raise ProtocolError(f"attempt {key[1]} of {key[0]} was submitted twice")
         num_free = self._max_attempts - len(self._in_flight) - len(self._admission_queue)
         num_own = 0 if submit.is_begun else self._admission_queue.quotas.num_requests(submit.request.tenant)
-        if not has_place(submit.request.tenant, 1, num_own, num_free):
+        if not has_slots(submit.request.tenant, 1, num_own, num_free):
             reason = f"of {self._max_attempts} attempts {num_free} are free, {num_own} are the tenant's"
             self._reject(gateway.id, key, _no_room(reason))
             return False

@@ -1,4 +1,4 @@
-"""What `baton serve` starts: a whole cluster, from one tree of settings."""
+"""The settings of a whole cluster, as `baton serve` starts it, and of one worker process."""
 
 from collections.abc import Callable
 from typing import Annotated, Final, Literal, TypeAlias
@@ -23,26 +23,26 @@ from baton.messages.workers import Address, Routers, WorkerRole
 
 Ready: TypeAlias = Callable[[Address], None]  # called once, from any thread
 
-# A worker that drains goes on for at least so long: what is under way to it is refused, not lost, all have
-# heard that it goes, and its last words have arrived before its connections end.
+# A draining worker lives for at least this long: it refuses attempts that are under way to it, all processes
+# hear that it drains, and its last messages arrive before its connections end.
 DRAIN_NOTICE_S: Final = 0.75
 TransportChoice: TypeAlias = Literal["auto", "shm", "cuda_ipc", "nccl", "gloo", "tcp"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker is told when its process starts.
+    """The settings of one worker process.
 
-    Both kinds of workers are run by the same call, in a process of their own:
+    One call runs a worker of either role in a process of its own:
 
         run_worker(config: WorkerConfig, keys: ClusterKeys, ready: Ready, stop, progress=None) -> None
 
     `keys` are a worker's and never part of a configuration. The worker loads its model, listens, dials the
-    router and calls `ready` with the address of its control connections; it serves until `stop` is set, which
-    means drain: take nothing new, finish what runs for at most `drain_timeout_s`, then return.
+    routers and calls `ready` with the address of its control connections. It serves until `stop` is set; then
+    it drains: it takes no new attempts, finishes the running ones for at most `drain_timeout_s`, and returns.
     """
 
     role: WorkerRole  # prefill or decode
-    name: Name  # such as "decode-0"; a newer process of the same name fences the older one
+    name: Name  # such as "decode-0"; a newer process of the same name displaces the older one
     model_name: Name  # the model's name in the API
     engine: EngineConfig
     routers: Routers  # addresses of all routers of the cluster
@@ -51,7 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: TransportChoice = "auto"  # how KV pages move between workers
     # A decode worker prefills prompts with at most this many uncached tokens itself.
     local_prefill_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 64
-    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # running requests may take when draining
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0  # for running requests when draining
     # Seconds without a sign of life after which a connection to another process is dropped.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
     # Seconds that any step of the model may take before the worker is taken for hung; a step that should
@@ -64,7 +64,7 @@ MAX_GATEWAYS = 64
 
 
 class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The workers of one role. What is None here is as `engine` says."""
+    """The workers of one role. Settings that are None have the value of `engine`."""
 
     num_workers: Annotated[int, Meta(ge=0, le=MAX_WORKERS // 2)] = 1  # workers of this role
     # Ranks of each worker of this role; None: engine.tensor_parallel_size.
@@ -74,7 +74,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ray_resources: dict[str, float] = {}  # custom Ray resources of each worker, beside cores and GPUs
 
     def engine(self, settings: EngineSettings) -> EngineSettings:
-        """What workers of this role make of the settings of all."""
+        """Return the engine settings of workers of this role."""
         cache = settings.cache
         if self.page_size is not None:
             cache = msgspec.structs.replace(cache, page_size=self.page_size)
@@ -83,6 +83,8 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of a cluster. ConfigError for settings that contradict each other."""
+
     model: str  # a directory, at the same path on every machine, or "tiny"
     served_model_name: str | None = None  # the model's name in the API; None: the last part of `model`
     runtime: Literal["ray", "local"] = "ray"  # local: processes of this machine, without Ray
@@ -128,5 +130,5 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def model_name(self) -> str:
-        """As the API names it."""
+        """The model's name in the API."""
         return self.served_model_name or self.model.rstrip("/").rpartition("/")[2] or self.model

@@ -1,7 +1,6 @@
 """The settings of an engine: scheduler, cache, model.
 
-Each struct rejects values outside their range when it is created; `engine_config` also rejects unknown keys
-and wrong types. Configuration files and the command line go through it.
+Each struct rejects values outside their range; `engine_config` also rejects unknown keys and wrong types.
 """
 
 import math
@@ -13,13 +12,15 @@ import msgspec
 from baton.config.loader import build, check_between
 from baton.errors import ConfigError
 
-# Far beyond any step that a machine could finish; they bound what is allocated for one.
+# Far beyond any step that a machine could finish; they bound the memory of one step.
 MAX_NUM_SEQS: Final = 2**16
 MAX_NUM_BATCHED_TOKENS: Final = 2**20
-MAX_QUEUE_DELAY_MS: Final = 60_000  # nobody waits longer for company
+MAX_QUEUE_DELAY_MS: Final = 60_000
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The size and the policy of steps."""
+
     max_num_seqs: int = 64  # sequences in one step of a worker
     max_num_batched_tokens: int = 2048  # tokens computed in one step, decodes and prefill chunks together
     # How steps are filled. continuous: sequences join and leave at every step; static, dynamic: in batches.
@@ -38,6 +39,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV pages on the device and on the host."""
+
     page_size: int = 16  # tokens in one KV page, a power of two
     kv_cache_memory_bytes: int | None = None  # bytes for KV pages; None: what gpu_memory_utilization leaves
     gpu_memory_utilization: float = 0.9  # share of the device that weights, activations and KV pages may take
@@ -57,7 +60,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an engine runs, whatever its model."""
+    """The settings of an engine, apart from its model."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of weights; auto: the checkpoint's
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: seeded random weights, only config.json is read
@@ -76,6 +79,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineConfig(EngineSettings, frozen=True):
+    """The settings of an engine with its model."""
+
     model: str  # a local directory in Hugging Face layout
 
     def __post_init__(self) -> None:
@@ -85,7 +90,7 @@ class EngineConfig(EngineSettings, frozen=True):
 
 
 def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that a nested plain mapping (from YAML, JSON or the command line) spells out.
+    """Return the configuration in a nested plain mapping (from YAML, JSON or the command line).
 
     Keys are field names, `{"model": ..., "cache": {"page_size": 16}}`; sizes in bytes may be written
     "4GiB", and a part may be its struct, CacheConfig(page_size=16). Raises ConfigError with the full dotted

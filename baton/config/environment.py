@@ -1,4 +1,4 @@
-"""Baton's only reads of the process environment, and the environment of the processes that it starts."""
+"""The only reads of the process environment, and the environment of child processes."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ MAX_NODE_NAME: Final = 128  # characters
 LogFormat: TypeAlias = Literal["text", "json"]
 LOG_FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
 PREFIX: Final = "BATON_"
-# Those that are no setting of a cluster, and are read here.
+# Variables that are no settings of a cluster, and are read here.
 VARIABLES: Final = (
     *("BATON_API_KEY", "BATON_CACHE_DIR", "BATON_CLUSTER_KEY_FILE", "BATON_LOG_FORMAT", "BATON_LOG_LEVEL"),
     "BATON_NODE_NAME",
@@ -22,7 +22,10 @@ VARIABLES: Final = (
 
 
 def cache_directory() -> Path:
-    """Where compiled native kernels are kept: BATON_CACHE_DIR, or `baton` in the user's cache folder."""
+    """Return the folder of compiled native kernels.
+
+    BATON_CACHE_DIR, or `baton` in the user's cache folder.
+    """
     own = os.environ.get("BATON_CACHE_DIR")
     if own:
         return Path(own)
@@ -31,17 +34,17 @@ def cache_directory() -> Path:
 
 
 def cluster_key_file() -> str | None:
-    """The file that BATON_CLUSTER_KEY_FILE names, which holds the key that the cluster's processes share."""
+    """Return the file that BATON_CLUSTER_KEY_FILE names, which holds the cluster key."""
     return os.environ.get("BATON_CLUSTER_KEY_FILE") or None
 
 
 def api_key() -> str | None:
-    """A client's own, from BATON_API_KEY or, as other clients have it, OPENAI_API_KEY."""
+    """Return a client's key from BATON_API_KEY or OPENAI_API_KEY."""
     return os.environ.get("BATON_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
 
 def environment_settings() -> dict[str, str]:
-    """Every BATON_* variable by its name."""
+    """Return every BATON_* variable by name."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
@@ -56,7 +59,7 @@ def set_node_name(name: str) -> None:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """NVIDIA GPUs that a process started now would see, in the words of CUDA_VISIBLE_DEVICES."""
+    """Return the NVIDIA GPUs that a new process would see, as CUDA_VISIBLE_DEVICES names them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1"))
@@ -65,24 +68,24 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None) -> dict[str, str]:
-    """This process's environment for one that it starts. The operator's own OMP_NUM_THREADS goes first."""
+    """Return the environment of a child process. An OMP_NUM_THREADS of the operator has precedence."""
     threads = {"OMP_NUM_THREADS": str(num_threads)}
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return threads | dict(os.environ) | seen
 
 
 def prepare_nccl() -> None:
-    """Have torch leave a process alive whose NCCL peer has died or hangs; called before any group is made.
+    """Keep torch from ending a process whose NCCL peer has died or hangs; call it before any group is made.
 
-    By default torch's watchdog ends the process in both cases. Here deadlines of our own end the transfer,
-    and a step that hangs is found by its age. The operator's own values go first.
+    Baton's own deadlines end such transfers, and a step that hangs is found by its age. Values of the
+    operator have precedence.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def prepare_ray() -> None:
-    """Ray reads these: only who has the token is heard, nothing is reported home, files get no colours."""
+    """Set defaults of Ray: token authentication, no usage statistics, no colours in files."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -91,12 +94,12 @@ def prepare_ray() -> None:
 
 
 def ray_asks_for_token() -> bool:
-    """Whether a Ray that is started now answers only who has its token, as `prepare_ray` has it."""
+    """Return whether a Ray started now requires its token, as `prepare_ray` sets it."""
     return os.environ.get("RAY_AUTH_MODE", "token") == "token"
 
 
 def log_level() -> int:
-    """The level that BATON_LOG_LEVEL names (DEBUG, INFO ...), WARNING when it is unset."""
+    """Return the level that BATON_LOG_LEVEL names (DEBUG, INFO ...), WARNING when it is unset."""
     name = os.environ.get("BATON_LOG_LEVEL", "WARNING")
     levels = logging.getLevelNamesMapping()
     if name.upper() not in levels:
@@ -113,5 +116,5 @@ def log_format() -> LogFormat:
 
 
 def set_log_format(name: LogFormat) -> None:
-    """Have this process, and those that it starts, write log lines in this form."""
+    """Set the form of log lines of this process and its children."""
     os.environ["BATON_LOG_FORMAT"] = name

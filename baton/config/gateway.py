@@ -20,7 +20,7 @@ MAX_TIMEOUT_S: Final = 86_400.0
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a gateway deals with its clients, wherever it runs."""
+    """The settings of all gateways of a cluster: requests, connections, timeouts."""
 
     strict: bool = False  # refuse unknown keys in request bodies with 400 instead of counting them
     chat_template: str | None = None  # a Jinja file on the gateway's machine; None: the model's own template
@@ -60,6 +60,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GatewayConfig(GatewaySettings, frozen=True):
+    """The settings of one gateway process."""
+
     model: str  # the directory whose tokenizer and chat template are served
     routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
@@ -87,13 +89,12 @@ class GatewayConfig(GatewaySettings, frozen=True):
             )
 
 
-_USUAL_LOOPBACK: Final = frozenset(
-    {"localhost", "127.0.0.1"}
-)  # every request is checked: see gateway/http/auth.py
+# Answered without parsing, because every request is checked: see gateway/http/auth.py.
+_USUAL_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to a socket bound to `host`."""
+    """Return whether only this machine can connect to a socket bound to `host`."""
     if host in _USUAL_LOOPBACK:
         return True
     try:

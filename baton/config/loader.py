@@ -1,7 +1,7 @@
-"""From plain mappings, of files, the environment and the command line, to the structs that they spell out.
+"""Builds the structs of settings from plain mappings of files, the environment and the command line.
 
-Keys are field names, dotted where a struct lies in another. What is wrong is told with the full key, and an
-unknown key with the nearest known one.
+Keys are field names, dotted where one struct contains another. Errors name the full key, and for an unknown
+key the nearest known one.
 """
 
 import ast
@@ -20,7 +20,7 @@ import msgspec
 from baton.errors import ConfigError
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-MAX_SHOWN: Final = 500  # characters of a value that is wrong
+MAX_SHOWN: Final = 500  # characters of a wrong value in an error
 BYTE_UNITS: Final = {
     "B": 1,
     "KB": 10**3,
@@ -35,12 +35,12 @@ BYTE_UNITS: Final = {
 
 
 def build(struct_type: type[StructT], settings: object, prefix: str = "") -> StructT:
-    """The struct that a nested mapping spells out; a part may be its struct already.
+    """Return the struct in a nested mapping; a part may be its struct already.
 
     Sizes in bytes may be written "4GiB". Raises ConfigError with the full dotted key on an unknown key, a
-    wrong type or a bad value; what a struct's own checks refuse is told in their words.
+    wrong type or a bad value, and whatever the struct's own checks raise.
     """
-    if isinstance(settings, struct_type):  # nothing has checked its types
+    if isinstance(settings, struct_type):  # its types are unchecked
         settings = msgspec.structs.asdict(settings)
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{prefix or 'config'}: expected a mapping, got {_show(settings)}")
@@ -76,7 +76,7 @@ def _value(expected: Any, value: object, key: str) -> Any:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """What to say of it."""
+    """Return the error message for an unknown key."""
     # Leaves are compared first: a shared prefix would make any two keys of one section look alike.
     leaf_of = {name: name.rpartition(".")[2] for name in known}
     nearest = difflib.get_close_matches(key.rpartition(".")[2], leaf_of.values(), n=1)
@@ -87,7 +87,7 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 
 def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]:
-    """Dotted keys of a struct and of those inside it, outermost first."""
+    """Return the dotted keys of a struct and of the structs inside it, outermost first."""
     fields = msgspec.structs.fields(struct_type)
     own = [_join(prefix, field.name) for field in fields]
     nested = [known_keys(field.type, _join(prefix, field.name)) for field in fields if _is_struct(field.type)]
@@ -95,7 +95,7 @@ def known_keys(struct_type: type[msgspec.Struct], prefix: str = "") -> list[str]
 
 
 def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msgspec.structs.FieldInfo]:
-    """Dotted key -> field, of every field that is no struct itself."""
+    """Return dotted key -> field, for every field that is no struct itself."""
     found = {}
     for field in msgspec.structs.fields(struct_type):
         key = _join(prefix, field.name)
@@ -104,7 +104,10 @@ def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msg
 
 
 def flatten(settings: Mapping[str, object], known: Collection[str], prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value of a nested mapping; one that stands at a known leaf is that leaf's value."""
+    """Return dotted key -> value of a nested mapping.
+
+    known: leaves, whose values may be mappings themselves.
+    """
     flat: dict[str, object] = {}
     for name, value in settings.items():
         key = _join(prefix, name)
@@ -116,6 +119,7 @@ def flatten(settings: Mapping[str, object], known: Collection[str], prefix: str 
 
 
 def nest(flat: Mapping[str, object]) -> dict[str, Any]:
+    """Return the nested mapping of dotted keys."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *path, leaf = key.split(".")
@@ -127,7 +131,7 @@ def nest(flat: Mapping[str, object]) -> dict[str, Any]:
 
 
 def from_text(field: msgspec.structs.FieldInfo, text: str, key: str) -> object:
-    """What the text of an environment variable stands for; other than a string's, a value may be JSON."""
+    """Return the value in the text of an environment variable; values other than strings may be JSON."""
     if key.endswith("_bytes"):
         return text
     try:
@@ -174,13 +178,13 @@ def _show(value: object) -> str:
 
 
 def check_between(key: str, value: float, low: float, high: float) -> None:
-    """Raises ConfigError unless the value is a number from `low` to `high`; both may be it."""
+    """Raise ConfigError unless the value is a number from `low` to `high`, both included."""
     if not (math.isfinite(value) and low <= value <= high):
         raise ConfigError(f"{key}: expected {low} to {high}, got {value}")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes that "4GiB", "512 MiB", "1.5GB" or "4096" stand for; raises ConfigError otherwise."""
+    """Return the bytes in "4GiB", "512 MiB", "1.5GB" or "4096"; raises ConfigError for other text."""
     match = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{1,19})?)\s*([A-Za-z]*)\s*", text)
     unit = BYTE_UNITS.get(match[2] or "B") if match else None
     if match is None or unit is None:
@@ -188,17 +192,11 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
 
 
-# Descriptions of settings, read from the comments in the structs that define the settings.
-#
-# A setting's comment stands behind its field or in the lines above it:
-#
-# port: int = 8000  # to listen on for clients; 0: any that is free
-#
-# `baton config schema` puts these comments into the JSON schema, so they are written for operators.
-
-
 def described_schema(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON schema of a settings struct, with a description for every commented field."""
+    """Return the JSON schema of a settings struct, with a description for every commented field.
+
+    `baton config schema` prints it, so the comments of settings are written for operators.
+    """
     schema = msgspec.json.schema(struct_type)
     for part in _structs(struct_type):
         properties = schema["$defs"][part.__name__].get("properties", {})  # array_like structs have none
@@ -210,7 +208,11 @@ def described_schema(struct_type: type[msgspec.Struct]) -> dict[str, Any]:
 
 @cache
 def comments(struct_type: type[msgspec.Struct]) -> dict[str, str]:
-    """Return field name -> comment, inherited fields included; fields without a comment are left out."""
+    """Return field name -> comment, inherited fields included; fields without a comment are left out.
+
+    A comment stands behind its field or in the lines above it:
+        port: int = 8000  # to listen on for clients; 0: any that is free
+    """
     found: dict[str, str] = {}
     for part in reversed(struct_type.__mro__):
         if issubclass(part, msgspec.Struct) and part is not msgspec.Struct:

@@ -1,4 +1,4 @@
-"""The router's knobs."""
+"""The settings of a router."""
 
 from typing import Final
 
@@ -13,13 +13,13 @@ REDIS_SCHEMES: Final = ("redis://", "rediss://", "unix://", "sentinel://")
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator sets."""
+    """The settings that an operator chooses."""
 
     # How workers are chosen: round-robin, least-loaded, prefix, cost (by predicted seconds), or
     # package.module:Class, a RoutingPolicy of your own.
     policy: str = "cost"
     # Prompts of at most this many tokens are prefilled on their decode worker; the policy "cost" decides by
-    # cost instead. The default is one page: a shorter prompt has no full page to hand over, and costs
+    # cost instead. The default is one page: a shorter prompt has no full page to transfer, and costs
     # a decode batch no more than one step.
     local_prefill_tokens: int = 16
     max_attempts: int = 8192  # attempts under way at once in the whole cluster; more are rejected
@@ -39,12 +39,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RouterConfig(RouterSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """And where one runs."""
+    """The settings of one router process."""
 
     host: str = "127.0.0.1"  # address to listen on for the cluster's processes
     port: int = 0  # to listen on for them; 0: any that is free
-    # Seconds without a sign of life after which a connection is dropped. `baton serve` has one for all
-    # processes, link_timeout_s, and sets this.
+    # Seconds without a sign of life after which a connection is dropped. `baton serve` sets this from its own
+    # link_timeout_s.
     link_timeout_s: LinkTimeout = LINK_TIMEOUT_S
 
     def __post_init__(self) -> None:

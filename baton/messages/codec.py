@@ -1,4 +1,4 @@
-"""The messages of a cluster as bytes, and what fits into them."""
+"""Encodes and decodes control messages, and checks whether requests and events fit a message."""
 
 from typing import Final, TypeAlias
 
@@ -86,7 +86,7 @@ AnyMessage: TypeAlias = (
 )
 
 
-# Both ends of a control link exchange this hash in their prefaces: see baton/rpc/auth.py.
+# The ends of a control link exchange this hash in their prefaces: see baton/rpc/auth.py.
 CONTROL_SCHEMA: Final = schema_hash(AnyMessage)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -96,12 +96,12 @@ _DECODER: Final[msgspec.msgpack.Decoder[AnyMessage]] = msgspec.msgpack.Decoder(A
 
 
 def encode(message: AnyMessage) -> bytes:
-    """A frame's body. WireError for what no frame holds: nothing of it has been sent then."""
+    """Return a frame's body. WireError for a message that no frame holds."""
     try:
         body = _ENCODER.encode(message)
     except (OverflowError, TypeError, ValueError) as error:  # a number of too many bits, half a character
-        what = f"a {type(message).__name__} that can't be written: {error}"
-        raise WireError(what, reason="message") from error
+        complaint = f"a {type(message).__name__} that can't be written: {error}"
+        raise WireError(complaint, reason="message") from error
     if len(body) > MAX_BODY_BYTES:
         raise WireError(
             f"a {type(message).__name__} of {len(body)} bytes, {MAX_BODY_BYTES} is most", reason="length"
@@ -113,12 +113,12 @@ TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer,
 
 
 def fits(event: TokenEvent) -> bool:
-    """Whether a message can carry it; only the log probabilities of a long prompt may be too many."""
+    """Return whether a message can carry an event; prompt log probabilities may be too many."""
     return event.prompt_logprobs is None or len(_ENCODER.encode(Tokens(events=(event,)))) <= MAX_BODY_BYTES
 
 
 def fits_request(request: Request) -> bool:
-    """Whether all messages that carry a request can carry this one, with what they say beside it."""
+    """Return whether every message that carries a request can carry this one beside its other fields."""
     sampling = request.sampling
     num_integers = request.num_tokens + len(sampling.stop_token_ids)
     most_bytes = 9 * num_integers + 18 * len(sampling.logit_bias)
@@ -126,12 +126,12 @@ def fits_request(request: Request) -> bool:
 
 
 def fits_beside(request: Request, source: PullSource) -> bool:
-    """Whether a message can carry both."""
+    """Return whether a message can carry both a request and a pull source."""
     return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
 
 
 def decode(body: bytes) -> AnyMessage:
-    """WireError for anything that is no message, or has a value out of its bounds."""
+    """Return the message in a body. WireError for an unknown message, or a value out of its bounds."""
     try:
         return _DECODER.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

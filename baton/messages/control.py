@@ -1,6 +1,6 @@
-"""What gateways, the router and workers say to each other: a request's way through the cluster.
+"""Messages between gateways, routers and workers: the way of a request through the cluster.
 
-One attempt at a request, by messages (`->` names the connection it goes over):
+One attempt at a request, by messages (`->` names the connection):
 
 1. gateway -> router   Submit. The router answers Routed, Rejected, or Queued and one of these later.
 2. router -> decode    Dispatch, with the prefill worker that was chosen; none: decode computes it all.
@@ -10,10 +10,10 @@ One attempt at a request, by messages (`->` names the connection it goes over):
 6. gateway -> router   Started at the first token, Ended at the end, whatever it was. Cancel goes gateway ->
    decode -> prefill, and may come before the Dispatch that it is about: they travel by different ways.
 
-Beside requests: the first message on every connection is a Hello. A worker sends Beat every second between
-two steps, and Alive every second also during a step; a router removes a worker after several missed Alives.
-The router sends Members to all processes whenever the list of workers changes. Each process answers with
-Reachable, the workers that it is connected to.
+Beside requests: the first message on every connection is a Hello. A worker sends Heartbeat every second
+between two steps, and Alive every second also during a step; a router removes a worker after several missed
+Alives. The router sends Members to all processes whenever the list of workers changes. Each process answers
+with Reachable, the workers that it is connected to.
 
 Request ids are minted by gateways, one a choice, 128 bit; attempts count from 0. Every list and every
 integer has a bound in its type, so it is refused while it is decoded. Times are durations.
@@ -45,11 +45,9 @@ from baton.messages.workers import Load, PrefillTimes, RunningStep, StepTimes, T
 from baton.request import Request, TokenEvent
 from baton.tenants import Refusal
 
-# Where a router sends an attempt, out of what, and what came of it.
-
 
 class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker that is thought to hold the first `num_tokens` tokens of a prompt: a hint, it knows better."""
+    """A hint: a worker that probably holds the KV of the first `num_tokens` tokens of a prompt."""
 
     worker: Id
     num_tokens: Count
@@ -58,17 +56,17 @@ class PullSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an attempt was expected to cost at a pair of workers, in seconds: router/policies/costs.py."""
+    """The expected cost of an attempt at a pair of workers: see router/policies/costs.py."""
 
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt
-    source: Annotated[str, Meta(max_length=32)] = ""  # that a prefix is pulled from
-    num_held_tokens: Count = 0  # that need not be computed
+    source: Annotated[str, Meta(max_length=32)] = ""  # the worker that a prefix is pulled from
+    num_held_tokens: Count = 0  # whose KV need not be computed
     terms: Annotated[dict[Annotated[str, Meta(max_length=16)], Seconds], Meta(max_length=16)] = {}
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a router has sent an attempt, out of what, and what came of it as far as is known."""
+    """A routing decision: the chosen pair, the alternatives, and the outcome as far as known."""
 
     request_id: Id
     attempt: Attempt
@@ -76,7 +74,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reason: Reason
     num_tokens: Count  # of the prompt
     chosen: Weighed
-    weighed: Annotated[tuple[Weighed, ...], Meta(max_length=64)] = ()  # the chosen one among them
+    weighed: Annotated[tuple[Weighed, ...], Meta(max_length=64)] = ()  # the alternatives, with the chosen one
     first_token_s: Seconds | None = None  # after the decision
     measured: PrefillTimes | None = None
 
@@ -87,7 +85,7 @@ MAX_AGE_S: Final = 86_400.0  # as Seconds allows
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"
 ):
-    """One of the classes below."""
+    """The base of all messages; the class name is the tag."""
 
 
 class Hello(Message, frozen=True):
@@ -99,19 +97,19 @@ class Hello(Message, frozen=True):
 
 
 class Members(Message, frozen=True):
-    """Router to all: the workers that are alive. What is not in it any more is dead, however it looks.
+    """Router to all: the workers that are alive. A worker that leaves the list counts as dead.
 
-    A router that has just started does not know them all yet: until its list is complete, who is not in it
-    may be well, and only a connection's end says that a worker is gone.
+    A router that has just started does not know all workers: until its list is complete, a worker that is not
+    listed may live, and only the end of its connection shows that it is gone.
     """
 
     workers: Annotated[tuple[Worker, ...], Meta(max_length=MAX_WORKERS)]
     is_complete: bool = True
-    draining: Ids = ()  # of these: they take nothing new, and will end in order
+    draining: Ids = ()  # workers of the list that take no new attempts, and will end in order
 
 
 class Reachable(Message, frozen=True):
-    """To the router: the workers that the sender could send a message, or pages, to."""
+    """To routers: the workers that the sender could send messages, or pages, to."""
 
     workers: Ids
 
@@ -120,14 +118,14 @@ class Submit(Message, frozen=True):
     """Gateway to router: find a pair for this attempt."""
 
     request: Request
-    sticky_worker: Annotated[str, Meta(max_length=32)] = ""  # a decode worker that holds the prompt already
+    sticky_worker: Annotated[str, Meta(max_length=32)] = ""  # a decode worker that holds the prompt
     avoid: Ids = ()  # workers that failed this request
     age_s: Seconds = 0.0  # of the request; see `with_arrival`
-    is_begun: bool = False  # workers had an earlier attempt: it was let in, and is not refused any more
+    is_begun: bool = False  # an earlier attempt was dispatched: the request is not refused any more
 
 
 class Routed(Message, frozen=True):
-    """Router to gateway: the attempt is under way there."""
+    """Router to gateway: the attempt was dispatched to these workers."""
 
     request_id: Id
     attempt: Attempt
@@ -144,27 +142,27 @@ class Queued(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """Router to gateway: nobody can take the attempt now."""
+    """Router to gateway: no worker can take the attempt now."""
 
     request_id: Id
     attempt: Attempt
     reason: Reason
     retry_after_s: Seconds
-    refusal: Refusal = Refusal.NO_ROOM  # what is not NO_ROOM is the request's end: its client is told why
-    may_return: bool = True  # the client, by itself; else only if somebody wants it to
+    refusal: Refusal = Refusal.NO_ROOM  # any other refusal ends the request, and its client is told why
+    may_return: bool = True  # the client may try again by itself
 
 
 class Started(Message, frozen=True):
-    """Gateway to router: these attempts have their first token, the prefill worker is done with them."""
+    """Gateway to router: these attempts have their first token, and their prefill worker is done."""
 
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
 
 
 class Ended(Message, frozen=True):
-    """Gateway to router: these attempts take up no capacity any more."""
+    """Gateway to router: these attempts use no capacity any more."""
 
     attempts: Annotated[tuple[tuple[Id, Attempt], ...], Meta(max_length=MAX_EVENTS)]
-    num_tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_EVENTS)] = ()  # that each answered
+    num_tokens: Annotated[tuple[Count, ...], Meta(max_length=MAX_EVENTS)] = ()  # generated by each attempt
 
 
 class Dispatch(Message, frozen=True):
@@ -192,28 +190,28 @@ class Prefill(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """Worker to gateway: what a step has made for its requests, in order."""
+    """Worker to gateway: the tokens of a step for the gateway's requests, in order."""
 
     events: Annotated[tuple[TokenEvent, ...], Meta(max_length=MAX_EVENTS)]
 
 
 class Prefilled(Message, frozen=True):
-    """Prefill to decode worker: the first token, which the gateway has been sent as well."""
+    """Prefill to decode worker: the first token, which goes to the gateway as well."""
 
     event: TokenEvent
 
 
 class Failure(StrEnum):
-    """Why an attempt has ended without an answer, by what the gateway does about it."""
+    """The reason for which an attempt failed, by the gateway's remedy."""
 
-    INVALID = "invalid"  # the request can't run anywhere: tell the client
+    INVALID = "invalid"  # no worker can run the request: tell the client
     LOST = "lost"  # a process died, or its pages did: replay elsewhere
     BUSY = "busy"  # no room now: replay elsewhere or later
-    ERROR = "error"  # the request made a worker fail: never replay it without end
+    ERROR = "error"  # the request made a worker fail: replay it a few times at most
 
 
 class PrefillFailed(Message, frozen=True):
-    """Prefill to decode worker: there will be no first token."""
+    """Prefill to decode worker: no first token will come."""
 
     request_id: Id
     attempt: Attempt
@@ -222,17 +220,17 @@ class PrefillFailed(Message, frozen=True):
 
 
 class AttemptFailed(Message, frozen=True):
-    """Decode worker to gateway: nothing of this attempt will follow.
+    """Decode worker to gateway: no more tokens of this attempt will come.
 
-    Also router to gateway, of a decode worker that it lost before the first token: it may never have got the
-    Dispatch.
+    Also router to gateway, for a decode worker that the router lost before the first token: the Dispatch may
+    never have arrived.
     """
 
     request_id: Id
     attempt: Attempt
     failure: Failure
     reason: Reason
-    worker: Annotated[str, Meta(max_length=32)] = ""  # whose fault it was, if another's than the sender's
+    worker: Annotated[str, Meta(max_length=32)] = ""  # the worker at fault, if it is not the sender
 
 
 class Cancel(Message, frozen=True):
@@ -277,24 +275,24 @@ class KvEventBatch(Message, frozen=True):
 
 
 class KvEventsWanted(Message, frozen=True):
-    """Router to worker: tell all pages that you hold, afresh; changes follow as before."""
+    """Router to worker: send all pages that you hold, then the changes."""
 
 
 class Measured(Message, frozen=True):
-    """Worker to router: what its work has taken, to predict what other work will take."""
+    """Worker to router: measured times, from which the cost model predicts others."""
 
     prefills: Annotated[tuple[PrefillTimes, ...], Meta(max_length=1024)] = ()
     steps: Annotated[tuple[StepTimes, ...], Meta(max_length=1024)] = ()
 
 
 class Pressure(Message, frozen=True):
-    """Router to workers: the rung that the cluster is on, when it changes and to each that joins."""
+    """Router to workers: the overload level, when it changes and to each worker that joins."""
 
     level: OverloadLevel
 
 
 def age_s(request: Request, now_s: float) -> float:
-    """How long ago it arrived, by the clock that `arrival_s` is of; as messages carry it."""
+    """Return the age of a request, as messages carry it. now_s: by the clock of `arrival_s`."""
     return min(MAX_AGE_S, max(0.0, now_s - request.arrival_s))
 
 
@@ -302,6 +300,9 @@ _Dated = TypeVar("_Dated", Dispatch, Prefill)
 
 
 def with_arrival(message: _Dated, now_s: float) -> _Dated:
-    """Its request has arrived when it has by the receiver's own clock: no two processes share one."""
+    """Return the message with the request's arrival by the receiver's clock.
+
+    No two processes share a clock.
+    """
     request = msgspec.structs.replace(message.request, arrival_s=now_s - message.age_s)
     return msgspec.structs.replace(message, request=request)

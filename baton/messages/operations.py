@@ -1,4 +1,4 @@
-"""What those who run a cluster ask of it: how it is, why a request went where, and that a worker ends."""
+"""Messages of operators: status, routing decisions, and the drain and restart of workers."""
 
 from typing import Annotated, Final, TypeAlias
 
@@ -11,12 +11,12 @@ from baton.messages.status import QueueStatus, RouterStatus, joined
 from baton.messages.workers import Address, WorkerStatus
 
 MAX_GATEWAYS: Final = 1024
-MAX_TENANTS_TOLD: Final = 64  # that one gateway names in its status
+MAX_TENANTS_TOLD: Final = 64  # in the status of one gateway
 Refusals: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=64)]
 
 
 class Drain(Message, frozen=True):
-    """Operator to router, router to worker: take nothing new, finish what runs, then end."""
+    """Operator to router, router to worker: take no new attempts, finish the running ones, then end."""
 
     worker: Name  # its name or id
 
@@ -24,7 +24,7 @@ class Drain(Message, frozen=True):
 class Undrain(Message, frozen=True):
     """Operator to router, router to operators that watch: start a worker that was drained again.
 
-    A worker that still drains is started again when it has ended; one that was not drained is not changed.
+    A worker that still drains is started when it has ended; a worker that was not drained is not changed.
     The router answers with its Status, as for Drain; `num_watchers` is the number of `baton serve` processes
     that got the message.
     """
@@ -42,12 +42,12 @@ class RestartWorker(Message, frozen=True):
 
 
 class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One gateway process, and the calls that it has refused since it began."""
+    """One gateway process, and the calls that it has refused since its start."""
 
     id: Id
     node: Name = ""  # the machine, by the name that operators know
     pid: Count = 0
-    address: Address | None = None  # that clients connect to
+    address: Address | None = None  # for clients
     num_open: Count = 0  # calls being answered
     num_refused: Count = 0  # calls, by this gateway or by a router; each is counted once
     # Tenant -> reason -> calls, of the tenants with most refusals; a cluster without tenants has the name "".
@@ -61,9 +61,9 @@ class GatewayReport(Message, frozen=True):
 
 
 class HeadAway(Message, frozen=True):
-    """An operator that watches to router, every second: Ray's head has not answered it for so long.
+    """Watching operator to router, every second: how long Ray's head has not answered.
 
-    0: the head answers again. Workers that run go on; those that end are not started again meanwhile.
+    0: the head answers again. Running workers go on; workers that end are not started again meanwhile.
     """
 
     seconds: Seconds
@@ -79,50 +79,50 @@ class Status(Message, frozen=True):
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     num_gateways: Count = 0
     gateways: Annotated[tuple[GatewayStatus, ...], Meta(max_length=MAX_GATEWAYS)] = ()  # that have reported
-    num_met: Count = 0  # workers that all gateways reach, and that have met all they would work with
+    num_met: Count = 0  # workers that are ready: all gateways and all workers of the other role reach them
     num_attempts: Count = 0
-    num_watchers: Count = 0  # operators that start workers again: each a `baton serve`
-    routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # itself, or all
+    num_watchers: Count = 0  # `baton serve` processes, which restart workers
+    routers: Annotated[tuple[RouterStatus, ...], Meta(max_length=MAX_ROUTERS)] = ()  # the sender, or all
     # Since Ray's head last answered `baton serve`; no process can be started meanwhile. 0: the head answers.
     head_away_s: Seconds = 0.0
-    # For want of room: how many "workers", and of how many more the "counters".
+    # Left out for lack of room: the number of "workers", and of workers without "counters".
     left_out: Annotated[dict[Annotated[str, Meta(max_length=16)], Count], Meta(max_length=8)] = msgspec.field(
         default_factory=dict
     )
 
     @property
     def queue(self) -> QueueStatus:
-        """Of all these routers together."""
+        """The queues of all these routers together."""
         return joined(router.queue for router in self.routers)
 
 
 class Explain(Message, frozen=True):
-    """Operator or gateway to router: how was this request routed? Answered by Decisions."""
+    """Operator or gateway to router: how was this request routed? The router answers with Decisions."""
 
     request_id: Id
 
 
 class Decisions(Message, frozen=True):
-    """Of one request, one an attempt; none: the router has forgotten it, or never knew."""
+    """The decisions about one request, one an attempt; none: the router does not know the request."""
 
     decisions: Annotated[tuple[Decision, ...], Meta(max_length=64)] = ()
 
 
 class WatchWorkers(Message, frozen=True):
-    """Operator to router: from now on report each worker that the router removes, on this connection.
+    """Operator to router: report each worker that the router removes from now on, on this connection.
 
-    Such an operator starts workers. It also gets Members as gateways do, Undrain and RestartWorker.
+    A watching operator restarts workers. It also gets Members as gateways do, Undrain and RestartWorker.
     """
 
 
 class WorkerRemoved(Message, frozen=True):
-    """Router to operators that watch: a worker was removed because it is silent, or its step takes too long.
+    """Router to watching operators: a worker was removed because it is silent, or its step takes too long.
 
-    A worker whose connection ended, or whose place another process took, is not reported. The process may
-    still run, and another router may still reach it.
+    A worker with an ended connection, or replaced by another process, is not reported. The removed process
+    may still run, and another router may still reach it.
     """
 
     worker: Id
     name: Name
     reason: Reason
-    is_hung: bool  # its step takes too long, though it gives signs of life
+    is_hung: bool  # its step takes too long; it gives signs of life

@@ -1,15 +1,14 @@
-"""How overloaded the cluster is, and how its tenants fare: what the router tells the others of its queue.
+"""Status of routers: the overload level, the queue and its tenants, and routing times.
 
-The ladder, from the bottom. Each rung keeps what the rungs below it do:
+The overload levels, from the lowest. Each level adds a measure to those of the levels below:
 
-    CALM           nothing
-    QUEUE          requests wait at the router, in the order of shares and deadlines
-    LOCAL_PREFILL  longer prompts are computed where they are decoded
-    SMALL_CHUNKS   workers compute prompts in smaller chunks, so that running answers wait less
-    MAKE_ROOM      workers preempt sequences of the lowest class, whose KV is computed again later, or copied
-                   back where there is a host tier (cache.host_cache_memory_bytes, none by default)
-    CLIP           answers are made shorter, and alternatives fewer, where the tenant allows it
-    SHED           requests of the lowest class that wait are refused, where the tenant allows it
+    CALM           nothing QUEUE          requests wait at the router, ordered by shares and deadlines
+    LOCAL_PREFILL  longer prompts are computed on their decode worker SMALL_CHUNKS   workers compute prompts
+    in smaller chunks, so that running answers wait less MAKE_ROOM      workers preempt sequences of the
+    lowest class; their KV is computed again later, or copied back
+                   from the host tier (cache.host_cache_memory_bytes, none by default)
+    CLIP           answers get shorter, and alternatives fewer, where the tenant allows it
+    SHED           waiting requests of the lowest class are refused, where the tenant allows it
 """
 
 from bisect import bisect_left
@@ -24,10 +23,12 @@ from msgspec import Meta
 from baton.messages.bounds import Count, Id, Name, Seconds
 from baton.tenants import Refusal
 
-MAX_TENANTS: Final = 1024  # that a status names: those with most in the queue and most work
+MAX_TENANTS: Final = 1024  # in one status: the tenants with most queued requests and most work
 
 
 class OverloadLevel(IntEnum):
+    """See above."""
+
     CALM = 0
     QUEUE = 1
     LOCAL_PREFILL = 2
@@ -37,41 +38,41 @@ class OverloadLevel(IntEnum):
     SHED = 6
 
 
-Climbs: TypeAlias = Annotated[
+Escalations: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=len(OverloadLevel))
 ]
 
 
 class TenantStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tenant's, as one router sees it. What is counted is counted since the router began."""
+    """One tenant as one router sees it. Counts are since the router's start."""
 
     tenant: Annotated[str, Meta(max_length=128)]
     weight: float = 1.0
     num_queued: Count = 0
-    num_active: Count = 0  # handed to workers and not ended
-    oldest_wait_s: Seconds = 0.0  # of those in the queue
-    work_tokens: Count = 0  # used: prompt tokens that were computed, and answered ones
+    num_active: Count = 0  # dispatched and not ended
+    oldest_wait_s: Seconds = 0.0  # of the queued requests
+    work_tokens: Count = 0  # computed prompt tokens and generated tokens
     num_dispatched: Count = 0
-    waited_s: float = 0.0  # by those that were dispatched, together
-    num_met: Count = 0  # first tokens within their ttft_ms, of those that had one
+    waited_s: float = 0.0  # sum over the dispatched requests
+    num_met: Count = 0  # first tokens within their ttft_ms, of the requests with one
     num_missed: Count = 0
     num_degraded: Count = 0
     refused: dict[Refusal, Count] = {}
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one router."""
+    """The queue of one router."""
 
     level: OverloadLevel = OverloadLevel.CALM
     num_queued: Count = 0
     oldest_wait_s: Seconds = 0.0
-    escalations: Climbs = {}  # how often each rung was climbed to since the router began
+    escalations: Escalations = {}  # level -> how often the router rose to it since its start
     tenants: Annotated[tuple[TenantStatus, ...], Meta(max_length=MAX_TENANTS)] = ()
-    num_left_out: Count = 0  # more tenants, that the message had no room for
+    num_left_out: Count = 0  # further tenants, for lack of room in the message
 
 
 def joined(queues: Iterable[QueueStatus]) -> QueueStatus:
-    """Of several routers, which each see their own requests: as if one had seen them all."""
+    """Return the queues of several routers as if one router had seen all requests."""
     every = list(queues)
     tenants: dict[str, TenantStatus] = {}
     for status in (status for queue in every for status in queue.tenants):
@@ -108,9 +109,7 @@ _COUNTS: Final = (
     *("num_met", "num_missed", "num_degraded"),
 )
 
-# What a router says of itself, for operators.
-
-# Upper bounds of what is counted together; what takes longer than the last is counted after it.
+# Upper bounds of the buckets of routing times; one more bucket counts longer times.
 ROUTING_BOUNDS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 RedisState: TypeAlias = Literal["none", "up", "down"]
 _NUM_COUNTS: Final = len(ROUTING_BOUNDS_S) + 1
@@ -118,23 +117,27 @@ Counts: TypeAlias = Annotated[tuple[Count, ...], Meta(min_length=_NUM_COUNTS, ma
 
 
 class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One router process, for operators."""
+
     id: Id
-    node: Name = ""  # the machine, by the name that operators know
+    node: Name = ""  # name of the machine, for operators
     pid: Count = 0
-    num_attempts: Count = 0  # under way, that it has sent out
+    num_attempts: Count = 0  # dispatched by this router and not ended
     redis: RedisState = "none"
-    routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts, by how long the choice took
-    routing_s: Annotated[float, Meta(ge=0)] = 0.0  # that they took together
+    routing_counts: Counts = (0,) * _NUM_COUNTS  # attempts by the time of the choice
+    routing_s: Annotated[float, Meta(ge=0)] = 0.0  # sum of the times
     counters: dict[Annotated[str, Meta(max_length=64)], Count] = {}
     queue: QueueStatus = QueueStatus()
 
     @property
     def blind_share(self) -> float:
-        """Of its decisions, those about a worker that had not told what it holds."""
+        """The share of decisions about a worker that had not reported its pages."""
         return self.counters.get("blind_decisions", 0) / max(1, self.counters.get("decisions", 0))
 
     def routing_quantile_s(self, share: float) -> float:
-        """So many were routed within this: an upper bound, infinite beyond the last one."""
+        """Return the upper bound of the bucket in which that share of the choices is reached; inf beyond the
+        last.
+        """
         num_left = share * sum(self.routing_counts)
         for bound_s, count in zip((*ROUTING_BOUNDS_S, float("inf")), self.routing_counts, strict=True):
             num_left -= count
@@ -144,12 +147,13 @@ class RouterStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RoutingTimes:
-    """Counts how long choices took."""
+    """A histogram of the times of routing choices."""
 
     def __init__(self) -> None:
         self.counts = [0] * _NUM_COUNTS
         self.total_s = 0.0
 
     def add(self, seconds: float) -> None:
+        """Count one choice."""
         self.counts[bisect_left(ROUTING_BOUNDS_S, seconds)] += 1
         self.total_s += seconds

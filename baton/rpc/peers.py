@@ -1,12 +1,21 @@
-"""Whom a worker, or a gateway, is connected to, and what is ready to be said to them.
+"""Nodes, peers, and the registry of the peers of a worker or gateway.
 
-1. It keeps a connection to each router, and to the workers of `wanted` roles that any of them lists.
-2. Gateways and other workers connect to it; each is known by the id in its Hello. A newer connection of the
-   same process takes the older one's place.
-3. A worker is gone when no router that is connected lists it any more: one of them may have lost it alone.
-   Until one of them has a complete list, nobody is gone who was listed before.
-4. Tokens are kept by gateway until `flush`, once a step, makes one message of them for each; a failure leaves
-   at once. Both wait for a gateway that is not here yet, over two ticks in a row.
+A node is a process of the cluster apart from its sockets; the simulator runs the same nodes. A node owns no
+thread and no connection. Its host (baton/rpc/server.py) calls it, always from one thread, and the node calls
+the host's `Dial`.
+
+The peer registry:
+
+1. It keeps a connection to each router, and to the workers of the `wanted` roles that any router lists.
+2. Gateways and other workers connect to this process; each is known by the id in its Hello. A newer
+connection of
+   the same process takes the older one's place.
+3. A worker is gone when no connected router lists it any more: one router alone may have lost the worker.
+Until a
+   router has a complete list, no listed worker is gone.
+4. Tokens are kept by gateway until `flush`, once a step, sends them in one message to each gateway; a failure
+leaves
+   at once. Both wait for a gateway that is not connected yet, over two ticks in a row.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,13 +29,15 @@ from baton.messages.control import AttemptFailed, Hello, Members, Reachable, Tok
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import TokenEvent
 
-# What a process of the cluster is, apart from its sockets: the same code runs in the simulator.
-#
-# A node owns no thread and no connection. Its host (see baton/rpc/server.py) calls it, always from one
-# thread, and it calls its host's `Dial`. Peers are known by the id in their Hello; who reconnects comes as a
-# new Peer.
-
 TICK_S = 0.25  # between two calls of `tick`
+ID_DIGITS: Final = 32
+AGE_DIGITS: Final = 12  # of a router's id
+EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
+EMPTY_LIST: Final = Members(workers=(), is_complete=False)
+
+# Connects to an address; returns at once. A failed try is forgotten: dial again, as in each `tick`. While a
+# try or its connection lasts, dialling the same address does nothing.
+Dial: TypeAlias = Callable[[Address], None]
 
 
 class Peer(Protocol):
@@ -37,87 +48,89 @@ class Peer(Protocol):
 
     @property
     def silence_s(self) -> float:
-        """For how long nothing has come from the peer, or nothing has arrived there; pings count."""
+        """Seconds since bytes, pings included, came from the peer or reached the peer, the longer of both."""
 
     def send(self, message: AnyMessage) -> None:
-        """Never waits, and never fails: to a peer that is gone nothing is sent, and `left` says so."""
+        """Send without waiting. Messages to a peer that is gone are lost; the node hears `left`."""
 
     def close(self) -> None:
-        """`left` follows."""
+        """Close the connection; the node hears `left`."""
 
 
 class Node(Protocol):
+    """The handler of a process's connections."""
+
     @property
     def hello(self) -> Hello: ...
 
     def joined(self, peer: Peer) -> None:
-        """A connection is there, whoever asked for it. WireError: the peer is dropped, and `left` follows."""
+        """Take a new connection, from either side. WireError: the peer is dropped, and `left` follows."""
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
-        """WireError: the peer broke a rule and is dropped, and counted."""
+        """Take a message. WireError: the peer broke a rule and is dropped and counted."""
 
     def left(self, peer: Peer) -> None:
-        """Once for each that joined; its process may live on."""
+        """Take the end of a connection, once for each that joined; the peer's process may live on."""
 
     def tick(self) -> None:
-        """About every TICK_S."""
-
-
-# Be connected to this address: returns at once. A try that fails is forgotten: ask again, as in each `tick`.
-# Asked again while a try or its connection lasts, it does nothing.
-Dial: TypeAlias = Callable[[Address], None]
-
-ID_DIGITS: Final = 32
-AGE_DIGITS: Final = 12  # of a router's id
-EVENTS_PER_MESSAGE: Final = 2048  # with twenty log probabilities each they fit a frame
-NOTHING_YET: Final = Members(workers=(), is_complete=False)
+        """Do periodic work, about every TICK_S."""
 
 
 class PeerRegistry:
+    """The peers of a worker or a gateway. See the life above."""
+
     def __init__(
         self, hello: Hello, routers: Sequence[Address], dial: Dial, wanted: Collection[WorkerRole] = ()
     ) -> None:
+        """wanted: roles of the workers to connect to."""
         self.hello = hello
-        self.members: dict[str, Worker] = {}  # those that a router takes for alive
+        self.members: dict[str, Worker] = {}  # the workers that a router lists, by id
         self._addresses = routers
         self._dial = dial
         self._wanted = frozenset(wanted)
         self._peers: dict[str, Peer] = {}
-        self._lists: dict[str, Members] = {}  # router's id -> what it said last; those that are connected
-        self._chosen = ""  # router
+        self._lists: dict[str, Members] = {}  # id of a connected router -> its last list
+        self._chosen = ""  # id of `router`
         self._unsent: dict[str, list[TokenEvent | AttemptFailed]] = {}  # by gateway's id
-        self._absent: set[str] = set()  # of these gateways, at the last tick
-        self._reported: dict[str, frozenset[str]] = {}  # router's id -> what it was last told of
+        self._absent: set[str] = set()  # gateways of `_unsent` that were absent at the last tick
+        self._reported: dict[str, frozenset[str]] = {}  # router's id -> workers that it was last told of
 
     @property
     def router(self) -> Peer | None:
-        """The one to ask for something. It stays the same while the same routers are there and know all."""
+        """The router to submit requests to.
+
+        It changes only when routers come, go, or complete their lists.
+        """
         return self._peers.get(self._chosen)
 
     @property
     def common_router(self) -> Peer | None:
-        """The one that everybody asks, as long as all see the same routers: one alone sees all of a thing.
+        """The oldest router with a complete list: the same for all processes that see the same routers.
 
-        The oldest, so that one which comes, or comes again, takes over nothing.
+        A router that starts takes over nothing.
         """
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         return self._peers.get(min(knowing or self._lists, key=_age_rank, default=""))
 
     @property
     def routers(self) -> list[Peer]:
+        """The connected routers."""
         return [self._peers[id_] for id_ in self._lists]
 
     def peer(self, id_: str) -> Peer | None:
+        """Return the connected process of this id."""
         return self._peers.get(id_)
 
     def is_router(self, peer: Peer) -> bool:
+        """Return whether this is the connection in use of a router."""
         return peer.hello.id in self._lists and self._peers[peer.hello.id] is peer
 
     def of_role(self, role: WorkerRole) -> dict[str, Worker]:
+        """Return the listed workers of a role, by id."""
         return {id_: worker for id_, worker in self.members.items() if worker.role is role}
 
     def with_pages(self) -> list[Worker]:
-        """Listed workers that pages go to or may be fetched from: they have the same weights."""
+        """Return the other listed workers with the same weights, with which this worker exchanges pages."""
         own = self.hello.worker
         if own is None:
             return []
@@ -125,22 +138,22 @@ class PeerRegistry:
         return [each for each in others if each.fingerprint == own.fingerprint]
 
     def joined(self, peer: Peer) -> None:
-        """WireError: a process of another kind has the id: a gateway may not take a router's place."""
+        """Take a new connection. WireError: a process of another kind has the id."""
         known = self._peers.get(peer.hello.id)
         if known is not None and known.hello.process is not peer.hello.process:
             raise WireError(f"a {peer.hello.process} has the id of a {known.hello.process}", reason="role")
         self._peers[peer.hello.id] = peer
         if peer.hello.process is Kind.ROUTER:
-            self._lists[peer.hello.id] = NOTHING_YET
+            self._lists[peer.hello.id] = EMPTY_LIST
             self._reported.pop(peer.hello.id, None)
             self._choose()
         elif peer.hello.id in self._unsent:
             self.flush()
 
     def left(self, peer: Peer) -> bool:
-        """Whether that was the connection in use: nothing reaches its process now.
+        """Return whether this was the connection in use, so that no message reaches its process now.
 
-        After a router's, `recount` tells of the workers that it alone listed.
+        After a router has left, `recount` returns the workers that it alone listed.
         """
         if self._peers.get(peer.hello.id) is not peer:
             return False
@@ -152,13 +165,13 @@ class PeerRegistry:
         return True
 
     def changed(self, router: Peer, message: Members) -> list[str]:
-        """Take a router's word; returns the ids of workers that are gone."""
+        """Take a router's new list; returns the ids of workers that are gone."""
         self._lists[router.hello.id] = message
         self._choose()
         return self.recount()
 
     def recount(self) -> list[str]:
-        """The ids of workers that no router lists which is connected: they are gone."""
+        """Update `members`; returns the ids of workers that no connected router lists any more."""
         before = self.members
         self.members = {worker.id: worker for each in self._lists.values() for worker in each.workers}
         if not any(each.is_complete for each in self._lists.values()):
@@ -166,7 +179,7 @@ class PeerRegistry:
         return [id_ for id_ in before if id_ not in self.members]
 
     def keep_up(self) -> None:
-        """Ask for the connections that are missing."""
+        """Dial the routers and wanted workers without a connection."""
         if len(self._lists) < len(self._addresses):
             for address in self._addresses:
                 self._dial(address)
@@ -175,7 +188,7 @@ class PeerRegistry:
                 self._dial(worker.address)
 
     def tick(self) -> None:
-        """What was to be sent to a gateway that is not here at two ticks in a row is let go of."""
+        """Keep up, and forget the messages to gateways that are absent at two ticks in a row."""
         self.keep_up()
         absent = {gateway for gateway in self._unsent if gateway not in self._peers}
         for gateway in absent & self._absent:
@@ -183,7 +196,7 @@ class PeerRegistry:
         self._absent = absent
 
     def report(self, reachable: Collection[str]) -> None:
-        """Tell each router whom this worker can send to, if it does not know that."""
+        """Tell each router the workers that this process reaches, unless the router knows them."""
         found = frozenset(reachable)
         for router in self.routers:
             if found != self._reported.get(router.hello.id):
@@ -191,27 +204,33 @@ class PeerRegistry:
                 self._reported[router.hello.id] = found
 
     def connected(self) -> list[str]:
-        """Listed workers that there is a connection to, whoever made it."""
+        """Return the ids of listed workers with a connection, made by either side."""
         return [id_ for id_ in self.members if id_ in self._peers]
 
     def tell(self, id_: str, message: AnyMessage) -> None:
-        """To whoever has that id; nothing, if nobody is there."""
+        """Send to the process of this id, if it is connected."""
         peer = self._peers.get(id_)
         if peer is not None:
             peer.send(message)
 
     def emit(self, gateway: str, event: TokenEvent) -> None:
-        """For the next `flush` that finds the gateway here: what it asks for may come a moment before it."""
+        """Keep an event for the next `flush` that finds the gateway connected.
+
+        A worker may get a gateway's request a moment before the gateway's connection.
+        """
         self._unsent.setdefault(gateway, []).append(event)
 
     def fail(self, gateway: str, failed: AttemptFailed) -> None:
-        """Now, or as soon as the gateway is here."""
+        """Send a failure now, or as soon as the gateway is connected."""
         if gateway in self._peers:
             self.tell(gateway, failed)
         else:
             self._unsent.setdefault(gateway, []).append(failed)
 
     def flush(self) -> None:
+        """Send the kept events to each connected gateway: prompts with log probabilities in messages of their
+        own.
+        """
         if not self._unsent:
             return
         here = [gateway for gateway in self._unsent if gateway in self._peers]
@@ -227,7 +246,9 @@ class PeerRegistry:
                 self.tell(gateway, failed)
 
     def _choose(self) -> None:
-        """One that knows all workers, if there is one; which of them is each process's own chance."""
+        """Choose a router, of those with complete lists if there are any; the choice is spread over
+        processes.
+        """
         knowing = [id_ for id_, members in self._lists.items() if members.is_complete]
         own = self.hello.id
         self._chosen = max(knowing or self._lists, key=lambda id_: _rank(own, id_), default="")
@@ -236,7 +257,7 @@ class PeerRegistry:
 def new_router_id(incarnation: int, began_s: float, chance: bytes) -> str:
     """Return the id of a router that starts now; of two routers the older one has the lower last digits.
 
-    incarnation: see worker.Worker. 0: it was started by hand, at `began_s`, seconds since 1970.
+    incarnation: see Worker. 0: the router was started by hand, at `began_s`, seconds since 1970.
     chance: ID_DIGITS bytes or more.
     """
     age = incarnation or round(began_s * 1000)
@@ -244,10 +265,10 @@ def new_router_id(incarnation: int, began_s: float, chance: bytes) -> str:
 
 
 def _age_rank(router_id: str) -> tuple[str, str]:
-    """The least is that of the oldest."""
+    """Return a sort key; the oldest router has the least."""
     return router_id[-AGE_DIGITS:], router_id
 
 
-def _rank(whose: str, router_id: str) -> bytes:
-    """Of a router among others: the highest is chosen."""
-    return blake2b(f"{whose} {router_id}".encode(), digest_size=8).digest()
+def _rank(own_id: str, router_id: str) -> bytes:
+    """Return a router's rank for one process; the router of the highest rank is chosen."""
+    return blake2b(f"{own_id} {router_id}".encode(), digest_size=8).digest()

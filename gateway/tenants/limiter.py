@@ -3,7 +3,7 @@
 Quotas hold for the whole cluster, and the router keeps them. One gateway has no more open than the cluster: a
 call over the quota here is over the quota everywhere, and the router need not be asked.
 
-A gateway has places for a number of choices. One tenant cannot take all places (`baton.tenants.has_place`).
+A gateway has places for a number of choices. One tenant cannot take all places (`baton.tenants.has_slots`).
 The same holds for bytes of memory: of bodies and prompts, charged as they come and before they are parsed,
 and of answers that are kept until they are whole.
 """
@@ -16,7 +16,7 @@ from baton.errors import Overloaded, Refused
 from baton.gateway.api.call import Call
 from baton.gateway.api.errors import invalid
 from baton.gateway.metrics.metrics import Metrics, TenantCounts
-from baton.tenants import Quotas, Refusal, has_place
+from baton.tenants import Quotas, Refusal, has_slots
 
 FULL_RETRY_S: Final = 1.0  # the end of a call cannot be predicted
 
@@ -135,7 +135,7 @@ class Budget:
                 refusal=self._refusal,
                 retry_after_s=FULL_RETRY_S if num_bytes <= quota else 0.0,
             )
-        if not has_place(tenant, num_bytes, num_own, num_free):
+        if not has_slots(tenant, num_bytes, num_own, num_free):
             raise Overloaded(
                 f"{self._refusal.value}: its tenant has {num_own} of this gateway's {self._num_bytes} bytes, "
                 f"{num_free} are free, {num_bytes} are needed",
@@ -213,7 +213,7 @@ class Limiter:
 
     def _check_places(self, tenant: str, num_choices: int, counts: TenantCounts) -> None:
         num_own, num_free = self._num_open[tenant], self._num_places - self._num_taken
-        if not has_place(tenant, num_choices, num_own, num_free):
+        if not has_slots(tenant, num_choices, num_own, num_free):
             counts.calls[Refusal.NO_ROOM.value] += 1
             raise Overloaded(
                 f"its tenant has {num_own} of this gateway's {self._num_places} places, {num_free} are free",

@@ -165,7 +165,7 @@ def scheduling_key_of(asked: AskedFor, tenant: Tenant) -> SchedulingKey:
     """In the class that is asked for, if it is not above the tenant's own. Raises ApiError 400."""
     scheduling_key = tenant.policy.scheduling_key(_rank_of(asked, tenant))
     return (
-        msgspec.structs.replace(scheduling_key, wishes=True)
+        msgspec.structs.replace(scheduling_key, has_unpromised_sla=True)
         if _wishes(asked, tenant.policy.sla)
         else scheduling_key
     )

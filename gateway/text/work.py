@@ -39,7 +39,7 @@ from baton.gateway.text.chat_template import ChatTemplate
 from baton.gateway.text.model_files import SamplingDefaults, read_vocab_size
 from baton.gateway.text.tokenizer import Tokenizer
 from baton.gateway.text.tools import ToolForm
-from baton.tenants import has_place
+from baton.tenants import has_slots
 
 SMALL_BYTES: Final = 4096  # a body of this size is read in well below a millisecond
 EXPRESS_BYTES: Final = 64 * 2**10
@@ -196,7 +196,7 @@ class TextTurns:
             self._is_free = False
             return
         lane = self._lanes.get(tenant, deque[_Waiting]())
-        if not has_place(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
+        if not has_slots(tenant, 1, len(lane), MAX_WAITING - self._num_waiting):
             message = f"{self._num_waiting} texts wait for their turn, {len(lane)} of them the tenant's"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S)
         waiting = _Waiting(num_bytes)

@@ -272,7 +272,7 @@ class AdmissionQueue:
         return refused
 
     def _count_hopeless(self, request: Request, refused: QuotaRefusal | None) -> None:
-        if refused is not None and refused.is_overload and not request.scheduling_key.wishes:
+        if refused is not None and refused.is_overload and not request.scheduling_key.has_unpromised_sla:
             self.overload.count_hopeless()
 
     def _end(self, key: Key, num_answered: int | None) -> None:

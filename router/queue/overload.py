@@ -131,7 +131,7 @@ class Promises:
         self._ranks[rank] += by
         if not self._ranks[rank]:
             del self._ranks[rank]
-        if request.scheduling_key.wishes:
+        if request.scheduling_key.has_unpromised_sla:
             return
         self._num_promised += by * objective.is_promised
         if objective.tpot_s < inf:
@@ -158,7 +158,7 @@ def _lateness(queues: TenantQueues, now_s: float) -> float:
     for waiting in islice(queues.heads(), MAX_LOOKED_AT):
         request = waiting.submit.request
         objective = objective_of(request)
-        if objective.is_promised and not request.scheduling_key.wishes:
+        if objective.is_promised and not request.scheduling_key.has_unpromised_sla:
             may_wait_s = max(1e-3, objective.due_s)  # what workers have begun with may as long again
             latest = max(latest, waiting.queued_s(now_s) / may_wait_s)
     return latest

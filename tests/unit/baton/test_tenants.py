@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.request import Request
-from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_place
+from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_slots
 
 
 def test_request_of_no_tenant_carries_an_empty_standing() -> None:
@@ -94,4 +94,4 @@ def test_standing_is_the_policy_in_its_class() -> None:
 def test_a_tenant_has_places_as_long_as_it_leaves_some(
     tenant: str, num_asked: int, num_own: int, num_free: int, expected: bool
 ) -> None:
-    assert has_place(tenant, num_asked, num_own, num_free) is expected
+    assert has_slots(tenant, num_asked, num_own, num_free) is expected

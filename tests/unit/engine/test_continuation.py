@@ -84,7 +84,7 @@ def test_the_models_length_ends_a_continued_answer_too(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"generated_token_ids": (1, 2)}, "2 tokens are there, max_tokens is 2"),
+        ({"generated_token_ids": (1, 2)}, "2 tokens fill max_tokens 2"),
         ({"generated_token_ids": (1,), "n": 2}, "n must be 1, got 2"),
         ({"choice": 1, "n": 2}, "n must be 1, got 2"),
         ({"choice": 8}, "choice must be between 0 and 7, got 8"),

@@ -158,7 +158,7 @@ def test_what_a_client_wishes_moves_nobody_else(c: Cluster, wishes: bool, level:
     c["d0"].say(Measured(steps=steps))
     fill(c)
     may_not = Degradation(may_shed=False)
-    submit(c, asked("w", sla=Sla(tpot_ms=0.001), degradation=may_not, wishes=wishes), asked("x"))
+    submit(c, asked("w", sla=Sla(tpot_ms=0.001), degradation=may_not, has_unpromised_sla=wishes), asked("x"))
     at_work = tuple((id_of(name), 0) for name in ("f0", "f1", "w", "x"))
     for _ in range(60):
         c.beat("p0", "d0", attempts=at_work)

@@ -12,7 +12,7 @@ from baton.gateway.api.call import Prompt
 from baton.gateway.api.format import LogprobsFormat, PackedLogprobs, answer_format
 from baton.gateway.api.inference import _Kept
 from baton.request import FinishReason, TokenEvent, TokenLogprobs
-from baton.tenants import has_place
+from baton.tenants import has_slots
 from tests.scripted_service import ScriptedService
 from tests.unit.gateway import calls
 
@@ -261,7 +261,7 @@ def test_one_answer_of_the_most_log_probabilities_fits_where_unstreamed_answers_
         num_bytes = kept.add(Delta("word", [1], [entry]))
     most = config.max_answer_entries // (len(top) + 1)
     num_free = config.max_answer_bytes - num_bytes * most
-    assert has_place("tenant", 0, num_bytes * most, num_free)
+    assert has_slots("tenant", 0, num_bytes * most, num_free)
     joined = kept.joined()
     assert (joined.text, joined.token_ids) == ("word" * num_tokens, [1] * num_tokens)
     assert list(joined.logprobs) == [entry] * num_tokens

@@ -72,7 +72,7 @@ def test_an_unknown_class_is_refused_with_the_nearest() -> None:
 )
 def test_only_what_the_tenant_is_not_promised_is_a_wish(name: str, wishes: bool) -> None:
     tenant = a_tenant(sla=Sla(ttft_ms=500))
-    assert scheduling_key_of(headers(**{name: "900"}), tenant).wishes is wishes
+    assert scheduling_key_of(headers(**{name: "900"}), tenant).has_unpromised_sla is wishes
 
 
 def test_the_policy_is_in_the_standing() -> None:
