@@ -1,6 +1,6 @@
-"""What the command line is to the cluster: it asks the routers, and serves nothing.
+"""A node that asks routers and serves nothing: the command line, and `baton serve` itself.
 
-`async with connected(...) as operator:` keeps a connection to each router, dialled again when it is lost.
+`async with connected(...) as operator:` keeps a connection to each router, and dials a lost one again.
 """
 
 import asyncio
@@ -36,11 +36,13 @@ from baton.rpc.peers import Dial, Peer
 from baton.rpc.server import RpcServer
 
 ANSWER_TIMEOUT_S: Final = 5.0
-MOMENT_S: Final = 0.5  # for a further router to be connected to
+MOMENT_S: Final = 0.5  # for connections to further routers
 
 Answer: TypeAlias = "asyncio.Future[AnyMessage]"
+# Messages that a router sends to operators that start workers.
+WatcherMessage: TypeAlias = Members | WorkerRemoved | Undrain | RestartWorker
 
-# What becomes of a cluster whose workers of a role have gone.
+# The effect when the last worker of a role has gone.
 ALONE: Final = {
     WorkerRole.PREFILL: "decode workers compute all prompts",
     WorkerRole.DECODE: "no request is answered",
@@ -48,7 +50,7 @@ ALONE: Final = {
 
 
 class Watcher(Protocol):
-    """Hears what routers tell an operator that starts workers; `router`: the id of the one that tells."""
+    """Receives the messages to an operator that starts workers. `router`: the id of the sender."""
 
     def joined(self, router: str) -> None:
         """The router is connected."""
@@ -56,15 +58,15 @@ class Watcher(Protocol):
     def left(self, router: str) -> None:
         """The router's connection ended."""
 
-    def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
-        """The router has sent this."""
+    def told(self, router: str, message: WatcherMessage) -> None:
+        """The router has sent a message."""
 
     def tick(self) -> None:
         """Called several times a second."""
 
 
 class Operator:
-    """A Node; `status`, `explain` and `drain` are for whoever runs on its loop.
+    """A node of the RPC server. Its coroutines run on the server's event loop.
 
     They raise PeerGone or TimeoutError when no router answers.
     """
@@ -74,27 +76,27 @@ class Operator:
         self.hello = Hello(process=Kind.OPERATOR, id=secrets.token_hex(16))
         self._addresses = routers
         self._dial = dial
-        self._routers: dict[Peer, deque[Answer]] = {}  # what each has been asked, in order
-        self._is_connected = asyncio.Event()  # to one at least
+        self._routers: dict[Peer, deque[Answer]] = {}  # router -> its unanswered questions, in order
+        self._is_connected = asyncio.Event()  # to at least one router
         self._has_all = asyncio.Event()
 
     async def status(self) -> Status:
-        """Of all routers that answer."""
+        """Return the joined status of all routers that answer."""
         return _joined([each for each in await self._ask(StatusQuery()) if isinstance(each, Status)])
 
     async def explain(self, request_id: str) -> tuple[Decision, ...]:
-        """One an attempt."""
+        """Return one decision for each attempt of the request."""
         answers = await self._ask(Explain(request_id=request_id))
         decisions = [found for each in answers if isinstance(each, Decisions) for found in each.decisions]
         return tuple(sorted(decisions, key=lambda decision: decision.attempt))
 
     async def drain(self, worker: str, *, may_be_last: bool = False) -> None:
-        """ConfigError when there is no worker of that name or id, or no other of its role would be left."""
+        """Drain a worker. ConfigError: no worker has that name or id, or it is the last of its role."""
         _check_drain(worker, (await self.status()).workers, may_be_last)
         await self._ask(Drain(worker=worker))
 
     def tell_head_away(self, seconds: float) -> None:
-        """Tell all connected routers since when Ray's head does not answer; 0: it does."""
+        """Tell all connected routers for how many seconds Ray's head has not answered; 0: it answers."""
         for router in self._routers:
             router.send(HeadAway(seconds=min(seconds, MAX_AGE_S)))
 
@@ -107,16 +109,18 @@ class Operator:
         await self._order(RestartWorker(worker=worker))
 
     async def _order(self, order: Undrain | RestartWorker) -> None:
-        """Give an order through one router: each would pass it on, and a process told twice to stop dies."""
+        """Give an order through one router: two routers would pass it on twice, and a second stop kills."""
         await self._until_connected()
         for router in list(self._routers):
             answers = await self._ask(order, router)
             if any(isinstance(each, Status) and each.num_watchers for each in answers):
                 return
-        raise ConfigError("no `baton serve` supervises these workers: whoever started the worker restarts it")
+        raise ConfigError(
+            "no `baton serve` supervises these workers: restart the worker where it was started"
+        )
 
     async def _ask(self, question: AnyMessage, only: Peer | None = None) -> list[AnyMessage]:
-        """Return the answers of the routers that answer in time. only: ask this router alone."""
+        """Return the answers of the routers that answer in time. only: the one router to ask."""
         await self._until_connected()
         asked: list[Answer] = []
         for router, answers in self._routers.items():
@@ -138,16 +142,17 @@ class Operator:
         return heard
 
     async def _until_connected(self) -> None:
-        """To all routers, if those that are missing do not take longer than a moment."""
+        """Wait for one router, and a moment longer for all."""
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             await self._is_connected.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MOMENT_S):
                 await self._has_all.wait()
 
-    # What the hub calls.
+    # The RPC server calls these.
 
     def joined(self, peer: Peer) -> None:
+        """Accept a router. WireError: the peer is no router."""
         if peer.hello.process is not Kind.ROUTER:
             raise WireError(f"expected a router, got a {peer.hello.process}", reason="protocol")
         self._routers[peer] = deque()
@@ -157,12 +162,11 @@ class Operator:
         self._count()
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
+        """Take an answer, or a message for the watcher."""
         answers = self._routers.get(peer)
         if answers is None:
             return
-        if self._watcher is not None and isinstance(
-            message, Members | WorkerRemoved | Undrain | RestartWorker
-        ):
+        if self._watcher is not None and isinstance(message, WatcherMessage):
             self._watcher.told(peer.hello.id, message)
         if answers and isinstance(message, Status | Decisions):
             answer = answers.popleft()
@@ -170,6 +174,7 @@ class Operator:
                 answer.set_result(message)
 
     def left(self, peer: Peer) -> None:
+        """Fail the questions to a router whose connection ended."""
         if peer not in self._routers:
             return
         for answer in self._routers.pop(peer):
@@ -180,6 +185,7 @@ class Operator:
         self._count()
 
     def tick(self) -> None:
+        """Dial missing routers again."""
         if self._watcher is not None:
             self._watcher.tick()
         if not self._has_all.is_set():
@@ -201,9 +207,9 @@ class Operator:
 async def connected(
     routers: Sequence[Address], keys: ClusterKeys, watcher: Watcher | None = None
 ) -> AsyncIterator[Operator]:
-    """An operator that is connected, or is being connected, to each of these routers.
+    """Connect an operator to each of these routers. Its first question waits for a connection.
 
-    watcher: hears of workers that routers remove, and of those that are to be started again.
+    watcher: receives removed workers, and orders to start workers again.
     """
     rpc_server = RpcServer(keys)
     operator = Operator(routers, rpc_server.dial, watcher)
@@ -216,7 +222,7 @@ async def connected(
 
 
 def _joined(statuses: Sequence[Status]) -> Status:
-    """Of several routers: the workers as that one sees them which sees most."""
+    """Join the statuses of several routers. The workers are those of the router that lists most."""
     most = max(statuses, key=lambda status: len(status.workers))
     return msgspec.structs.replace(
         most,
@@ -230,7 +236,7 @@ def _joined(statuses: Sequence[Status]) -> Status:
 
 
 def _latest(gateways: Sequence[GatewayStatus]) -> tuple[GatewayStatus, ...]:
-    """Return each gateway once, as the router that heard of it last knows it: counts only grow."""
+    """Return each gateway once, from the router with the newest counts: counts only grow."""
     latest: dict[str, GatewayStatus] = {}
     for gateway in sorted(gateways, key=lambda gateway: gateway.num_refused):
         latest[gateway.id] = gateway

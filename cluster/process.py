@@ -1,14 +1,14 @@
-"""One process of the cluster: `python -m baton.cluster.process`, started by a runtime and by nobody else.
+"""One process of the cluster: `python -m baton.cluster.process`, which a runtime starts.
 
-1. Its parent writes one line to its stdin, an Assignment, and keeps that open. Each line that follows is
-   Generations: keys that replace those of the Assignment.
-2. It writes lines to its stdout: Loading, any number of times, then a Report when it serves or has failed.
-   A router or a gateway that serves writes LoopAlive every second, as long as its event loop runs.
-3. SIGTERM lets it drain, and end with status 0; a second one ends it at once. Only what `baton drain` has
-   drained ends with DRAINED: whatever a machine's SIGTERM means, it is not "stay away".
-4. When its stdin ends its parent has died: it dies at once, and its ranks with it.
+1. The parent writes one line to stdin, an Assignment, and keeps stdin open. Each later line is Generations:
+   keys that replace those of the Assignment.
+2. The process writes lines to stdout: Loading, any number of times, then a Report when it serves or has
+   failed. A router or a gateway that serves writes LoopAlive every second, as long as its event loop runs.
+3. SIGTERM lets the process drain, and end with status 0; a second SIGTERM ends it at once. Only a worker that
+   `baton drain` has drained ends with DRAINED: a machine that shuts down also sends SIGTERM.
+4. When stdin ends, the parent has died: the process dies at once, and its ranks with it.
 
-What the processes do is imported here when it is known which one this is: a router needs no torch.
+The code of routers, gateways and workers is imported when the kind is known: a router needs no torch.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, BinaryIO, Final, TypeAlias, TypeVar
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 import uvloop
@@ -47,7 +47,6 @@ from baton.messages.workers import Address
 from baton.rpc.auth import Generations, KeyRing
 from baton.rpc.process import raise_descriptor_limit
 
-StructT = TypeVar("StructT", bound=msgspec.Struct)
 # Runs on an asyncio loop until the event is set, and then to the end of what it has begun.
 Serve: TypeAlias = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
@@ -64,24 +63,37 @@ def run(
     progress: Progress | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until `stop` is set, or a worker is drained, which leaves it unset; on any thread.
+    """Serve on the calling thread until `stop` is set, or until an operator has drained the worker.
 
-    ring: of the process's keys, at first those of the assignment; the caller may replace them.
-    `progress` hears of a worker's weights; `alive` is called every ALIVE_EVERY_S on the event loop of a
-    router or a gateway, once it serves. Raises BatonError.
+    ring: the process's keys, at first those of the assignment; the caller may replace them. progress: called
+    while a worker reads its weights. alive: called every ALIVE_EVERY_S on the event loop of a router or a
+    gateway that serves. Raises BatonError.
     """
     raise_descriptor_limit()
     match given.kind:
         case "router":
-            _run_router(given, ring, _then(ready, alive), stop)
+            from baton.config.router import RouterConfig
+            from baton.router.process import serve_router
+
+            router = msgspec.json.decode(given.config, type=RouterConfig)
+            starts = given.incarnation
+            _run_loop(lambda end: serve_router(router, ring, _then(ready, alive), end, starts), stop)
         case "gateway":
-            _run_gateway(given, ring, _then(ready, alive), stop)
+            from baton.config.gateway import GatewayConfig
+            from baton.gateway.process import serve_gateway
+
+            gateway = msgspec.json.decode(given.config, type=GatewayConfig)
+            gateway = msgspec.structs.replace(gateway, model=str(resolve_model(gateway.model)))
+            _run_loop(lambda end: serve_gateway(gateway, ring, _then(ready, alive), end), stop)
         case "worker":
-            _run_worker(given, ring, ready, stop, progress)
+            from baton.cluster.worker_process import run_worker
+
+            worker = msgspec.json.decode(given.config, type=WorkerConfig)
+            run_worker(worker, ring, ready, stop, progress, given.incarnation)
 
 
 def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
-    """`ready`, after which `alive` is called every ALIVE_EVERY_S on the running event loop."""
+    """Return `ready`, which then also calls `alive` every ALIVE_EVERY_S on the running event loop."""
 
     def say_alive() -> None:
         alive()
@@ -94,38 +106,9 @@ def _then(ready: Ready, alive: Callable[[], None]) -> Ready:
     return say
 
 
-def _run_router(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
-    from baton.config.router import RouterConfig
-    from baton.router.process import serve_router
-
-    config = _config(given, RouterConfig)
-    _run_loop(lambda stopping: serve_router(config, ring, ready, stopping, given.incarnation), stop)
-
-
-def _run_gateway(given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event) -> None:
-    from baton.config.gateway import GatewayConfig
-    from baton.gateway.process import serve_gateway
-
-    config = _config(given, GatewayConfig)
-    config = msgspec.structs.replace(config, model=str(resolve_model(config.model)))
-    _run_loop(lambda stopping: serve_gateway(config, ring, ready, stopping), stop)
-
-
-def _run_worker(
-    given: Assignment, ring: KeyRing, ready: Ready, stop: threading.Event, progress: Progress | None
-) -> None:
-    from baton.cluster.worker_process import run_worker
-
-    run_worker(_config(given, WorkerConfig), ring, ready, stop, progress, given.incarnation)
-
-
 def ring_of(given: Assignment) -> KeyRing:
-    """Make the ring of the process's keys."""
+    """Return a ring of the process's keys."""
     return KeyRing(Kind(given.kind), given.generations)
-
-
-def _config(given: Assignment, kind: type[StructT]) -> StructT:
-    return msgspec.json.decode(given.config, type=kind)
 
 
 def _run_loop(serve: Serve, stop: threading.Event) -> None:
@@ -149,6 +132,7 @@ def _run_loop(serve: Serve, stop: threading.Event) -> None:
 
 
 def main() -> int:
+    """Run the process that stdin describes, and return its exit status."""
     given = msgspec.json.decode(_stdin().readline(), type=Assignment)
     reports = _take_stdout()
     setproctitle(f"baton {given.name}")
@@ -158,13 +142,12 @@ def main() -> int:
     ring = ring_of(given)
     threading.Thread(target=hear_parent, args=(ring,), name="parent", daemon=True).start()
     try:
-        progress = _Throttled(lambda loading: _report(reports, loading))
         run(
             given,
             ring,
             ready=lambda address: _report(reports, ProcessStarted(address)),
             stop=stop,
-            progress=progress,
+            progress=_throttled(lambda loading: _report(reports, loading)),
             alive=lambda: _report(reports, LoopAlive()),
         )
     except BatonError as error:
@@ -177,22 +160,21 @@ def main() -> int:
     return 0 if stop.is_set() else DRAINED
 
 
-class _Throttled:
-    """Says how far loading is, once a while."""
+def _throttled(say: Callable[[Loading], None]) -> Progress:
+    """Return a Progress that calls `say` every LOADING_EVERY_S at most."""
+    next_s = 0.0
 
-    def __init__(self, say: Callable[[Loading], None]) -> None:
-        self._say = say
-        self._next_s = 0.0
+    def progress(num_bytes: int, total_bytes: int) -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LOADING_EVERY_S
+            say(Loading(num_bytes, total_bytes))
 
-    def __call__(self, num_bytes: int, total_bytes: int) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + LOADING_EVERY_S
-            self._say(Loading(num_bytes, total_bytes))
+    return progress
 
 
 def _take_stdout() -> BinaryIO:
-    """The reports' own way out: whatever else is printed goes to stderr from here on."""
+    """Return stdout for reports. All other output of the process goes to stderr from now on."""
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return reports
@@ -213,12 +195,12 @@ def _drain_on_sigterm(stop: threading.Event) -> None:
 
 
 def _stdin() -> io.FileIO:
-    """Return stdin without a buffer, on whose lock a process that ends would wait for `hear_parent`."""
+    """Return stdin without a buffer. A process that ends would wait for the lock of a buffer."""
     return io.FileIO(0, closefd=False)
 
 
 def hear_parent(ring: KeyRing) -> None:
-    """Take new keys; never return: the parent is gone when stdin ends."""
+    """Take new keys from stdin. Never return: at the end of stdin the process dies."""
     for line in _stdin():
         ring.replace(msgspec.json.decode(line, type=Generations))
     os._exit(ORPHANED)

@@ -1,4 +1,10 @@
-"""`baton serve`, read aloud: start the cluster's processes, keep them alive until told to stop, drain."""
+"""The cluster of one `baton serve`.
+
+1. `start` reserves ports, plans the processes (serve_plan), and starts them; it returns when a request would
+   be answered. Later each process is kept alive (supervisor).
+2. Routers report workers that they lose, and pass on orders of operators: the cluster restarts those workers.
+3. `drain` stops gateways, then workers, then routers. `close` ends everything.
+"""
 
 import asyncio
 import importlib.util
@@ -6,8 +12,8 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -26,8 +32,7 @@ from baton.cluster.supervisor import Supervised, Verdicts
 from baton.config.cluster import ServeConfig
 from baton.errors import ConfigError, PeerGone, WorkerLost
 from baton.messages.bounds import Kind
-from baton.messages.control import Members
-from baton.messages.operations import RestartWorker, Status, Undrain, WorkerRemoved
+from baton.messages.operations import RestartWorker, Status, Undrain
 from baton.messages.workers import Address, Routers
 from baton.router.policies.registry import policy_class
 from baton.router.redis.server import find_program
@@ -36,7 +41,7 @@ from baton.rpc.auth import ClusterKeys, KeyRing
 ASK_EVERY_S: Final = 0.1
 SAY_EVERY_S: Final = 3.0
 HEAD_LOOK_S: Final = 0.5
-# In this order they are let go: nothing new comes in, then what runs ends, then nobody is left to route.
+# New requests stop first, then running requests end, then no process needs a router.
 STOPPING_ORDER: Final = ("gateway", "worker", "router")
 
 ResultT = TypeVar("ResultT")
@@ -46,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster that answers."""
+    """The addresses of a cluster that answers."""
 
     host: str
     port: int  # of the API
@@ -54,15 +59,12 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
+        """The API's address for clients on this machine, without /v1."""
         return url(self.host, self.port)
 
 
 class Cluster:
-    """The processes of one `serve`, and what is known of them.
-
-    To its routers it is an operator that watches workers (operator_node.Watcher): it replaces those that
-    hang, and starts again those that an operator calls back.
-    """
+    """The processes of one `baton serve`."""
 
     def __init__(self, config: ServeConfig, runtime: Runtime, keys: ClusterKeys, say: Say) -> None:
         self._config = config
@@ -72,29 +74,33 @@ class Cluster:
         self._clock: Clock = SystemClock()
         self._processes: list[Supervised] = []
         self._keeping: set[asyncio.Task[None]] = set()
-        self._verdicts = Verdicts(self._clock.now_s, self._replace)
+        self._verdicts = Verdicts(self._clock.now_s, self._replace, self._order)
         self._resources = AsyncExitStack()
         self.redis: KeptRedis | None = None
 
     async def start(self) -> Serving:
-        """Returns when a request would be answered. ConfigError or WorkerLost: why none would be."""
-        topology = await self._find_site()
+        """Start all processes; return when a request would be answered. Raises ConfigError and WorkerLost."""
+        topology = await self._make_topology()
         planned = specs(self._config, topology)
-        async with self._saying_what_is_missing():
+        reporting = asyncio.create_task(self._report_progress())
+        try:
             await self._runtime.place(planned)
             # From the present time on, so processes of an earlier `baton serve` have lower numbers.
             starts = itertools.count(round(time.time() * 1000))
             self._processes = [Supervised(spec, self._runtime, self._clock, starts) for spec in planned]
             await self._start_in_time(topology)
+        finally:
+            reporting.cancel()
         return Serving(host=self._config.host, port=topology.port, routers=topology.routers)
 
     async def drain(self) -> None:
+        """Stop all processes in order; each has `drain_timeout_s` to finish its requests."""
         for kind in STOPPING_ORDER:
             of_kind = [process for process in self._processes if process.spec.kind == kind]
             await asyncio.gather(*(process.stop(self._config.drain_timeout_s) for process in of_kind))
 
     def follow_keys(self, watch: KeyWatch, changed: Callable[[], None]) -> None:
-        """Have every process use the keys that `watch` finds, and call `changed` then."""
+        """Give the keys that `watch` finds to every process, and call `changed` each time they change."""
 
         async def look() -> None:
             while True:
@@ -107,18 +113,18 @@ class Cluster:
                     self._runtime.use_keys(watch.keys)
                     changed()
                 except Exception:  # of the runtime: later keys may reach all processes
-                    logger.exception("the keys have not reached all processes")
+                    logger.exception("the cluster keys have not reached all processes")
 
         self._keep(look())
 
     async def _watch_head(self, operator: Operator) -> None:
-        """Tell logs and routers when Ray's head is away, and when it is back."""
+        """Tell the log and the routers when Ray's head stops answering, and when it answers again."""
         was_away_s = 0.0
         while True:
             away_s = self._runtime.head_away_s
             if away_s and not was_away_s:
                 logger.error(
-                    "Ray's head has not answered for %.0f s: what runs goes on, and nothing is started",
+                    "Ray's head has not answered for %.0f s: running processes go on, none can be started",
                     away_s,
                 )
             elif was_away_s and not away_s:
@@ -128,46 +134,26 @@ class Cluster:
             was_away_s = away_s
             await asyncio.sleep(HEAD_LOOK_S)
 
-    # What its connections to the routers call.
-
-    def joined(self, router: str) -> None:
-        self._verdicts.joined(router)
-
-    def left(self, router: str) -> None:
-        self._verdicts.left(router)
-
-    def tick(self) -> None:
-        self._verdicts.tick()
-
-    def told(self, router: str, message: Members | WorkerRemoved | Undrain | RestartWorker) -> None:
-        match message:
-            case Members():
-                self._verdicts.listed(router, message)
-            case WorkerRemoved():
-                self._verdicts.removed(router, message)
-            case Undrain(worker=name):
-                if (process := self._worker(name)) is not None:
-                    self._keep(process.recall())
-            case RestartWorker(worker=name):
-                if (process := self._worker(name)) is not None:
-                    self._keep(self._restart(process))
+    def _order(self, order: Undrain | RestartWorker) -> None:
+        """Follow an operator's order, which a router has passed on."""
+        if (process := self._worker(order.worker)) is not None:
+            restart = isinstance(order, RestartWorker) and not process.is_away
+            timeout_s = self._config.drain_timeout_s
+            self._keep(process.restart(timeout_s) if restart else process.recall())
 
     def _replace(self, name: str, reason: str, age_s: float) -> None:
         if (process := self._worker(name)) is not None:
             process.replace(reason, age_s)
 
-    async def _restart(self, process: Supervised) -> None:
-        await (process.recall() if process.is_away else process.restart(self._config.drain_timeout_s))
-
     def _worker(self, name: str) -> Supervised | None:
         for process in self._processes:
             if process.name == name and process.spec.kind == "worker":
                 return process
-        logger.warning("there is no worker %r that was started here", name)
+        logger.warning("this cluster has started no worker %r", name)
         return None
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this until it ends, or the cluster is closed."""
+        """Run a coroutine in the background until it ends or the cluster is closed."""
         task = asyncio.create_task(work)
         self._keeping.add(task)
         task.add_done_callback(self._ended)
@@ -178,6 +164,7 @@ class Cluster:
             logger.error("%s has failed", task.get_coro(), exc_info=error)
 
     async def close(self) -> None:
+        """End all processes now, and release the ports."""
         keeping = list(self._keeping)
         for task in keeping:
             task.cancel()
@@ -187,7 +174,7 @@ class Cluster:
         finally:
             await self._resources.aclose()
 
-    async def _find_site(self) -> Topology:
+    async def _make_topology(self) -> Topology:
         config = self._config
         port = self._resources.enter_context(KeptPort(config.host, config.port, socket.SO_REUSEPORT))
         await self._runtime.open()
@@ -209,7 +196,7 @@ class Cluster:
         if settings.redis != "auto" or not policy_class(settings.policy).uses_prefix_index:
             return settings.redis
         if find_program() is None or importlib.util.find_spec("redis") is None:
-            return "none"  # `baton doctor` says so
+            return "none"  # `baton doctor` warns of this
         self.redis = KeptRedis(self._clock)
         self._resources.push_async_callback(self.redis.close)
         try:
@@ -224,46 +211,35 @@ class Cluster:
                 await self._start_all()
                 for process in self._processes:
                     self._keep(process.keep())
-                connecting = connected(topology.routers, self._ring, self)
+                connecting = connected(topology.routers, self._ring, self._verdicts)
                 operator = await self._resources.enter_async_context(connecting)
                 self._keep(self._watch_head(operator))
-                await self._until_all_have_met(operator)
+                while not self._is_whole(await _status(operator)):
+                    await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:
             late = f"after {self._config.start_timeout_s:.0f} s the cluster still waits for"
             raise WorkerLost(f"{late} {await self._missing()}") from None
 
     async def _start_all(self) -> None:
-        """Together, so that the others start while the workers load the model."""
+        """Start all at once, so that other processes start while the workers load the model."""
         try:
             async with asyncio.TaskGroup() as group:
                 for process in self._processes:
                     group.create_task(process.start())
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # the others are of those that were let go with it
+            raise errors.exceptions[0] from None  # the others are cancellations
 
-    async def _until_all_have_met(self, operator: Operator) -> None:
-        while not self._has_met(await _status(operator)):
-            await asyncio.sleep(ASK_EVERY_S)
-
-    def _has_met(self, status: Status | None) -> bool:
+    def _is_whole(self, status: Status | None) -> bool:
         num_workers = self._config.prefill.num_workers + self._config.decode.num_workers
         if status is None or status.num_met < num_workers:
             return False
         has_all = len(status.routers) >= self._config.routers
         return has_all and status.num_gateways >= self._config.gateways
 
-    @asynccontextmanager
-    async def _saying_what_is_missing(self) -> AsyncIterator[None]:
-        async def say() -> None:
-            while True:
-                await asyncio.sleep(SAY_EVERY_S)
-                self._say(f"waiting for {await self._missing()}")
-
-        saying = asyncio.create_task(say())
-        try:
-            yield
-        finally:
-            saying.cancel()
+    async def _report_progress(self) -> None:
+        while True:
+            await asyncio.sleep(SAY_EVERY_S)
+            self._say(f"waiting for {await self._missing()}")
 
     async def _missing(self) -> str:
         if not self._processes:
@@ -291,9 +267,10 @@ async def serve(
     on_ready: Callable[[Serving], None],
     on_keys: Callable[[Serving], None],
 ) -> bool:
-    """Serve until `stop` is set; whether it came to that. ConfigError or WorkerLost: it could not.
+    """Serve until `stop` is set. Return False when `stop` was set before the cluster served.
 
-    on_keys: called when `keys` has others, which every process is told of then.
+    on_ready: called once requests are answered. on_keys: called each time `keys` has changed.
+    Raises ConfigError and WorkerLost when the cluster cannot start.
     """
     cluster = Cluster(config, runtime, keys.keys, say)
     try:
@@ -303,7 +280,7 @@ async def serve(
         on_ready(serving)
         cluster.follow_keys(keys, lambda: on_keys(serving))
         await stop.wait()
-        say("draining: what runs may end; interrupt once more to stop at once")
+        say("draining: running requests may end; interrupt once more to stop at once")
         await cluster.drain()
         return True
     finally:
@@ -313,7 +290,7 @@ async def serve(
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, ResultT]) -> ResultT | None:
-    """What `work` returns, or None when `stop` is set before."""
+    """Return the result of `work`, or None when `stop` is set first."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

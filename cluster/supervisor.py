@@ -1,12 +1,12 @@
-"""Keeps one process of the cluster alive.
+"""Keeps one process of the cluster alive (`Supervised`), and decides which workers to replace (`Verdicts`).
 
-1. `start` starts it and waits until it serves.
-2. `keep` watches it. What ends is started again, after a pause that grows while that goes on, also after a
-   SIGTERM from elsewhere. A process that hangs is killed and replaced: a worker on the routers' verdict
-   (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
-3. A worker that has drained, because an operator asked for it by `baton drain`, stays away until `recall`.
-   `restart` lets a worker drain and starts it again.
-4. `stop` lets it drain within its time, and then ends it.
+1. `start` starts the process and waits until it serves.
+2. `keep` watches it. A process that ends is started again, also after a SIGTERM from elsewhere; while it
+   keeps ending, the pause before the next start grows. A process that hangs is killed and replaced: a worker
+   when the routers agree (`replace`), a router or a gateway when its event loop has been silent for HUNG_S.
+3. A worker that has drained, because an operator ran `baton drain`, stays away until `recall`. `restart` lets
+   a worker drain and starts it again.
+4. `stop` lets the process drain within its time, and then ends it.
 """
 
 import asyncio
@@ -17,48 +17,54 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.clock import Clock
+from baton.cluster.operator_node import WatcherMessage
 from baton.cluster.process_spec import ProcessSpec
 from baton.cluster.runtimes.base import ManagedProcess, Runtime
 from baton.errors import BatonError
 from baton.messages.control import Members
-from baton.messages.operations import WorkerRemoved
+from baton.messages.operations import RestartWorker, Undrain, WorkerRemoved
 from baton.messages.workers import Address
 
-# How long a process that keeps ending is left alone before it is started again.
-
-FIRST_S: Final = 0.2
+FIRST_S: Final = 0.2  # pause before a process is started again
 LONGEST_S: Final = 10.0
-WELL_AFTER_S: Final = 60.0  # it was no crash loop, then
+WELL_AFTER_S: Final = 60.0  # a process that lived so long was in no crash loop
+GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
+HUNG_S: Final = 10.0  # silence of an event loop, longer than on any machine that is merely busy
+LOOK_S: Final = 1.0
+KILLED_S: Final = 1.0  # for SIGKILL to take effect, before the successor starts
+MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner after its start
+SILENCE_GRACE_S: Final = 3.0  # for a silent worker to come back: its successor has to load the model
+NOTHING_YET: Final = Members(workers=(), is_complete=False)
+
+# Worker's name, the reason, seconds since its first router removed it.
+Replace: TypeAlias = Callable[[str, str, float], None]
+Order: TypeAlias = Callable[[Undrain | RestartWorker], None]
+
+logger = logging.getLogger(__name__)
 
 
 class BackOff:
-    """Doubles from FIRST_S to LONGEST_S, and starts anew after a life of WELL_AFTER_S."""
+    """A pause that doubles from FIRST_S to LONGEST_S, and starts anew after a life of WELL_AFTER_S."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_S
 
     def after(self, lived_s: float) -> float:
-        """Seconds to wait now that a life of `lived_s` has ended."""
+        """Return the seconds to wait after a life of `lived_s` seconds."""
         if lived_s >= WELL_AFTER_S:
             self._next_s = FIRST_S
         pause_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_S)
         return pause_s
 
 
-GRACE_S: Final = 5.0  # beyond the time to drain, for a process to end
-HUNG_S: Final = 10.0  # of an event loop, longer than any machine that is merely busy holds it up
-LOOK_S: Final = 1.0
-KILLED_S: Final = 1.0  # for SIGKILL to have its effect, before the successor starts
-MIN_VERDICT_S: Final = 2.0  # no router gives a worker up sooner than that after its start
-logger = logging.getLogger(__name__)
-
-
 class Supervised:
+    """One process of the cluster under one name, over all its lives."""
+
     def __init__(self, spec: ProcessSpec, runtime: Runtime, clock: Clock, starts: Iterator[int]) -> None:
-        """starts: numbers for the starts of all processes of the cluster, as in worker.Worker."""
+        """starts: incarnation numbers, shared by all processes of the cluster."""
         self.spec = spec
         self.is_ready = False
-        self.is_away = False  # it was drained
+        self.is_away = False  # the process has drained and waits for `recall`
         self.num_restarts = 0
         self._runtime = runtime
         self._clock = clock
@@ -66,7 +72,7 @@ class Supervised:
         self._back_off = BackOff()
         self._process: ManagedProcess | None = None
         self._is_stopping = False
-        self._comes_back = False  # although it drains
+        self._comes_back = False  # when it has drained
         self._started_s = self._ready_s = 0.0
         self._hangs = asyncio.Event()  # `_verdict` says why
         self._verdict = ""
@@ -76,7 +82,7 @@ class Supervised:
         return self.spec.name
 
     async def start(self) -> Address:
-        """Where it serves. ConfigError or WorkerLost when it ends before."""
+        """Return the process's address when it serves. ConfigError or WorkerLost: it ended before."""
         self._started_s = self._clock.now_s()
         self._hangs.clear()
         self._process = await self._runtime.spawn(
@@ -88,7 +94,7 @@ class Supervised:
         return address
 
     async def describe(self) -> str:
-        """Its name, and how far it is with loading its weights."""
+        """Return the process's name, and its progress while it loads weights."""
         loading = await self._process.loading() if self._process else None
         if loading is None or not loading.total_bytes:
             return self.name
@@ -97,14 +103,12 @@ class Supervised:
         return f"{self.name} ({share:.0%} of {amount} of weights)"
 
     async def keep(self) -> None:
-        """Ends when the process was asked to end, and has, or when it was drained."""
+        """Keep the process alive; return when it was stopped, or has drained."""
         assert self._process is not None, "start comes first"
         while True:
             try:
                 why = await self._until_over(self._process)
-            except (
-                Exception
-            ) as error:  # of the runtime: if this ended `keep`, nothing would start it any more
+            except Exception as error:  # of the runtime: `keep` must go on
                 logger.exception("%s cannot be watched", self.name)
                 self._process.give_up()
                 why = f"cannot be watched: {type(error).__name__}"
@@ -118,16 +122,16 @@ class Supervised:
             await self._start_again(why or "has drained")
 
     def replace(self, reason: str, age_s: float) -> None:
-        """Kill it, though it may not answer, and start its successor: routers gave it up `age_s` ago.
+        """Kill the process, which may not answer, and start its successor. The routers lost it `age_s` ago.
 
-        Nothing happens when that was an earlier process of its name.
+        Nothing happens when they lost an earlier process of the name.
         """
         if self.is_ready and self._clock.now_s() - self._ready_s >= age_s + MIN_VERDICT_S:
             self._verdict = reason
             self._hangs.set()
 
     async def recall(self) -> None:
-        """Start it again when it was drained, and keep it; one that still drains comes back when it ends."""
+        """Start a drained process again, and keep it. A process that still drains comes back when it ends."""
         if not self.is_away:
             self._comes_back = True
             return
@@ -137,7 +141,7 @@ class Supervised:
             await self.keep()
 
     async def restart(self, drain_timeout_s: float) -> None:
-        """Let it drain, end it after its time if it has not; `keep` starts it again."""
+        """Let the process drain, and end it after its time; `keep` starts it again."""
         if self._process is None or not self.is_ready:
             return
         self._comes_back = True
@@ -146,6 +150,7 @@ class Supervised:
         await self._end_in_time(process, drain_timeout_s)
 
     async def stop(self, drain_timeout_s: float) -> None:
+        """Let the process drain, and end it after its time. It is not started again."""
         self._is_stopping = True
         if self._process is None:
             return
@@ -161,7 +166,7 @@ class Supervised:
             process.kill()
 
     async def _until_over(self, process: ManagedProcess) -> str:
-        """Waits for the process to end, or to hang, and says which; "" when it has drained or was stopped."""
+        """Wait until the process ends or hangs. Return the reason; "": it has drained or was stopped."""
         ending = asyncio.create_task(process.watch())
         hanging = asyncio.create_task(self._until_it_hangs(process))
         try:
@@ -177,9 +182,9 @@ class Supervised:
             await asyncio.gather(ending, hanging, return_exceptions=True)
 
     async def _until_it_hangs(self, process: ManagedProcess) -> str:
-        """Why it is given up: the routers' verdict, or silence at two looks in a row.
+        """Return the reason: the routers' verdict, or silence at two looks in a row.
 
-        One look alone may follow a pause of this process itself, with what was said meanwhile unread.
+        One look may follow a pause of the present process, which has not read the newest messages then.
         """
         num_silent = 0
         while True:
@@ -194,7 +199,7 @@ class Supervised:
                 return f"its event loop has been silent for {silent_s:.0f} s"
 
     async def _start_again(self, why: str) -> None:
-        """Try until it serves, or is to stop."""
+        """Try until the process serves, or is to stop."""
         self._comes_back = False
         while True:
             pause_s = self._back_off.after(self._clock.now_s() - self._started_s)
@@ -208,49 +213,51 @@ class Supervised:
                 return
             except BatonError as error:
                 why = f"did not start: {error}"
-            except Exception as error:  # as above
+            except Exception as error:  # of the runtime
                 logger.exception("%s did not start", self.name)
                 why = f"did not start: {type(error).__name__}"
             if self._process is not None:
                 self._process.kill()
 
 
-# Decides which workers a cluster replaces, from what its routers say of them.
-#
-# 1. A router removes a worker that is silent, or whose step takes too long: WorkerRemoved is a verdict. Its
-# requests go elsewhere from then on.
-# 2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
-# workers removes all of them, and the others keep them. A router that has just started and does not know
-# all workers yet is waited for.
-# 3. A silent worker is given SILENCE_GRACE_S more, since its successor has to load the model: a process that
-# was only held up for a moment comes back, and its router lists it again. That drops the verdict.
-
-SILENCE_GRACE_S: Final = 3.0
-NOTHING_YET: Final = Members(workers=(), is_complete=False)
-
-# Worker's name, the reason, seconds since its first router removed it.
-Replace: TypeAlias = Callable[[str, str, float], None]
-
-
 class Verdicts:
-    """Calls `replace` once for each worker that all connected routers have lost."""
+    """Decides which workers to replace, from the messages of all routers; passes on operators' orders.
 
-    def __init__(self, now_s: Callable[[], float], replace: Replace) -> None:
+    1. A router removes a worker that is silent, or whose step takes too long. Its requests go elsewhere then.
+    2. The worker is replaced once no connected router lists it: a router that a partition cuts off from the
+       workers removes all of them, and the other routers keep them. A router that has just started and does
+       not know all workers yet is waited for.
+    3. A silent worker has SILENCE_GRACE_S more. If a router lists it again meanwhile, it is kept.
+    """
+
+    def __init__(self, now_s: Callable[[], float], replace: Replace, order: Order) -> None:
+        """replace: called once for each worker that all connected routers have lost."""
         self._now_s = now_s
         self._replace = replace
+        self._order = order
         self._lists: dict[str, Members] = {}  # id of a connected router -> the workers that it lists
         self._pending: dict[str, tuple[WorkerRemoved, str, float]] = {}  # id of a worker -> router, when
 
     def joined(self, router: str) -> None:
+        """Wait for the list of this router, by its id."""
         self._lists[router] = NOTHING_YET
 
     def left(self, router: str) -> None:
-        """The router's verdicts stand: the worker was silent to it while it was connected."""
+        """Drop the router's list. Its verdicts stand: it was connected when the worker was silent."""
         self._lists.pop(router, None)
         self._judge()
 
-    def listed(self, router: str, members: Members) -> None:
-        """Take the router's present list of workers."""
+    def told(self, router: str, message: WatcherMessage) -> None:
+        """Take a message of the router with this id."""
+        match message:
+            case Members():
+                self._listed(router, message)
+            case WorkerRemoved():
+                self._removed(router, message)
+            case _:
+                self._order(message)
+
+    def _listed(self, router: str, members: Members) -> None:
         self._lists[router] = members
         for worker in members.workers:
             _, by, _ = self._pending.get(worker.id, (None, "", 0.0))
@@ -258,8 +265,7 @@ class Verdicts:
                 del self._pending[worker.id]
         self._judge()
 
-    def removed(self, router: str, removed: WorkerRemoved) -> None:
-        """Take the router's verdict; its list is from before that."""
+    def _removed(self, router: str, removed: WorkerRemoved) -> None:
         members = self._lists.get(router, NOTHING_YET)
         others = tuple(worker for worker in members.workers if worker.id != removed.worker)
         self._lists[router] = Members(workers=others, is_complete=members.is_complete)
@@ -268,7 +274,7 @@ class Verdicts:
         self._judge()
 
     def tick(self) -> None:
-        """Replace those whose grace is over; to be called several times a second."""
+        """Replace the workers after their grace; called several times a second."""
         if self._pending:
             self._judge()
 

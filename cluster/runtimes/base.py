@@ -1,4 +1,4 @@
-"""The seam between what the cluster runs and where: a runtime starts processes, watches and ends them."""
+"""The interface of runtimes: a runtime starts processes, watches them and ends them."""
 
 import os
 import select
@@ -16,34 +16,36 @@ class ManagedProcess(Protocol):
     """One life of a process. Its calls may be repeated, and come from one asyncio loop."""
 
     async def ready(self) -> Address:
-        """Where it serves. ConfigError or WorkerLost: it ended before it did; the message says why."""
+        """Wait until the process serves, and return its address. ConfigError or WorkerLost: it failed."""
 
     async def loading(self) -> Loading | None:
-        """How far it has come before it serves; None where it has not said."""
+        """Return the progress of loading weights; None: unknown."""
 
     async def watch(self) -> str:
-        """Waits until it is gone, and says how it ended; "" when it was drained, or told to by `stop`."""
+        """Wait for the end of the process, and return its cause; "": it was drained, or told to by `stop`."""
 
     def stop(self) -> None:
-        """Ask it to drain and end."""
+        """Ask the process to drain and end."""
 
     def kill(self) -> None:
-        """End it now, with all that it has started."""
+        """End the process now, and all processes that it has started."""
 
     def give_up(self) -> None:
-        """End it though it may not answer, as on a machine that stands still; waits for nothing.
+        """End a process that may not answer, as on a machine that hangs; wait for nothing.
 
-        Its successor, the next spawn of its name, is placed elsewhere where there is room.
+        The next process of its name is placed on another machine if one has room.
         """
 
     async def silent_s(self) -> float:
-        """Seconds since its event loop last ran, of a router or a gateway that serves; 0 where unknown."""
+        """Return the seconds since the event loop of a router or a gateway last ran; 0: unknown."""
 
 
 class Runtime(Protocol):
+    """Starts processes on one kind of machines."""
+
     @property
     def num_gpus(self) -> int:
-        """That workers could have, once it is open."""
+        """GPUs for all workers together, once the runtime is open."""
 
     @property
     def host(self) -> str:
@@ -51,40 +53,40 @@ class Runtime(Protocol):
 
     @property
     def worker_host(self) -> str:
-        """What workers listen on; "": the address of the machine that each is started on."""
+        """The address that workers listen on; "": that of the machine of each."""
 
     @property
     def head_away_s(self) -> float:
-        """Seconds since Ray's head last answered; 0 while it does, and where there is no Ray.
+        """Seconds since Ray's head last answered; 0 while it answers, and without Ray.
 
-        Meanwhile what runs goes on, and nothing can be started.
+        Meanwhile running processes go on, and none can be started.
         """
 
     async def open(self) -> None:
-        """ConfigError when there is nothing to run processes on."""
+        """Prepare the machines. Raises ConfigError."""
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """Have room for all of these, before any is started. ConfigError: there is none, and why."""
+        """Reserve resources for all of these before any is started. ConfigError: there are too few."""
 
     async def spawn(self, spec: ProcessSpec) -> ManagedProcess:
-        """Start it, and return at once."""
+        """Start a process; do not wait for `ready`."""
 
     def use_keys(self, keys: Keys) -> None:
-        """Hand these cluster keys to every process from now on, also to those that run; returns at once."""
+        """Give these cluster keys to all running and later processes. Returns at once."""
 
     async def close(self) -> None:
-        """End everything that was started and is still there."""
+        """End all processes that still run."""
 
 
-# Processes of this machine with all that they have started, as /proc tells: Linux alone.
+# Process trees of this machine, from /proc: Linux alone.
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the ids of the processes that `pid` has started, and of theirs, parents first."""
+    """Return the ids of the processes that `pid` has started, and of their descendants, parents first."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()  # the name may hold anything, also ")"
+            fields = stat.read_text().rpartition(")")[2].split()  # the name may contain ")"
         except OSError:  # it has ended meanwhile
             continue
         children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
@@ -95,9 +97,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL `pid` and its descendants, such as a worker's ranks, which have process groups of their own.
+    """Send SIGKILL to `pid` and its descendants, such as a worker's ranks; stopped processes die too.
 
-    A process that SIGSTOP has stopped dies of it, too; nothing happens where `pid` has ended.
+    Nothing happens when `pid` has ended.
     """
     for each in (*reversed(descendants(pid)), pid):
         with suppress(ProcessLookupError):
@@ -105,7 +107,7 @@ def kill_tree(pid: int) -> None:
 
 
 def started_at(pid: int) -> int:
-    """Clock ticks at the process's start, which tell it from others of its id; 0: it has ended."""
+    """Return the clock ticks at the process's start, which identify it with its id; 0: it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -113,7 +115,7 @@ def started_at(pid: int) -> int:
 
 
 def wait_for_end(pid: int, started: int) -> None:
-    """Returns when the process has ended that `started_at` gave `started` for; at once if there is none."""
+    """Return when the process has ended for which `started_at` returned `started`."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Processes of this machine: plain subprocesses, which end when this one does."""
+"""The local runtime: subprocesses of this machine, which end when the present process ends."""
 
 import asyncio
 import logging
@@ -18,15 +18,15 @@ from baton.cluster.process_spec import (
     LoopAlive,
     ProcessFailed,
     ProcessSpec,
-    ProcessStarted,
     Report,
+    address_in,
     assignment,
     generations_of,
     share_out_threads,
 )
 from baton.cluster.runtimes.base import kill_tree
 from baton.config.environment import environment_of_child, visible_gpus
-from baton.errors import ConfigError, WorkerLost
+from baton.errors import ConfigError
 from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 
@@ -41,26 +41,25 @@ _LINES: Final[msgspec.json.Decoder[Report | Loading | LoopAlive]] = msgspec.json
 
 
 class LocalProcess:
+    """A ManagedProcess that is a subprocess."""
+
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
         self.name = spec.name
         self._kind = spec.kind
         self._process = process
         self._loading: Loading | None = None
-        self._is_asked = False  # by us: others' SIGTERM is no wish of the operator's
+        self._is_asked = False  # `stop` was called: SIGTERM from elsewhere is no order of the operator
         self._alive_s: float | None = None  # when the latest LoopAlive came, by the loop's clock
         self._report: asyncio.Future[Report] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read())
 
     @property
     def pid(self) -> int:
+        """The id of the subprocess."""
         return self._process.pid
 
     async def ready(self) -> Address:
-        match await asyncio.shield(self._report):
-            case ProcessStarted(address):
-                return address
-            case ProcessFailed(reason, is_users_error):
-                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+        return address_in(await asyncio.shield(self._report), self.name)
 
     async def loading(self) -> Loading | None:
         return self._loading
@@ -79,7 +78,7 @@ class LocalProcess:
             self._process.terminate()
 
     def use_keys(self, keys: Keys) -> None:
-        """Have it replace its keys by those of its kind, derived from these."""
+        """Replace the process's keys by those of its kind, derived from these."""
         assert self._process.stdin is not None
         if self._process.returncode is None:
             self._process.stdin.write(msgspec.json.encode(generations_of(self._kind, keys)) + b"\n")
@@ -95,7 +94,7 @@ class LocalProcess:
         return 0.0 if self._alive_s is None else asyncio.get_running_loop().time() - self._alive_s
 
     async def _read(self) -> None:
-        """Take what the process says, until it has ended."""
+        """Take the process's lines until it has ended."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -104,7 +103,7 @@ class LocalProcess:
                     break
                 self._take(_LINES.decode(line))
             except ValueError as error:  # too long, or printed by a library before the reports began
-                logger.warning("%s said what is no report: %s", self.name, error)
+                logger.warning("%s wrote a line that is no report: %s", self.name, error)
         why = f"it {await self.watch() or 'ended'} before it served"
         if not self._report.done():
             self._report.set_result(ProcessFailed(why, is_users_error=False))
@@ -120,8 +119,10 @@ class LocalProcess:
 
 
 class LocalRuntime:
+    """A Runtime of subprocesses on this machine."""
+
     def __init__(self, keys: ClusterKeys, *, command: Sequence[str] = COMMAND) -> None:
-        """command: what runs a process that reads an assignment, as cluster/process.py does."""
+        """command: starts a process that reads an assignment, as cluster/process.py does."""
         self.host = self.worker_host = LOOPBACK
         self.num_gpus = 0
         self.head_away_s = 0.0
@@ -138,7 +139,7 @@ class LocalRuntime:
         self.num_gpus = len(self._gpus)
 
     async def place(self, specs: list[ProcessSpec]) -> None:
-        """The ranks of a role share the cores out, and all ranks the GPUs in turn."""
+        """Share the cores among the ranks of each role, and give GPUs to all ranks in turn."""
         self._num_threads = share_out_threads(specs, len(os.sched_getaffinity(0)))
         first = 0
         for spec in specs:
@@ -158,7 +159,7 @@ class LocalRuntime:
             stdin=PIPE,
             stdout=PIPE,
             limit=MAX_REPORT_BYTES,
-            process_group=0,  # Ctrl-C in the terminal is for this process, which then lets them drain
+            process_group=0,  # Ctrl-C in the terminal reaches the parent alone, which drains the others
             env=environment_of_child(
                 num_threads=self._num_threads.get(spec.name, 1), gpus=self._gpus_of.get(spec.name)
             ),

@@ -1,16 +1,17 @@
-"""Processes as Ray actors: on this machine, where Ray is started for them, or on a cluster that is joined.
+"""The Ray runtime: processes are Ray actors, on a Ray that is started for this machine or on one that is
+joined.
 
-1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only who
-   has its token.
-2. `place` takes room for each worker in a placement group of its own, and spreads each role over the nodes.
-   A worker's ranks are in one bundle, so they share a node.
-3. `spawn` puts a worker into its room; a router or a gateway runs on this node, where clients expect it.
-   Ray restarts nothing: what ends is started again by its supervisor, in the same room. A worker that was
-   given up, or whose node does not answer, moves to another node where one has room: a node that stands
-   still is dead to Ray only after a minute.
-4. While Ray's head is away nothing can be started, and calls that ask it hang. What runs goes on: `spawn`
-   waits for the head, and no call that asks it runs on the event loop.
-5. `close` ends the actors, gives the room back, and leaves Ray, which ends if it was started here.
+1. `open` joins the Ray at an address, or starts one for this machine alone. Ray's own ports answer only
+   clients with its token.
+2. `place` takes a placement group for each worker, and spreads each role over the nodes. A worker's ranks are
+   in one bundle, so they share a node.
+3. `spawn` starts a worker in its placement group; a router or a gateway runs on the present node, where
+   clients connect. Ray restarts nothing: the supervisor starts a process again, in the same placement group.
+   A worker that was given up, or that was on a node that does not answer, moves to another node if one has
+   room: Ray itself takes a minute to notice that a node hangs.
+4. While Ray's head is away no process can be started, and calls that ask the head hang. Running processes go
+   on: `spawn` waits for the head, and no call that asks the head runs on the event loop.
+5. `close` ends the actors, removes the placement groups, and leaves Ray, which ends if it was started here.
 """
 
 import asyncio
@@ -31,10 +32,9 @@ import msgspec
 from baton.cluster.cluster_key import Keys
 from baton.cluster.process_spec import (
     Loading,
-    ProcessFailed,
     ProcessSpec,
-    ProcessStarted,
     Report,
+    address_in,
     assignment,
     generations_of,
     share_out,
@@ -46,21 +46,21 @@ from baton.messages.workers import Address
 from baton.rpc.auth import ClusterKeys
 
 LOOPBACK: Final = "127.0.0.1"
-OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray takes: no object of ours goes through it
-# Of a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
+OBJECT_STORE_BYTES: Final = 80 << 20  # the least that Ray accepts: Baton stores no objects
+# For a Ray that is started here. By default its workers have niceness 15: other programs can starve them.
 SYSTEM_CONFIG: Final = {"worker_niceness": 0}
 CONNECT_TIMEOUT_S: Final = 5.0
 TRY_S: Final = 1.0  # for Ray to find room on the nodes that are preferred
-MOVE_S: Final = 5.0  # for Ray to find room on any node but those that are suspected
+MOVE_S: Final = 5.0  # for Ray to find room on any node that is not suspected
 PROBE_TIMEOUT_S: Final = 1.0
-SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided; Ray's own verdict comes before that
+SUSPECT_S: Final = 120.0  # a node where a worker was given up is avoided so long; Ray decides earlier
 HEAD_LOOK_S: Final = 1.0
 HEAD_AWAY_S: Final = 3.0  # without an answer of the head
 CLOSE_TIMEOUT_S: Final = 15.0  # while Ray's head is away it cannot be told anything
 NODE_ID_LABEL: Final = "ray.io/node-id"
 AUTO: Final = "auto"
 _REPORTS: Final[msgspec.json.Decoder[Report]] = msgspec.json.Decoder(Report)
-MIN_RAY: Final = (2, 54)  # its job API could be used by strangers before
+MIN_RAY: Final = (2, 54)  # the job API of older versions runs code of strangers
 
 ResultT = TypeVar("ResultT")
 
@@ -72,8 +72,8 @@ class RayNode(NamedTuple):
 
     id: str
     address: str
-    port: int  # of its raylet
-    resources: Mapping[str, float]  # in all
+    port: int  # of the raylet
+    resources: Mapping[str, float]  # free and used together
 
 
 class RayCapacity(NamedTuple):
@@ -84,6 +84,8 @@ class RayCapacity(NamedTuple):
 
 
 class RayRuntime:
+    """A Runtime of Ray actors."""
+
     def __init__(
         self,
         keys: ClusterKeys,
@@ -92,21 +94,21 @@ class RayRuntime:
         num_cpus: int = 0,
         place_timeout_s: float = 60.0,
     ) -> None:
-        """address: of the Ray to join, None: start one, which is told of `num_cpus` cores at least.
+        """address: of the Ray to join; None: start one, with at least `num_cpus` cores in its books.
 
-        place_timeout_s: how long a cluster may take to have room, as one that grows does.
+        place_timeout_s: for a cluster to have room: an autoscaler may add nodes.
         """
         self._keys = keys
         self._address = address
         self._num_cpus = num_cpus
         self._place_timeout_s = place_timeout_s
-        self._ray: Any = None  # imported when it is needed: half a second
+        self._ray: Any = None  # the module: its import takes half a second
         self._actor_class: Any = None
         self._rooms: dict[str, RayCapacity] = {}  # by the name of a worker
         self._needs: dict[str, dict[str, float]] = {}  # of Ray's resources, by the name of a worker
         self._roles: dict[str, str] = {}  # by the name of a worker
         self._suspects: dict[str, float] = {}  # id of a node -> when a worker on it was given up
-        self._given_up: set[str] = set()  # names of workers whose successors move
+        self._given_up: set[str] = set()  # names of workers that move with their next start
         self._node_id = ""  # of this machine
         self._head_s = 0.0  # when Ray's head last answered
         self._is_closed = False
@@ -128,7 +130,7 @@ class RayRuntime:
         return silent_s if self._head_s and silent_s > HEAD_AWAY_S else 0.0
 
     async def open(self) -> None:
-        await asyncio.to_thread(self._open)  # on a thread that stays: Ray ends with it
+        await asyncio.to_thread(self._open)  # on a thread that stays: Ray ends with its thread
         _take_signals_back()
         self._head_s = time.monotonic()
         threading.Thread(target=self._watch_head, name="ray-head", daemon=True).start()
@@ -146,7 +148,7 @@ class RayRuntime:
             async with asyncio.timeout(self._place_timeout_s):
                 for spec in workers:
                     await self._take_room(spec.name, self._preferred(spec.name, nodes), TRY_S)
-                # Where there is no room yet all is asked for at once: a cluster may grow.
+                # The rest is asked for at once, so that an autoscaler sees all of it.
                 late = [spec.name for spec in workers if spec.name not in self._rooms]
                 await asyncio.gather(*(self._take_room(name, None, self._place_timeout_s) for name in late))
         except TimeoutError:
@@ -182,7 +184,7 @@ class RayRuntime:
         return self._ray.exceptions
 
     async def close(self) -> None:
-        """Head or no head: what of Ray does not answer in time is left to its own end."""
+        """End all actors and leave Ray. While the head is away, parts of Ray may end later."""
         self._is_closed = True
         if self._ray is None:
             return
@@ -190,19 +192,19 @@ class RayRuntime:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await _in_thread(self._close)
 
-    # What a RayActor calls.
+    # RayActors call these.
 
     def ended(self, process: "RayActor") -> None:
-        """Its life is over."""
+        """Forget a process that has ended."""
         self._alive.discard(process)
 
     def kill(self, actor: Any) -> None:
-        """Have Ray end an actor; returns at once, also while the head is away."""
+        """Tell Ray to end an actor. Returns at once, also while the head is away."""
         if self._ray.is_initialized():
             _in_background(self._ray.kill, actor)
 
     def give_up(self, name: str, actor: Any, pid: int, node_id: str) -> None:
-        """Have an actor ended that may not answer, by Ray and by a signal to its process and its ranks."""
+        """End an actor that may not answer, through Ray and by a signal to its process and its ranks."""
         self._given_up.add(name)
         if node_id:
             self._suspects[node_id] = time.monotonic()
@@ -215,7 +217,7 @@ class RayRuntime:
     # Room for workers.
 
     async def _move_if_needed(self, name: str) -> None:
-        """Take room on another node if the worker's own does not answer, or may stand still."""
+        """Move the worker's placement group if its node does not answer, or may hang."""
         room = self._rooms[name]
         nodes = await _in_thread(self._nodes)
         here = next((node for node in nodes if node.id == room.node_id), None)
@@ -230,7 +232,9 @@ class RayRuntime:
                 logger.warning("%s moves to another node of Ray", name)
                 _in_background(self._ray.util.remove_placement_group, room.group)
                 return
-        self._given_up.discard(name)  # no other node has room: Ray starts it where it was, as soon as it can
+        self._given_up.discard(
+            name
+        )  # no other node has room: Ray starts the worker on its old node as soon as it can
 
     def _preferred(self, name: str, nodes: Sequence[RayNode]) -> list[str]:
         role = self._roles[name]
@@ -242,7 +246,7 @@ class RayRuntime:
         return least_used(self._needs[name], nodes, used)
 
     async def _take_room(self, name: str, node_ids: Sequence[str] | None, timeout_s: float) -> bool:
-        """Whether there is room now on one of these nodes, None: on any; nothing is kept of it otherwise."""
+        """Take room on one of these nodes (None: on any node). Return False when there is none in time."""
         if node_ids is not None and not node_ids:
             return False
         labels = None if node_ids is None else [{NODE_ID_LABEL: f"in({','.join(node_ids)})"}]
@@ -263,9 +267,9 @@ class RayRuntime:
     # On threads: Ray's own calls, which may wait for its head.
 
     def _watch_head(self) -> None:
-        """Ask the head for its nodes again and again; a call that is not answered hangs until it is back."""
+        """Ask the head for its nodes again and again; the call hangs while the head is away."""
         while not self._is_closed and self._ray.is_initialized():
-            with suppress(Exception):  # Ray gives up after a minute, and says so in many ways
+            with suppress(Exception):  # Ray gives up after a minute, with one of many errors
                 self._ray.nodes()
                 self._head_s = time.monotonic()
             time.sleep(HEAD_LOOK_S)
@@ -289,7 +293,7 @@ class RayRuntime:
         )
 
     def _kill_there(self, node_id: str, pid: int) -> None:
-        """Run `kill_tree` on another node; it never ends where that node stands still."""
+        """Run `kill_tree` on another node. The task never ends if that node hangs."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -298,7 +302,7 @@ class RayRuntime:
 
     def _open(self) -> None:
         self._ray = ray = _import_ray()
-        logging.getLogger("ray").setLevel(logging.ERROR)  # errors come back as exceptions, the rest is chat
+        logging.getLogger("ray").setLevel(logging.ERROR)  # errors come as exceptions
         try:
             if self._address is None:
                 ray.init(
@@ -320,7 +324,7 @@ class RayRuntime:
         from baton.cluster.runtimes.ray_process import NUM_THREADS, RayProcess
 
         remote = ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=NUM_THREADS)
-        # Ray shows the class in ps and top, and writes over any other title.
+        # Ray shows the name of the class in ps and top, and overwrites any other title.
         self._actor_class = lambda name: remote(
             type(f"baton-{name}", (RayProcess,), {"__module__": RayProcess.__module__})
         )
@@ -359,7 +363,10 @@ class RayRuntime:
 
 
 class RayActor:
-    """A Process whose calls go to an actor, over connections of their own: no call waits for Ray's head."""
+    """A ManagedProcess that is an actor.
+
+    Its calls use connections of their own, and never wait for the head.
+    """
 
     def __init__(self, spec: ProcessSpec, actor: Any, runtime: RayRuntime) -> None:
         self.name = spec.name
@@ -367,10 +374,10 @@ class RayActor:
         self._runtime = runtime
         self._kind = spec.kind
         self._errors = runtime.errors
-        self._has_loop = not spec.num_ranks  # which says that it runs: of a router, or a gateway
+        self._has_loop = not spec.num_ranks  # a router or a gateway, which reports that its event loop runs
         self._pid, self._node_id = 0, ""
         self._end = actor.serve.remote()
-        self._asked: asyncio.Future[float] | None = None  # for its silence
+        self._asked: asyncio.Future[float] | None = None  # the unanswered call of `silent_s`
         self._asked_s = 0.0
 
     async def ready(self) -> Address:
@@ -379,11 +386,7 @@ class RayActor:
             report = _REPORTS.decode(await self.actor.report.remote())
         except self._errors.RayActorError as error:
             raise WorkerLost(f"{self.name}: it ended before it served: {first_line(error)}") from None
-        match report:
-            case ProcessStarted(address):
-                return address
-            case ProcessFailed(reason, is_users_error):
-                raise (ConfigError if is_users_error else WorkerLost)(f"{self.name}: {reason}")
+        return address_in(report, self.name)
 
     async def loading(self) -> Loading | None:
         try:
@@ -404,7 +407,7 @@ class RayActor:
         self.actor.stop.remote()
 
     def use_keys(self, keys: ClusterKeys) -> None:
-        """Have it replace its keys by those of its kind, derived from these."""
+        """Replace the process's keys by those of its kind, derived from these."""
         self.actor.use_keys.remote(msgspec.json.encode(generations_of(self._kind, keys)))
 
     def kill(self) -> None:
@@ -425,49 +428,43 @@ class RayActor:
         if not self._asked.done():
             return now_s - self._asked_s
         answered, self._asked = self._asked, None
-        return 0.0 if answered.exception() else answered.result()  # `watch` tells of its end
+        return 0.0 if answered.exception() else answered.result()  # `watch` reports its end
 
 
-async def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """The result of a call of Ray that may hang, on a thread that keeps nobody from ending."""
+def _in_thread(call: Callable[..., ResultT], *arguments: Any) -> asyncio.Future[ResultT]:
+    """Make a call of Ray that may hang, on a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ResultT] = loop.create_future()
 
-    def tell(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return  # nobody waits for it any more
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    def tell(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():
+            set_outcome(outcome)
 
     def work() -> None:
-        result, error = None, None
+        set_outcome: Callable[[Any], None] = future.set_result
         try:
-            result = call(*arguments)
+            outcome: object = call(*arguments)
         except BaseException as raised:
-            error = raised
+            set_outcome, outcome = future.set_exception, raised
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, result, error)
+            loop.call_soon_threadsafe(tell, set_outcome, outcome)
 
     threading.Thread(target=work, name="ray-call", daemon=True).start()
-    return await future
+    return future
 
 
 def _in_background(call: Callable[..., Any], *arguments: Any) -> None:
-    """Make a call of Ray that may hang and whose result nobody needs."""
+    """Make a call of Ray that may hang, and do not wait for its result."""
 
-    def work() -> None:
-        try:
-            call(*arguments)
-        except Exception as error:
+    def log_failure(future: asyncio.Future[Any]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
             logger.info("a call of Ray failed: %s", first_line(error))
 
-    threading.Thread(target=work, name="ray-call", daemon=True).start()
+    _in_thread(call, *arguments).add_done_callback(log_failure)
 
 
 async def _listens(node: RayNode) -> bool:
-    """Whether the machine's raylet takes connections; one that stands still does so, too."""
+    """Return whether the node's raylet accepts connections, as also a node that hangs does."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
@@ -478,7 +475,7 @@ async def _listens(node: RayNode) -> bool:
 
 
 def _check_reachable(address: str) -> None:
-    """OSError where nobody listens: Ray itself would try for minutes. ValueError for what is no address."""
+    """OSError: no process listens, where Ray itself would try for minutes. ValueError: it is no address."""
     if address == AUTO:
         return
     host, colon, port = address.rpartition(":")
@@ -488,7 +485,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _take_signals_back() -> None:
-    """Ray has put a handler of its own before ours, which dumps its stack when the cluster is to drain."""
+    """Install Baton's handlers again: Ray's handler, which comes first, dumps its stack on SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
 
@@ -507,9 +504,9 @@ def _import_ray() -> Any:
 
 
 def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
-    """Cores that so many ranks may take together when they are spread evenly over the nodes.
+    """Return the cores for all ranks together when they are spread evenly over the nodes.
 
-    Ray lets a process have as many threads as it takes cores.
+    Ray gives a process as many threads as it takes cores.
     """
     usable = [cores for cores in cores_of_nodes if cores]
     if not usable or not num_ranks:
@@ -519,7 +516,10 @@ def cores_for(num_ranks: int, cores_of_nodes: Sequence[int]) -> int:
 
 
 def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mapping[str, int]) -> list[str]:
-    """Ids of the nodes that are large enough and have the fewest workers of the role; `used`: how many."""
+    """Return the ids of the large enough nodes with the fewest workers of a role.
+
+    used: node id -> workers.
+    """
     fitting = [
         node.id
         for node in nodes
@@ -530,7 +530,7 @@ def least_used(needs: Mapping[str, float], nodes: Sequence[RayNode], used: Mappi
 
 
 def _needs(spec: ProcessSpec, num_cores: int) -> dict[str, float]:
-    """What Ray must have for a worker, on one node: its ranks share that."""
+    """Return the resources for all ranks of a worker, on one node."""
     if spec.gpus_per_rank:
         return {"GPU": spec.num_ranks * spec.gpus_per_rank, "CPU": 1.0, **spec.resources}
     return {"CPU": float(num_cores), **spec.resources}
@@ -542,7 +542,7 @@ def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
 
 
 def first_line(error: BaseException) -> str:
-    """What of an error of Ray is news: of an exception in an actor that one, without the way it took."""
+    """Return the first line of an error of Ray; for an exception in an actor, that of the exception."""
     cause = getattr(error, "cause", None)
     said = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(error)
     return next(iter(said.strip().splitlines()), type(error).__name__).rstrip(".")[:400]

@@ -1,7 +1,6 @@
-"""One process of the cluster as a Ray actor; imported by Ray's workers, on any node.
+"""One process of the cluster as a Ray actor; Ray's workers import this module, on any node.
 
-Ray places it, starts it and notices its death. What it serves and to whom it talks is not Ray's: requests,
-tokens and pages go over Baton's own connections.
+Ray places the actor, starts it and notices its death. Requests, tokens and pages use Baton's own connections.
 """
 
 import os
@@ -20,18 +19,18 @@ from baton.config.environment import set_node_name
 from baton.errors import BatonError
 from baton.rpc.auth import Generations
 
-# `serve` waits for the end in one thread, `report` for the start in another; the rest is heard meanwhile.
+# `serve` blocks one thread, `report` another; the other calls run meanwhile.
 NUM_THREADS = 4
 
 
 class RayProcess:
-    """`serve` is called once, first."""
+    """The actor. `serve` is called once, first."""
 
     def __init__(self, assignment: bytes, *, is_alone: bool, parent: tuple[int, int] | None) -> None:
-        """is_alone: the whole cluster is on this machine, so nothing listens on other than loopback.
+        """is_alone: the whole cluster is on this machine, and processes listen on loopback only.
 
-        parent: process of this machine that this one ends with, and its start (`started_at`). Without Ray's
-        head nobody else would end what a killed `serve` has left, which would keep its port.
+        parent: id and start (`started_at`) of a process of this machine: the actor ends with it. While Ray's
+        head is away, no other process would end the actors of a killed `baton serve`.
         """
         given = msgspec.json.decode(assignment, type=Assignment)
         self._given = given if is_alone else _on_this_node(given)
@@ -42,12 +41,12 @@ class RayProcess:
         self._loading: Loading | None = None
         set_node_name(f"{socket.gethostname()}/{_node_id()}")
         self._alive_s: float | None = None
-        if parent is not None and started_at(parent[0]) == parent[1]:  # else it is not to be seen from here
+        if parent is not None and started_at(parent[0]) == parent[1]:  # or the parent is on another machine
             threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
         set_up_logging(given.name, format=given.log_format, force=True)
 
     def serve(self) -> None:
-        """Returns when it was asked to stop, and has. Raises nothing but for our bugs."""
+        """Serve until `stop` is called. Raises only for bugs of Baton, and errors after the start."""
         try:
             run(
                 self._given,
@@ -66,27 +65,28 @@ class RayProcess:
             raise
 
     def report(self) -> bytes:
-        """Waits until the process serves, or has failed to: a Report."""
+        """Wait until the process serves or has failed. Return a Report as JSON."""
         self._has_reported.wait()
         return msgspec.json.encode(self._report)
 
     def loading(self) -> bytes:
-        """What has been read so far: Loading | None."""
+        """Return the progress of loading weights, Loading | None, as JSON."""
         return msgspec.json.encode(self._loading)
 
     def place(self) -> tuple[int, str]:
-        """This process's id, and that of its node."""
+        """Return the ids of the process and of its node."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     def silent_s(self) -> float:
-        """Seconds since the event loop ran; 0 before it serves."""
+        """Return the seconds since the event loop last ran; 0 before the process serves."""
         return 0.0 if self._alive_s is None else time.monotonic() - self._alive_s
 
     def use_keys(self, generations: bytes) -> None:
-        """Replace the keys: Generations."""
+        """Replace the keys by these Generations, as JSON."""
         self._ring.replace(msgspec.json.decode(generations, type=Generations))
 
     def stop(self) -> None:
+        """Let the process drain and end."""
         self._stop.set()
 
     def _keep_loading(self, num_bytes: int, total_bytes: int) -> None:
@@ -102,7 +102,7 @@ class RayProcess:
 
 
 def _node_id() -> str:
-    """Return the first characters of Ray's id of this node: several nodes may share a machine."""
+    """Return the first characters of Ray's id of the node: several nodes may share a machine."""
     node_id: str = ray.get_runtime_context().get_node_id()
     return node_id[:8]
 
@@ -113,7 +113,7 @@ def _end_with(pid: int, started: int) -> None:
 
 
 def _on_this_node(given: Assignment) -> Assignment:
-    """Told to listen on "", it listens on the address by which Ray's other nodes know this one."""
+    """Replace the host "" by the address at which Ray's other nodes reach this node."""
     config = msgspec.json.decode(given.config)
     if config.get("host") != "":
         return given

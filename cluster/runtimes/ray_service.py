@@ -1,9 +1,9 @@
-"""What KubeRay's RayService is told of a cluster: an application of Ray Serve that serves nothing itself.
+"""The application of Ray Serve that tells KubeRay's RayService about a cluster. It serves no requests.
 
-`baton serve` runs in the head's pod, and its gateways answer clients. Ray Serve starts this one actor beside
-it, which is there once Baton has answered a request through a prefill and a decode worker, and is unhealthy
-when its gateways do not live. So KubeRay sends clients to a new cluster when that serves, not before, and the
-old one drains then.
+`baton serve` runs in the head's pod, and its gateways answer clients. Ray Serve starts one actor beside it.
+The actor is ready once Baton has answered a request through a prefill and a decode worker, and unhealthy when
+its gateways do not answer. So KubeRay sends clients to a new cluster only when it serves; then the old one
+drains.
 
     import_path: baton.cluster.runtimes.ray_service:application
 """
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Of the gateways at `port` of the machine that it runs on, which is the head: see `application`."""
+    """The actor: watches the gateways at a port of its machine, the head."""
 
     def __init__(self, port: int) -> None:
-        """Returns once they answer; Ray Serve waits for that."""
+        """Return when the gateways answer; Ray Serve waits."""
         self._port = port
         while (reason := self._why_not("/health")) is not None:
             logger.info("Baton does not answer yet: %s", reason)
             time.sleep(LOOK_EVERY_S)
 
     def check_health(self) -> None:
-        """Called by Ray Serve, every few seconds. Raises RuntimeError where nobody answers."""
+        """Ray Serve calls this every few seconds. RuntimeError: no gateway answers."""
         reason = self._why_not("/ping")
         if reason is not None:
             raise RuntimeError(f"no gateway of Baton lives at port {self._port}: {reason}")
@@ -53,7 +53,7 @@ class Watch:
 
 
 def application(arguments: Mapping[str, str]) -> Any:
-    """arguments: of the Serve application, `port` of the gateways. Needs Ray with its Serve: ray[serve]."""
+    """Return the application. arguments: `port` of the gateways. Needs ray[serve]."""
     from ray import serve
 
     # The head has no cores to give, and this node's own resource keeps the actor on it.

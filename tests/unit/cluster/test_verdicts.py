@@ -1,7 +1,7 @@
 from baton.clock import ManualClock
 from baton.cluster.supervisor import SILENCE_GRACE_S, Verdicts
 from baton.messages.control import Members
-from baton.messages.operations import WorkerRemoved
+from baton.messages.operations import Undrain, WorkerRemoved
 from tests.node_peers import a_worker, id_of
 
 
@@ -11,8 +11,11 @@ class Watched:
     def __init__(self, *routers: str) -> None:
         self.clock = ManualClock()
         self.replaced: list[tuple[str, float]] = []
+        self.orders: list[object] = []
         self.verdicts = Verdicts(
-            self.clock.now_s, lambda name, why, age_s: self.replaced.append((name, age_s))
+            self.clock.now_s,
+            lambda name, why, age_s: self.replaced.append((name, age_s)),
+            self.orders.append,
         )
         for router in routers:
             self.verdicts.joined(router)
@@ -20,11 +23,11 @@ class Watched:
 
     def lists(self, router: str, *names: str, is_complete: bool = True) -> None:
         workers = tuple(a_worker(name) for name in names)
-        self.verdicts.listed(router, Members(workers=workers, is_complete=is_complete))
+        self.verdicts.told(router, Members(workers=workers, is_complete=is_complete))
 
     def removes(self, router: str, name: str, *, is_hung: bool = True) -> None:
         removed = WorkerRemoved(worker=id_of(name), name=name, reason="for some reason", is_hung=is_hung)
-        self.verdicts.removed(router, removed)
+        self.verdicts.told(router, removed)
 
     def passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -87,7 +90,7 @@ def test_worker_whose_successor_is_listed_is_not_replaced_again() -> None:
     watched = Watched("a", "b")
     watched.removes("a", "d0")
     successor = a_worker("d0", id=id_of("d0, the second"))
-    watched.verdicts.listed("b", Members(workers=(successor, a_worker("d1"))))
+    watched.verdicts.told("b", Members(workers=(successor, a_worker("d1"))))
     assert watched.replaced == []
 
 
@@ -115,3 +118,9 @@ def test_worker_that_hangs_in_its_grace_is_replaced_at_once() -> None:
     watched.passes(1.0)
     watched.removes("b", "d0")
     assert watched.replaced == [("d0", 1.0)]
+
+
+def test_order_of_an_operator_is_passed_on() -> None:
+    watched = Watched("a")
+    watched.verdicts.told("a", Undrain(worker="d0"))
+    assert (watched.orders, watched.replaced) == ([Undrain(worker="d0")], [])

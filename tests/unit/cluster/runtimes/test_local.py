@@ -47,7 +47,7 @@ def test_what_is_printed_before_the_report_is_passed_over(caplog: pytest.LogCapt
         assert await process.ready() == Address("127.0.0.1", KEY_AS_PORT)
 
     with_runtime(test)
-    assert "prints said what is no report" in caplog.text
+    assert "prints wrote a line that is no report" in caplog.text
 
 
 def test_reason_of_a_failed_start_fits_a_report() -> None:
