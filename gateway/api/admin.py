@@ -16,8 +16,8 @@ from fastapi import FastAPI
 from baton.clock import Clock
 from baton.errors import BatonError, Overloaded, WorkerLost
 from baton.gateway.api.errors import ApiError
-from baton.gateway.streams.frontend import Told
 from baton.gateway.streams.request_stream import Service
+from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision
 from baton.messages.workers import Worker, WorkerRole
 from baton.request import Request, SamplingParams, TokenEvent
@@ -25,7 +25,7 @@ from baton.router.decisions import regret_s
 
 ANSWER_TIMEOUT_S: Final = 5.0
 _ID: Final = re.compile("[0-9a-f]{32}")
-Explain: TypeAlias = Callable[[str, Told], None]
+Explain: TypeAlias = Callable[[str, Explained], None]
 
 
 def add_admin_routes(app: FastAPI, explain: Explain) -> None:

@@ -1,187 +1,70 @@
-"""The gateway's end of the cluster: it submits requests, passes their tokens on, and replays what is lost.
+"""The gateway's end of the cluster: it submits requests, passes their tokens on, and replays lost ones.
 
-A request that is open here has exactly one end: a token with a finish reason, or one error. In between it is
-one stream (gateway/streams/request_stream.py), whatever number of attempts it takes
-(gateway/streams/request_stream.py, gateway/streams/request_streams.py). Nothing here knows text, HTTP or
-clients.
+A request that is open here has exactly one end: a token with a finish reason, or one error. Until then it is
+one `RequestStream`, whatever number of attempts it takes; gateway/streams/request_stream.py has its states
+and the rules of replay. An attempt is submitted once. When its fate is unknown, the next attempt takes its
+place, and a worker that shows up with the former attempt is told to cancel it. Nothing here knows text, HTTP
+or clients.
 """
 
 import logging
-import secrets
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
-
-import msgspec
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest, Overloaded, ProtocolError
-from baton.gateway.streams.request_stream import RETRY_AFTER_S, ReplayLimits, RequestStream, Sink
-from baton.gateway.streams.request_streams import RequestStreams
+from baton.errors import BatonError, InvalidRequest, Overloaded, ProtocolError, Refused, WireError, WorkerLost
+from baton.gateway.streams.request_stream import (
+    RETRY_AFTER_S,
+    ReplayLimits,
+    RequestStream,
+    Sink,
+    StreamState,
+)
+from baton.gateway.streams.routers import (
+    SILENT_S,
+    AttemptReports,
+    Explained,
+    Explanations,
+    RouterWatch,
+    SubmitWindow,
+)
 from baton.messages.bounds import Kind
 from baton.messages.codec import AnyMessage, fits_request
 from baton.messages.control import (
     AttemptFailed,
     Cancel,
-    Decision,
     Failure,
     Hello,
     Members,
     Queued,
     Rejected,
     Routed,
+    Submit,
     Tokens,
+    age_s,
 )
-from baton.messages.operations import Decisions, Explain, GatewayReport, GatewayStatus, Status, StatusQuery
-from baton.messages.workers import REMOTE_PREFILLS, Address, Worker, WorkerRole
+from baton.messages.operations import Decisions, GatewayStatus, Status
+from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import FinishReason, Request, TokenEvent
 from baton.rpc.peers import Dial, Peer, PeerRegistry
-
-# Questions to the routers of how they have routed requests.
-#
-# All of them are asked, as each knows its own attempts alone; each answers in the order in which it was
-# asked.
-
-MAX_ASKED: Final = 64  # at once
-
-# Called once: with a decision for each attempt, or None when there is no router to answer.
-Told: TypeAlias = Callable[[tuple[Decision, ...] | None], None]
-
-
-class ExplainQuery:
-    def __init__(self, told: Told, num_asked: int) -> None:
-        self._told = told
-        self._num_waiting = num_asked
-        self._found: list[Decision] | None = None  # None: nobody has answered
-
-    def answered(self, decisions: Sequence[Decision] | None) -> None:
-        """By one of those that were asked; None: it is gone."""
-        self._num_waiting -= 1
-        if decisions is not None:
-            self._found = [*(self._found or ()), *decisions]
-        if not self._num_waiting:
-            found = self._found
-            self._told(None if found is None else tuple(sorted(found, key=lambda each: each.attempt)))
-
-
-class Explanations:
-    def __init__(self, routers: Callable[[], Sequence[Peer]]) -> None:
-        """routers: those that are connected, whenever it is asked."""
-        self._routers = routers
-        self._asked: dict[str, deque[ExplainQuery]] = {}  # by the router's id, oldest first
-
-    def ask(self, request_id: str, told: Told) -> None:
-        routers = self._routers()
-        if not routers or any(len(waiting) >= MAX_ASKED for waiting in self._asked.values()):
-            told(None)
-            return
-        question = ExplainQuery(told, len(routers))
-        for router in routers:
-            self._asked.setdefault(router.hello.id, deque()).append(question)
-        for router in routers:
-            router.send(Explain(request_id=request_id))
-
-    def answer(self, router: Peer, decisions: tuple[Decision, ...]) -> None:
-        waiting = self._asked.get(router.hello.id)
-        if waiting:
-            waiting.popleft().answered(decisions)
-
-    def lose(self, router: Peer) -> None:
-        """It will answer nothing any more."""
-        for question in self._asked.pop(router.hello.id, ()):
-            question.answered(None)
-
-
-SILENT_S: Final = 3.0
-
-
-class RouterWatch:
-    """What a gateway's routers say of themselves, and which of them have fallen silent.
-
-    Each is asked for its status once a second. One that has answered nothing for SILENT_S, while another
-    does, stands still: it is given up, and connected to again when it answers. While none answers none is
-    given up here, which a link's own timeout does (baton/rpc/liveness.py); but the gateway is not ready then,
-    and says so.
-    """
-
-    def __init__(self, peer_registry: PeerRegistry, clock: Clock) -> None:
-        self._peer_registry = peer_registry
-        self._clock = clock
-        self._heard_s: dict[str, float] = {}  # by router, as the statuses
-        self._statuses: dict[str, Status] = {}
-        self._any_heard_s = clock.now_s()
-        self._num_transferred: dict[str, int] = {}  # prompts, by decode worker
-        self.transferred_s: float | None = None  # when some were seen to have been
-
-    @property
-    def silence_s(self) -> float:
-        """For how long no router has said anything, whether one is connected or not."""
-        return self._clock.now_s() - self._any_heard_s
-
-    @property
-    def status(self) -> Status | None:
-        """Of workers as that router sees them which is asked for pairs, and of all routers, once all told."""
-        router, present = self._peer_registry.router, self._peer_registry.routers
-        if router is None or any(each.hello.id not in self._statuses for each in present):
-            return None
-        return msgspec.structs.replace(
-            self._statuses[router.hello.id],
-            num_attempts=sum(each.num_attempts for each in self._statuses.values()),
-            routers=tuple(router for each in self._statuses.values() for router in each.routers),
-        )
-
-    def forget(self) -> None:
-        """`status` is None until they are heard of again."""
-        self._statuses.clear()
-
-    def ask(self, own: GatewayStatus | None = None) -> None:
-        """Ask every router for its status, after reporting this gateway's own."""
-        for router in self._peer_registry.routers:
-            self._heard_s.setdefault(router.hello.id, self._clock.now_s())
-            if own is not None:
-                router.send(GatewayReport(status=own))
-            router.send(StatusQuery())
-
-    def answered(self, router: Peer, status: Status) -> None:
-        """Counts that have risen since the worker's last one show that prompts were transferred."""
-        self._statuses[router.hello.id] = status
-        before, counts = self._num_transferred, dict[str, int]()
-        for each in status.workers:
-            count = each.load.counters.get(REMOTE_PREFILLS, 0)
-            known = before.get(each.worker.id, count)
-            if count > known:
-                self.transferred_s = self._clock.now_s()
-            counts[each.worker.id] = max(count, known)  # another router may have heard more
-        self._num_transferred = counts
-
-    def heard(self, router: Peer) -> None:
-        self._heard_s[router.hello.id] = self._any_heard_s = self._clock.now_s()
-
-    def left(self, router: Peer) -> None:
-        self._heard_s.pop(router.hello.id, None)
-        self._statuses.pop(router.hello.id, None)
-
-    def held_up(self, seconds: float) -> None:
-        """This process stood still so long: what they said meanwhile is unread."""
-        self._any_heard_s += seconds
-        for router in self._heard_s:
-            self._heard_s[router] += seconds
-
-    def silent(self) -> list[Peer]:
-        """None of them, where nobody else would answer."""
-        now_s, routers = self._clock.now_s(), self._peer_registry.routers
-        silent = [each for each in routers if now_s - self._heard_s.get(each.hello.id, now_s) > SILENT_S]
-        return silent if len(silent) < len(routers) else []
-
+from baton.tenants import Refusal
 
 LATE_TICK_S: Final = 1.0  # this process stood still
 STATUS_S: Final = 1.0
+UNHEARD_S: Final = 3.0  # for the first token of an attempt whose router is gone
+MAX_AHEAD: Final = 10  # times `max_silence_s`, for the first token of a worker that talks
+MAX_REMEMBERED: Final = 4096  # workers that are gone
 _NO_ANSWERS: Final = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 logger = logging.getLogger(__name__)
 
 
 class Frontend:
-    """See node.Node, and service.Service for what the HTTP side calls; all from one thread."""
+    """A Node for its host and a Service for the HTTP side; all calls come from one thread.
+
+    Sinks may open and cancel requests while they are being called.
+    """
 
     def __init__(
         self,
@@ -191,62 +74,69 @@ class Frontend:
         clock: Clock,
         limits: ReplayLimits | None = None,
     ) -> None:
-        """id: of this life of the process, 32 hex digits. routers: where they listen."""
+        """id: of this life of the process, 32 hex digits. routers: their addresses."""
         self.hello = Hello(process=Kind.GATEWAY, id=id)
+        self.counters: Counter[str] = Counter()
+        self.report: Callable[[], GatewayStatus] | None = None  # sent to routers each second
         self._peer_registry = PeerRegistry(self.hello, routers, dial, wanted=list(WorkerRole))
         self._watch = RouterWatch(self._peer_registry, clock)
+        self._explanations = Explanations(self._peer_registry)
+        self._reports = AttemptReports(self._peer_registry)
+        self._window = SubmitWindow(clock)
         self._clock = clock
         self._limits = limits or ReplayLimits()
-        self._streams = RequestStreams(self._peer_registry, clock, self._limits)
-        self._explanations = Explanations(lambda: self._peer_registry.routers)
+        self._streams: dict[str, RequestStream] = {}
+        self._waiting: dict[str, RequestStream] = {}  # the streams that are WAITING
+        self._draining: dict[str, None] = {}  # workers, ended ones too, oldest first
+        self._heard_s: dict[str, float] = {}  # routers and workers -> when each said anything
+        self._left_s: dict[str, float] = {}  # workers -> when their connection ended
         self._looked_s = clock.now_s() - STATUS_S
         self._ticked_s = clock.now_s()
-        self.report: Callable[[], GatewayStatus] | None = None  # what routers are told each second
-        self._answered_s: float | None = None  # a decode worker, a request that a prefill worker had as well
+        self._answered_s: float | None = None  # a decode worker, with a prompt of a prefill worker
 
-    # What the HTTP side calls.
+    # The HTTP side: see Service.
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now could be sent somewhere."""
+        """See Service."""
         return not self.why_not_ready
 
     @property
     def why_not_ready(self) -> str:
+        """See Service."""
         silence_s = self._watch.silence_s
         if silence_s > SILENT_S:
             return f"no router has answered for {silence_s:.0f} s"
         if self._peer_registry.router is None:
             return "no router is connected"
         decoders = self._peer_registry.of_role(WorkerRole.DECODE)
-        return "" if any(map(self._streams.is_connected, decoders)) else "no decode worker is connected"
+        return "" if any(map(self._is_connected, decoders)) else "no decode worker is connected"
 
     @property
     def status(self) -> Status | None:
+        """See Service."""
         return self._watch.status
 
     @property
     def workers(self) -> Sequence[Worker]:
+        """See Service."""
         return list(self._peer_registry.members.values())
 
     @property
     def prefill_seen_s(self) -> float | None:
+        """See Service."""
         transferred_s, answered_s = self._watch.transferred_s, self._answered_s
         return None if transferred_s is None or answered_s is None else min(transferred_s, answered_s)
 
     @property
-    def counters(self) -> Counter[str]:
-        return self._streams.counters
-
-    @property
     def num_open(self) -> int:
+        """Open requests."""
         return len(self._streams)
 
     def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
-        """Begin a request of one choice; its id must be new.
+        """See Service. The id must be new, and a sampled request has its seed: replays need the same one.
 
-        Raises Overloaded or InvalidRequest, and keeps nothing of it then. `sticky_worker`: the decode worker
-        that has the prompt already.
+        Raises Overloaded or InvalidRequest, and keeps nothing of the request then.
         """
         if len(self._streams) >= self._limits.max_streams:
             message = f"{self._limits.max_streams} requests are open, this gateway takes no more"
@@ -255,30 +145,38 @@ class Frontend:
             raise InvalidRequest(
                 f"the request, of {len(request.token_ids)} tokens, is too large to be sent on"
             )
-        assert self._streams.get(request.request_id) is None and request.sampling.n == 1, request.request_id
-        if request.sampling.seed is None and request.sampling.temperature > 0:
-            sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
-            request = msgspec.structs.replace(request, sampling=sampling)
-        self._streams.open(RequestStream(request, sink, sticky_worker, self._clock.now_s()))
+        assert request.request_id not in self._streams and request.sampling.n == 1, request.request_id
+        assert request.sampling.seed is not None or not request.sampling.temperature, request.request_id
+        stream = RequestStream(request, sink, sticky_worker, self._clock.now_s())
+        self.counters["opened"] += 1
+        self._streams[stream.request_id] = self._waiting[stream.request_id] = stream
+        try:
+            self._hand_on(stream)
+        except InvalidRequest:
+            self._forget(stream)
+            raise
 
     def cancel(self, request_id: str) -> None:
-        """Its sink hears nothing more. What is unknown, or has ended, is no error."""
+        """See Service."""
         stream = self._streams.get(request_id)
         if stream is not None:
-            self._streams.cancel(stream)
+            self.counters["cancelled"] += 1
+            self._stop_attempt(stream)
+            self._forget(stream)
 
     def decode_worker(self, request_id: str) -> str:
-        """The worker that the request runs on now; "" for none."""
+        """See Service."""
         stream = self._streams.get(request_id)
         return stream.decode if stream is not None else ""
 
-    def explain(self, request_id: str, told: Told) -> None:
+    def explain(self, request_id: str, explained: Explained) -> None:
         """Ask the routers how the request was routed."""
-        self._explanations.ask(request_id, told)
+        self._explanations.ask(request_id, explained)
 
-    # What its host calls.
+    # The host: see Node.
 
     def joined(self, peer: Peer) -> None:
+        """See Node."""
         if peer.hello.process not in (Kind.ROUTER, Kind.WORKER):
             raise ProtocolError(f"a {peer.hello.process} has no business with a gateway")
         former = self._peer_registry.peer(peer.hello.id)
@@ -286,53 +184,56 @@ class Frontend:
             self.left(former)
             former.close()
         self._peer_registry.joined(peer)
-        self._report()
+        self._report_connections()
         if peer.hello.process is Kind.ROUTER:
             self._watch.heard(peer)
-            self._streams.submit_waiting()
+            self._submit_waiting()
         else:
-            self._streams.find_worker(peer.hello.id)
+            for stream in self._streams.values():  # only the connection was lost, not the process
+                stream.lost.pop(peer.hello.id, None)
 
     def left(self, peer: Peer) -> None:
+        """See Node."""
         if not self._peer_registry.left(peer):
             return
         if peer.hello.process is Kind.ROUTER:
             self._watch.left(peer)
-            self._streams.lose_router(peer.hello.id)
+            self._lose_router(peer.hello.id)
             self._explanations.lose(peer)
-            self._leave(self._peer_registry.recount())
+            self._close_workers(self._peer_registry.recount())
         else:
-            self._report()  # before anything is submitted again
-            self._streams.lose_worker(peer.hello.id)
+            self._report_connections()  # before anything is submitted again
+            self._lose_worker(peer.hello.id)
 
     def received(self, peer: Peer, message: AnyMessage) -> None:
+        """See Node."""
         if peer.hello.process is Kind.WORKER:
-            self._streams.hear(peer.hello.id)
+            self._heard_s[peer.hello.id] = self._clock.now_s()
             self._from_worker(peer, message)
         elif self._peer_registry.is_router(peer):
             self._watch.heard(peer)
-            self._streams.hear(peer.hello.id)
+            self._heard_s[peer.hello.id] = self._clock.now_s()
             self._from_router(peer, message)
-        self._streams.flush()
+        self._reports.flush()
 
     def tick(self) -> None:
+        """See Node."""
         self._peer_registry.keep_up()
-        self._report()
+        self._report_connections()
         now_s = self._clock.now_s()
         held_up_s, self._ticked_s = now_s - self._ticked_s, now_s
         if held_up_s > LATE_TICK_S:
-            self._streams.held_up(held_up_s)
-            self._watch.held_up(held_up_s)
+            self._excuse(held_up_s)
         if now_s - self._looked_s >= STATUS_S:
             self._looked_s = now_s
             self._watch.ask(self.report() if self.report is not None else None)
-            self._streams.find_overdue()
+            self._find_overdue(now_s)
         for router in self._watch.silent():
             logger.warning("a router does not answer, another is asked", extra={"router": router.hello.id})
             self.left(router)
             router.close()
-        self._streams.submit_waiting()
-        self._streams.flush()
+        self._submit_waiting()
+        self._reports.flush()
 
     # Workers.
 
@@ -346,20 +247,21 @@ class Frontend:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
 
     def _take_all(self, peer: Peer, events: Sequence[TokenEvent]) -> None:
-        now_s, streams = self._clock.now_s(), self._streams
+        now_s = self._clock.now_s()
         for event in events:
-            stream = streams.get(event.request_id)
+            stream = self._streams.get(event.request_id)
             if stream is None or stream.attempt != event.attempt:
-                self._stray(peer, event)
+                self.counters["stale_events"] += 1
+                peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
                 continue
             stream.heard_s = now_s
             try:
                 due = stream.take(event) if event.finish_reason not in _NO_ANSWERS else None
             except ProtocolError as error:
-                streams.fault(stream, peer.hello.id, str(error))
+                self._fault(stream, peer.hello.id, str(error))
                 continue
             if due is None:
-                streams.fault(stream, peer.hello.id, f"it ended with {event.finish_reason}")
+                self._fault(stream, peer.hello.id, f"it ended with {event.finish_reason}")
             elif due:
                 if stream.prefill and peer.hello.id == stream.decode:
                     self._answered_s = now_s
@@ -370,21 +272,19 @@ class Frontend:
     def _deliver(self, stream: RequestStream, due: Sequence[TokenEvent]) -> None:
         try:
             stream.sink.tokens(due)
-        except Exception:  # a bug of this one request's reader: the others of the message go on
+        except Exception:  # a bug of this one reader: the other requests of the message go on
             logger.exception("request %s: its sink failed, it is cancelled", stream.request_id)
             self.cancel(stream.request_id)
             return
-        if not self._streams.is_open(stream):
-            return  # its sink has cancelled it
+        if not self._is_open(stream):
+            return  # the sink has cancelled it
         if not stream.is_reported and stream.num_answered:
-            self._streams.started(stream)
+            stream.is_reported = True
+            self._reports.started(stream)
         if due[-1].finish_reason is not None:
-            self._streams.finished(stream)
-
-    def _stray(self, peer: Peer, event: TokenEvent) -> None:
-        """Of an attempt that is over, or was never here: its worker works for nobody."""
-        self.counters["stale_events"] += 1
-        peer.send(Cancel(request_id=event.request_id, attempt=event.attempt))
+            self.counters["finished"] += 1
+            self._reports.ended(stream)
+            self._forget(stream)
 
     def _repeated(self, stream: RequestStream, event: TokenEvent) -> None:
         self.counters["repeated_events"] += 1
@@ -393,21 +293,38 @@ class Frontend:
             logger.error("request %s: token %d came again, and differs", event.request_id, event.index)
 
     def _attempt_failed(self, peer: Peer, failed: AttemptFailed) -> None:
-        stream = self._streams.get(failed.request_id)
-        if stream is None or stream.attempt != failed.attempt:
+        stream = self._present(failed.request_id, failed.attempt)
+        if stream is None:
             return
         worker = failed.worker or peer.hello.id
         if failed.failure is Failure.INVALID and not stream.log:
-            self._streams.fail(stream, InvalidRequest(failed.reason))
+            self._fail(stream, InvalidRequest(failed.reason))
         elif failed.failure is Failure.BUSY:
             stream.blame(worker)
-            self._streams.again(stream, "busy", at_once=False)
+            self._again(stream, "busy", at_once=False)
         elif failed.failure is Failure.LOST:
-            self._streams.lose(stream, worker)
+            self._lose(stream, worker)
         else:
-            self._streams.fault(stream, worker, failed.reason)
+            self._fault(stream, worker, failed.reason)
 
-    # The router.
+    def _lose_worker(self, worker: str) -> None:
+        self._heard_s.pop(worker, None)
+        self._left_s[worker] = self._clock.now_s()
+        if len(self._left_s) > MAX_REMEMBERED:
+            del self._left_s[next(iter(self._left_s))]
+        for stream in self._each():
+            if stream.state is StreamState.ROUTED and stream.needs(worker):
+                self._lose(stream, worker)
+
+    def _close_workers(self, workers: Sequence[str]) -> None:
+        """Give up workers that no router lists, however their connections look."""
+        for worker in workers:
+            peer = self._peer_registry.peer(worker)
+            if peer is not None:
+                self.left(peer)
+                peer.close()
+
+    # Routers.
 
     def _from_router(self, peer: Peer, message: AnyMessage) -> None:
         match message:
@@ -416,9 +333,7 @@ class Frontend:
             case Routed():
                 self._routed(message)
             case Rejected():
-                stream = self._streams.get(message.request_id)
-                if stream is not None and stream.attempt == message.attempt:
-                    self._streams.rejected(stream, message)
+                self._rejected(message)
             case AttemptFailed():
                 self._attempt_failed(peer, message)
             case Members():
@@ -430,29 +345,230 @@ class Frontend:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a gateway")
         if isinstance(message, Queued | Routed | Rejected):
-            self._streams.answered(peer.hello.id, (message.request_id, message.attempt))
+            for request_id in self._window.answered(peer.hello.id, (message.request_id, message.attempt)):
+                stream = self._waiting.get(request_id)
+                if stream is not None and stream.retry_s <= self._clock.now_s():
+                    self._submit(stream)
 
     def _routed(self, routed: Routed) -> None:
-        stream = self._streams.get(routed.request_id)
-        if stream is None or stream.attempt != routed.attempt:
+        stream = self._present(routed.request_id, routed.attempt)
+        if stream is None:
             cancel = Cancel(request_id=routed.request_id, attempt=routed.attempt)
             self._peer_registry.tell(routed.decode, cancel)
-        else:
-            self._streams.routed(stream, routed)
+            return
+        asked_s, now_s = stream.heard_s, self._clock.now_s()
+        stream.routed(routed.decode, routed.prefill, now_s)
+        for worker in (routed.decode, routed.prefill):
+            has_left = self._left_s.get(worker, asked_s - 1) >= asked_s  # since the router was asked
+            if worker and has_left and self._is_connected(worker):
+                stream.doubted_s = now_s  # the worker may have dropped the attempt with the connection
+            if worker and not self._is_connected(worker) and stream.needs(worker):
+                if has_left:  # perhaps it died of this very request
+                    self._lose(stream, worker)
+                else:
+                    stream.blame(worker)
+                    self._again(stream, "unreached", at_once=False)
+                return
+
+    def _rejected(self, rejected: Rejected) -> None:
+        """End a request that its client has no part of; any other was accepted, and waits."""
+        stream = self._present(rejected.request_id, rejected.attempt)
+        if stream is None:
+            return
+        if rejected.refusal is Refusal.NO_ROOM or stream.has_answer:
+            self._again(stream, "rejected", at_once=False)
+            return
+        refused = Refused(
+            rejected.reason,
+            refusal=rejected.refusal,
+            retry_after_s=rejected.retry_after_s,
+            may_return=rejected.may_return,
+        )
+        self._fail(stream, refused)
 
     def _take_members(self, router: Peer, members: Members) -> None:
-        self._streams.drain(members.draining)
-        self._leave(self._peer_registry.changed(router, members))
+        self._draining.update(dict.fromkeys(members.draining))
+        while len(self._draining) > MAX_REMEMBERED:
+            del self._draining[next(iter(self._draining))]
+        self._close_workers(self._peer_registry.changed(router, members))
         self._peer_registry.keep_up()
-        self._report()
+        self._report_connections()
 
-    def _leave(self, workers: Sequence[str]) -> None:
-        """They are gone, however their connections look."""
-        for worker in workers:
-            peer = self._peer_registry.peer(worker)
-            if peer is not None:
-                self.left(peer)
-                peer.close()
+    def _lose_router(self, router: str) -> None:
+        """Try again what the router had not answered; doubt what it had dispatched."""
+        now_s = self._clock.now_s()
+        self._heard_s.pop(router, None)
+        self._window.lose(router)
+        for stream in self._each():
+            if stream.router != router:
+                continue
+            if stream.state is StreamState.SUBMITTED:
+                self._again(stream, "router")
+            elif stream.state is StreamState.ROUTED and not stream.has_started:
+                stream.doubted_s = min(stream.doubted_s, now_s)
 
-    def _report(self) -> None:
+    def _report_connections(self) -> None:
         self._peer_registry.report(self._peer_registry.connected())
+
+    # Time.
+
+    def _excuse(self, seconds: float) -> None:
+        """Excuse the others' silence: this process stood still and read nothing for so long."""
+        for stream in self._streams.values():
+            stream.heard_s += seconds
+            stream.homeless_s += seconds
+            if stream.lost:
+                stream.retry_s += seconds
+        self._watch.held_up(seconds)
+
+    def _find_overdue(self, now_s: float) -> None:
+        for stream in self._each():
+            if stream.is_too_late(now_s):
+                self._end_if_due(stream, now_s)
+            elif stream.state is StreamState.ROUTED:
+                silence_s = now_s - stream.heard_s
+                if not stream.has_started and now_s - stream.doubted_s > UNHEARD_S:
+                    self._again(stream, "unheard")
+                elif silence_s > self._limits.max_silence_s and not self._is_behind_others(stream, now_s):
+                    self._fault(stream, stream.decode, f"it was silent for {silence_s:.0f} s")
+            elif stream.waits_too_long(self._limits, now_s) and not self._is_queued(stream, now_s):
+                self._end_if_due(stream, now_s)
+
+    def _is_queued(self, stream: RequestStream, now_s: float) -> bool:
+        """A router that answers has the request: a long queue is no lack of workers."""
+        heard_s = max(stream.heard_s, self._heard_s.get(stream.router, 0.0))
+        return stream.state is StreamState.SUBMITTED and now_s - heard_s <= self._limits.max_silence_s
+
+    def _is_behind_others(self, stream: RequestStream, now_s: float) -> bool:
+        """The request may still wait at a worker that goes on with earlier ones."""
+        if stream.has_started or now_s - stream.heard_s > MAX_AHEAD * self._limits.max_silence_s:
+            return False
+        heard_s = self._heard_s.get(stream.decode, -math.inf)
+        return now_s - heard_s <= self._limits.max_silence_s
+
+    # Attempts.
+
+    def _submit_waiting(self) -> None:
+        now_s = self._clock.now_s()
+        for stream in [stream for stream in self._waiting.values() if stream.retry_s <= now_s]:
+            if self._waiting.get(stream.request_id) is stream:
+                self._submit(stream)
+
+    def _submit(self, stream: RequestStream) -> None:
+        """Submit a request; one that no message can carry ends alone."""
+        try:
+            self._hand_on(stream)
+        except InvalidRequest as error:
+            self._fail(stream, error)
+
+    def _hand_on(self, stream: RequestStream) -> None:
+        """Submit a request if there is a router that its tenant does not keep busy; else it stays WAITING.
+
+        Raises InvalidRequest.
+        """
+        if self._window.is_full(stream.request.tenant):
+            self._window.hold(stream.request)
+            return
+        now_s = self._clock.now_s()
+        if self._end_if_due(stream, now_s):
+            return
+        # Tenants wait in one queue: of two routers each would share out the same capacity.
+        has_tenant = bool(stream.request.tenant)
+        router = self._peer_registry.common_router if has_tenant else self._peer_registry.router
+        if router is None:
+            return
+        request = stream.next_request()
+        if request is None:
+            message = f"its {len(stream.log)} tokens can't be sent on to another worker"
+            self._fail(stream, WorkerLost(message))
+            return
+        self._reports.flush()
+        try:
+            router.send(
+                Submit(
+                    request=request,
+                    sticky_worker=stream.sticky_worker,
+                    avoid=tuple(stream.avoid),
+                    age_s=age_s(request, now_s),
+                    is_begun=stream.is_begun,
+                )
+            )
+        except WireError as error:
+            raise InvalidRequest(f"the request can't be sent on: {error}") from error
+        self._window.submitted(router.hello.id, request)
+        stream.state, stream.heard_s, stream.router = StreamState.SUBMITTED, now_s, router.hello.id
+        del self._waiting[stream.request_id]
+
+    def _again(self, stream: RequestStream, reason: str, *, at_once: bool = True) -> None:
+        """Replace the present attempt by another."""
+        self.counters[f"replays_{reason}"] += 1
+        self._stop_attempt(stream)
+        stream.next_attempt(self._clock.now_s(), at_once=at_once)
+        self._waiting[stream.request_id] = stream
+        if stream.retry_s <= self._clock.now_s():
+            self._submit(stream)
+
+    def _fault(self, stream: RequestStream, worker: str, reason: str) -> None:
+        """Try again after a living worker failed. worker: "" when it is not known."""
+        logger.warning("request %s: %s failed: %s", stream.request_id, worker or "a worker", reason)
+        stream.num_errors += 1
+        stream.blame(worker)
+        self._again(stream, "error")
+
+    def _lose(self, stream: RequestStream, worker: str) -> None:
+        """Try again after a process with a part of the request has gone, or seems to have."""
+        stream.blame(worker)
+        if worker in self._draining:  # the request had nothing to do with the end of the process
+            self._again(stream, "drained")
+            return
+        stream.lose(worker, self._is_connected, self._clock.now_s())
+        self._again(stream, "lost")
+
+    def _end_if_due(self, stream: RequestStream, now_s: float) -> bool:
+        """Fail a request that may have no other attempt. Returns False when it may."""
+        has_router = self._peer_registry.router is not None
+        error = stream.why_not_again(self._is_connected, self._limits, now_s, has_router=has_router)
+        if error is not None:
+            self._fail(stream, error)
+        return error is not None
+
+    def _fail(self, stream: RequestStream, error: BatonError) -> None:
+        self.counters[f"failed_{type(error).__name__}"] += 1
+        logger.info("request %s failed: %s", stream.request_id, error)
+        self._stop_attempt(stream)
+        self._forget(stream)
+        try:
+            stream.sink.failed(error)
+        except Exception:  # a bug of this one reader
+            logger.exception("request %s: its sink failed as it was told of its end", stream.request_id)
+
+    def _stop_attempt(self, stream: RequestStream) -> None:
+        """End the attempt at its workers and at the router. Unknown workers are told when Routed comes."""
+        if stream.state is StreamState.WAITING:
+            return
+        request_id, attempt = stream.key
+        if stream.decode:
+            self._peer_registry.tell(stream.decode, Cancel(request_id=request_id, attempt=attempt))
+        self._reports.ended(stream)
+
+    def _forget(self, stream: RequestStream) -> None:
+        del self._streams[stream.request_id]
+        self._waiting.pop(stream.request_id, None)
+        self._window.drop(stream.request)
+
+    def _present(self, request_id: str, attempt: int) -> RequestStream | None:
+        """Return the stream whose present attempt this is."""
+        stream = self._streams.get(request_id)
+        return stream if stream is not None and stream.attempt == attempt else None
+
+    def _each(self) -> Iterator[RequestStream]:
+        """Yield every stream that is open when its turn comes."""
+        for stream in list(self._streams.values()):
+            if self._is_open(stream):
+                yield stream
+
+    def _is_open(self, stream: RequestStream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
+    def _is_connected(self, worker: str) -> bool:
+        return self._peer_registry.peer(worker) is not None

@@ -1,17 +1,31 @@
-"""One accepted request, from its first attempt to its one end: what its client was given, and where it runs.
+"""One accepted request, from its first attempt to its one end: its tokens so far, and its workers.
 
-1. WAITING: it has no worker. It is submitted when there is a router, not before `retry_s`.
-2. SUBMITTED: the router has been asked, and will say Routed or Rejected, perhaps Queued before. Tokens may
+1. WAITING: the request has no worker. It is submitted when there is a router, not before `retry_s`.
+2. SUBMITTED: the router has been asked, and will answer Routed or Rejected, perhaps Queued before. Tokens may
    come before Routed.
-3. ROUTED: workers have it. Every token goes into the log, then to the sink, once and in order.
+3. ROUTED: workers have the request. Every token goes into the log, then to the sink, once and in order.
 
-An attempt that fails leads back to WAITING, and the next one goes on after the tokens of the log. The first
-token of an attempt may come from another worker than the later ones, and after them: these are early then.
+An attempt that fails leads back to WAITING, and the next attempt goes on after the tokens of the log. The
+first token of an attempt may come from another worker than the later ones, and after them: the later tokens
+are early then.
+
+A request that has lost its worker may have another attempt under these rules:
+
+1. At once, and elsewhere, when the worker is gone, broke the protocol, made an error or fell silent.
+2. Again and again, later each time, while no worker has room: until `max_wait_s` has passed, or
+   `max_begun_wait_s` once its answer has begun. The successor of a lost worker may take minutes to load.
+3. Not after its deadline, if it has no token by then.
+4. Never with a third worker after two processes died with it, or two could not compute it: the request may be
+   the cause. Nor when its tokens are more than `max_log_tokens`.
+
+A process that died and a connection that broke look alike until the connection is back. Where that decides,
+the verdict waits for DOUBT_S.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
@@ -24,158 +38,162 @@ from baton.messages.workers import Worker
 from baton.request import Request, TokenEvent
 from baton.tenants import Refusal
 
-# What the HTTP side needs of the cluster; `Frontend` is it, and so is a single engine in tests.
+MAX_EARLY: Final = 1024  # events of one attempt that wait for its first token
+MAX_AVOIDED: Final = 8
+BACK_OFF_S: Final = 0.05
+MAX_BACK_OFF_S: Final = 1.0
+MAX_STRIKES: Final = 2
+RETRY_AFTER_S: Final = 1.0
+DOUBT_S: Final = 1.0  # a broken connection is back by then
 
 
 class Sink(Protocol):
-    """Where one request's tokens go: on the loop's thread, each once, in order."""
+    """The reader of one request's tokens, called on the loop's thread."""
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
-        """With a finish reason on the last event, the end."""
+        """Take tokens in order, each once; a finish reason on the last one is the end."""
 
     def failed(self, error: BatonError) -> None:
-        """The end, without an answer."""
+        """Take the end without an answer."""
 
 
 class Service(Protocol):
-    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
-        """Begin a request of one choice. Raises Overloaded, and keeps nothing of it, when there are too many.
+    """The cluster as the HTTP side sees it. `Frontend` is one, and in tests a single engine is."""
 
-        `sticky_worker`: the decode worker that has the prompt already.
+    def open(self, request: Request, sink: Sink, *, sticky_worker: str = "") -> None:
+        """Begin a request of one choice.
+
+        sticky_worker: the decode worker that has the prompt already. Raises Overloaded when too many are
+        open, and keeps nothing of the request then.
         """
 
     def cancel(self, request_id: str) -> None:
-        """Its sink hears nothing more. What is unknown, or has ended, is no error."""
+        """End a request; its sink is told nothing more. An unknown or ended request is no error."""
 
     def decode_worker(self, request_id: str) -> str:
-        """The worker that the request runs on now; "" for none."""
+        """Return the worker that the request runs on now; "" for none."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now could be sent somewhere."""
+        """A request that came now could be dispatched."""
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing, for operators and clients to read; "" when it is ready."""
+        """The missing part, for operators and clients to read; "" when the service is ready."""
 
     @property
-    def workers(self) -> Sequence[Worker]: ...
+    def workers(self) -> Sequence[Worker]:
+        """The workers of the cluster."""
 
     @property
     def prefill_seen_s(self) -> float | None:
-        """When both were last seen: a prompt whose pages a prefill worker transferred, and an answer to this
-        gateway of a decode worker that such a prompt was sent to. By the service's clock; None: never.
+        """The last time, by the service's clock, at which both of these had been seen: a prompt whose pages a
+        prefill worker transferred, and an answer of such a prompt's decode worker to this gateway.
         """
 
     @property
     def status(self) -> Status | None:
-        """What the router last told of its workers."""
+        """The last status of the routers."""
 
     @property
     def counters(self) -> Counter[str]:
         """Replays, drops and the like, by name."""
 
 
-Key: TypeAlias = tuple[str, int]  # request id, attempt
-MAX_EARLY: Final = 1024  # events of one attempt that are kept for its first token
-MAX_AVOIDED: Final = 8
-BACK_OFF_S: Final = 0.05
-MAX_BACK_OFF_S: Final = 1.0
+AttemptKey: TypeAlias = tuple[str, int]  # request id, attempt
+
+
+class ReplayLimits(NamedTuple):
+    """Limits of one gateway process."""
+
+    max_streams: int = 4096  # open at once
+    max_wait_s: float = 30.0  # without any worker
+    max_begun_wait_s: float = 300.0  # without any worker, once the answer has begun
+    max_silence_s: float = 120.0  # of the workers that have the request
+    max_log_tokens: int = 131_072  # of the answer, kept for a replay
 
 
 class StreamState(Enum):
+    """See the life of a request above."""
+
     WAITING = "waiting"
     SUBMITTED = "submitted"
     ROUTED = "routed"
 
 
+@dataclass(slots=True, eq=False)
 class RequestStream:
-    """`next_index` is that of the token that is due; tokens that the request came with count."""
+    """One request. `next_index` is the index of the next token; tokens that the request came with count."""
 
-    __slots__ = (
-        "attempt",
-        "avoid",
-        "decode",
-        "doubted_s",
-        "early",
-        "first_index",
-        "has_started",
-        "heard_s",
-        "homeless_s",
-        "is_begun",
-        "is_reported",
-        "log",
-        "lost",
-        "lost_s",
-        "next_index",
-        "num_errors",
-        "num_retries",
-        "prefill",
-        "request",
-        "retry_s",
-        "router",
-        "sink",
-        "state",
-        "sticky_worker",
-    )
+    request: Request
+    sink: Sink
+    sticky_worker: str
+    opened_s: InitVar[float]
+    router: str = ""  # that was asked for the present attempt, or the one before
+    state: StreamState = StreamState.WAITING
+    attempt: int = field(init=False)
+    log: list[int] = field(init=False)  # tokens of the answer
+    next_index: int = field(init=False)
+    first_index: int = field(init=False)  # of the present attempt
+    early: dict[int, TokenEvent] = field(default_factory=dict)
+    is_begun: bool = field(init=False)  # workers have had the request, in any attempt
+    has_started: bool = False  # the present attempt
+    is_reported: bool = False  # its start, to the router
+    decode: str = ""  # of the present attempt, once it is ROUTED
+    prefill: str = ""
+    doubted_s: float = math.inf  # since when the workers may never have heard of the attempt
+    avoid: list[str] = field(default_factory=list)  # workers that failed the request, the latest last
+    lost: dict[str, float] = field(default_factory=dict)  # processes that seemed to die with it, and when
+    lost_s: float = field(init=False)  # when the latest of them did
+    num_errors: int = 0  # attempts that a living worker failed
+    num_retries: int = 0  # in a row, since the request last had a worker
+    retry_s: float = field(init=False)
+    homeless_s: float = field(init=False)  # since when no worker has answered the request
+    heard_s: float = field(init=False)
 
-    def __init__(self, request: Request, sink: Sink, sticky_worker: str, now_s: float) -> None:
-        self.request = request  # as it was opened, with its seed
-        self.sink = sink
-        self.sticky_worker = sticky_worker
-        self.router = ""  # that was asked for the present attempt, or the one before
-        self.state = StreamState.WAITING
-        self.attempt = request.attempt
-        self.log = list(request.generated_token_ids)
-        self.next_index = self.first_index = len(self.log)  # the latter: of the present attempt
-        self.is_begun = bool(self.log)  # workers have had it, in whatever attempt
-        self.has_started = self.is_reported = False  # the present attempt; the latter: to the router
-        self.early: dict[int, TokenEvent] = {}
-        self.decode = self.prefill = ""  # of the present attempt, once it is ROUTED
-        self.doubted_s = math.inf  # since when it is not sure that they ever heard of it
-        self.avoid: list[str] = []  # workers that failed it, the latest last
-        self.lost: dict[str, float] = {}  # processes that seemed to have died while they held it, and when
-        self.lost_s = now_s  # when the latest of them did
-        self.num_errors = 0  # attempts that a living worker failed
-        self.num_retries = 0  # in a row, since it last had a worker
-        self.retry_s = now_s
-        self.homeless_s = now_s  # since when no worker has answered it
-        self.heard_s = now_s
+    def __post_init__(self, opened_s: float) -> None:
+        self.attempt = self.request.attempt
+        self.log = list(self.request.generated_token_ids)
+        self.next_index = self.first_index = len(self.log)
+        self.is_begun = bool(self.log)
+        self.lost_s = self.retry_s = self.homeless_s = self.heard_s = opened_s
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def has_answer(self) -> bool:
-        """Whether its client has a part of the answer, of this choice or of the first one."""
+        """The client has a part of the answer, of this choice or of the first one."""
         return bool(self.log) or self.request.choice > 0
 
     @property
-    def key(self) -> Key:
+    def key(self) -> AttemptKey:
+        """The present attempt."""
         return self.request.request_id, self.attempt
 
     @property
     def num_answered(self) -> int:
-        """Tokens, by the present attempt."""
+        """Tokens of the present attempt."""
         return self.next_index - self.first_index
 
     def next_request(self) -> Request | None:
-        """Of the present attempt. None: it has become too large, or all that was asked for is there."""
+        """Return the request of the present attempt; None when it is too large or already complete."""
         if not self.attempt:
             return self.request
         try:
             request = msgspec.structs.replace(
                 self.request, attempt=self.attempt, generated_token_ids=tuple(self.log)
             )
-        except InvalidRequest:  # its worker should have said that this is the end
+        except InvalidRequest:  # its worker should have ended the request
             return None
         return request if fits_request(request) else None
 
     def take(self, event: TokenEvent) -> Sequence[TokenEvent]:
-        """What the sink is due now that this event of the present attempt has come; in the log already.
+        """Enter an event of the present attempt, and return the events for the sink, which are in the log.
 
-        ProtocolError: a token is missing that can't come any more.
+        Raises ProtocolError when a token is missing that cannot come any more.
         """
         if event.index > self.next_index:
             return self._keep_early(event)
@@ -191,17 +209,18 @@ class RequestStream:
         return due
 
     def is_known(self, event: TokenEvent) -> bool:
-        """Whether a token that came again is the same as before."""
+        """A token that came again is the same as before."""
         return event.token_id is None or self.log[event.index] == event.token_id
 
     def routed(self, decode: str, prefill: str, now_s: float) -> None:
+        """Enter ROUTED."""
         self.state, self.is_begun = StreamState.ROUTED, True
         self.decode, self.prefill = decode, prefill
-        self.homeless_s += max(0.0, now_s - self.heard_s)  # in the router's queue
+        self.homeless_s += max(0.0, now_s - self.heard_s)  # the wait in the router's queue does not count
         self.heard_s = now_s
 
     def next_attempt(self, now_s: float, *, at_once: bool) -> None:
-        """Back to WAITING; the more attempts in a row came to nothing, the longer."""
+        """Go back to WAITING; for longer the more attempts in a row found no worker, unless `at_once`."""
         if self.has_started:
             self.homeless_s, self.num_retries = now_s, 0
         if at_once:
@@ -209,6 +228,7 @@ class RequestStream:
         else:
             self.retry_s = now_s + min(MAX_BACK_OFF_S, BACK_OFF_S * 2**self.num_retries)
             self.num_retries = min(self.num_retries + 1, 10)
+        self.retry_s = max(self.retry_s, self._doubt_ends_s())
         self.state = StreamState.WAITING
         self.attempt += 1
         self.first_index = self.next_index
@@ -218,17 +238,80 @@ class RequestStream:
         self.early.clear()
 
     def needs(self, worker: str) -> bool:
-        """Whether tokens of the present attempt can be lost with this worker."""
+        """The loss of this worker can lose tokens of the present attempt."""
         return self.decode == worker or (self.prefill == worker and not self.has_started)
 
     def blame(self, worker: str) -> None:
-        """Have the next attempts avoid it, if they can; "" is nobody."""
+        """Have the next attempts avoid a worker, if they can; "" is no worker."""
         if not worker:
             return
         if worker in self.avoid:
             self.avoid.remove(worker)
         self.avoid.append(worker)
         del self.avoid[:-MAX_AVOIDED]
+
+    def lose(self, worker: str, is_connected: Callable[[str], bool], now_s: float) -> None:
+        """Count a process that seems to have died with the request."""
+        # A connected process lives; but different processes hear of one death at different times.
+        self.lost = {
+            other: lost_s
+            for other, lost_s in self.lost.items()
+            if now_s - lost_s < DOUBT_S or not is_connected(other)
+        }
+        self.lost[worker] = self.lost_s = now_s
+
+    def is_too_late(self, now_s: float) -> bool:
+        """The deadline has passed without a token; other choices follow the deadline of the first one."""
+        deadline_ms = self.request.sla.deadline_ms
+        if deadline_ms is None or self.log or self.request.choice:
+            return False
+        return now_s - self.request.arrival_s > deadline_ms / 1000
+
+    def waits_too_long(self, limits: ReplayLimits, now_s: float) -> bool:
+        """The request has been without any worker for longer than it may be."""
+        return now_s - self.homeless_s > self._max_wait_s(limits)
+
+    def why_not_again(
+        self, is_connected: Callable[[str], bool], limits: ReplayLimits, now_s: float, *, has_router: bool
+    ) -> BatonError | None:
+        """Return the error that ends the request, or None when it may have another attempt.
+
+        has_router: a router is connected.
+        """
+        if self.is_too_late(now_s):
+            deadline_ms = self.request.sla.deadline_ms
+            return Refused(
+                f"request {self.request_id}: no token of it came within {deadline_ms:g} ms",
+                refusal=Refusal.DEADLINE,
+                retry_after_s=0.0,
+            )
+        num_died = sum(not is_connected(worker) for worker in self.lost)
+        if num_died + self.num_errors >= MAX_STRIKES:
+            return WorkerLost(
+                f"request {self.request_id}: {num_died} workers died and {self.num_errors} failed "
+                "while they worked on it, it is not tried again"
+            )
+        if self.attempt and len(self.log) > limits.max_log_tokens:
+            return WorkerLost(
+                f"request {self.request_id}: its worker is gone, and its {len(self.log)} tokens are "
+                f"more than the {limits.max_log_tokens} that are kept for a replay"
+            )
+        if self.waits_too_long(limits, now_s):
+            wait_s = self._max_wait_s(limits)
+            missing = "no worker had room for it" if has_router else "no router answered"
+            return Overloaded(
+                f"request {self.request_id}: {missing} within {wait_s:g} s", retry_after_s=RETRY_AFTER_S
+            )
+        return None
+
+    def _max_wait_s(self, limits: ReplayLimits) -> float:
+        return limits.max_begun_wait_s if self.has_answer else limits.max_wait_s
+
+    def _doubt_ends_s(self) -> float:
+        """Return when it is known which of the lost processes died; -inf where that decides nothing."""
+        if len(self.lost) + self.num_errors < MAX_STRIKES or not self.lost:
+            return -math.inf
+        return self.lost_s + DOUBT_S
 
     def _enter(self, event: TokenEvent) -> None:
         self.has_started = True
@@ -244,87 +327,3 @@ class RequestStream:
             raise ProtocolError(message)
         self.early[event.index] = event
         return ()
-
-
-# When a request that lost its worker may have another one: the rules, apart from what carries them out.
-#
-# 1. A worker that is gone, that broke the protocol, made an error of it or fell silent: at once, elsewhere.
-# 2. No room anywhere: again and again, later each time, until `max_wait_s` has passed; once its answer has
-# begun, `max_begun_wait_s`: a lost worker's successor may take minutes to load its model.
-# 3. Not after its deadline, where nothing of it has been answered by then.
-# 4. Never a third worker for a request of which two processes died, or that two could not compute: it may be
-# the cause. Nor where the tokens so far are too many to be kept.
-#
-# Whether a process died or just its connection shows in whether it is connected soon after; so where that
-# decides, DOUBT_S pass before the verdict.
-MAX_STRIKES: Final = 2
-RETRY_AFTER_S: Final = 1.0
-DOUBT_S: Final = 1.0  # a connection that broke is back by then
-
-
-class ReplayLimits(NamedTuple):
-    """What one gateway process takes on."""
-
-    max_streams: int = 4096  # open at once
-    max_wait_s: float = 30.0  # without any worker to answer it
-    max_begun_wait_s: float = 300.0  # the same, of an answer that has begun
-    max_silence_s: float = 120.0  # of the workers that have it
-    max_log_tokens: int = 131_072  # of the answer, kept to replay it
-
-
-def why_not_again(
-    stream: RequestStream,
-    is_connected: Callable[[str], bool],
-    limits: ReplayLimits,
-    now_s: float,
-    *,
-    has_router: bool = True,
-) -> BatonError | None:
-    """The error that ends the request; None: it may have another attempt. has_router: one is connected."""
-    if is_too_late(stream, now_s):
-        deadline_ms = stream.request.sla.deadline_ms
-        return Refused(
-            f"request {stream.request_id}: no token of it came within {deadline_ms:g} ms",
-            refusal=Refusal.DEADLINE,
-            retry_after_s=0.0,
-        )
-    num_died = sum(not is_connected(worker) for worker in stream.lost)
-    if num_died + stream.num_errors >= MAX_STRIKES:
-        return WorkerLost(
-            f"request {stream.request_id}: {num_died} workers died and {stream.num_errors} failed "
-            "while they worked on it, it is not tried again"
-        )
-    if stream.attempt and len(stream.log) > limits.max_log_tokens:
-        return WorkerLost(
-            f"request {stream.request_id}: its worker is gone, and its {len(stream.log)} tokens are "
-            f"more than the {limits.max_log_tokens} that are kept for a replay"
-        )
-    wait_s = max_wait_s(stream, limits)
-    if now_s - stream.homeless_s > wait_s:
-        missing = "no worker had room for it" if has_router else "no router answered"
-        return Overloaded(
-            f"request {stream.request_id}: {missing} within {wait_s:g} s",
-            retry_after_s=RETRY_AFTER_S,
-        )
-    return None
-
-
-def max_wait_s(stream: RequestStream, limits: ReplayLimits) -> float:
-    """Seconds that the stream may be without any worker; more once its client has a part of the answer."""
-    return limits.max_begun_wait_s if stream.has_answer else limits.max_wait_s
-
-
-def is_too_late(stream: RequestStream, now_s: float) -> bool:
-    """Whether its deadline has passed before the first token; the other choices follow that of the first."""
-    request = stream.request
-    deadline_ms = request.sla.deadline_ms
-    if deadline_ms is None or stream.log or request.choice:
-        return False
-    return now_s - request.arrival_s > deadline_ms / 1000
-
-
-def doubt_ends_s(stream: RequestStream) -> float:
-    """When it can be said which of the lost processes died; -inf where nothing hangs on it."""
-    if len(stream.lost) + stream.num_errors < MAX_STRIKES or not stream.lost:
-        return -math.inf
-    return stream.lost_s + DOUBT_S

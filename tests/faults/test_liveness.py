@@ -24,8 +24,9 @@ from baton.config.engine import CacheConfig, EngineConfig, EngineSettings
 from baton.config.router import RouterConfig
 from baton.decode_worker.worker import DecodeWorker
 from baton.errors import Overloaded
-from baton.gateway.streams.frontend import SILENT_S, Frontend
+from baton.gateway.streams.frontend import Frontend
 from baton.gateway.streams.request_stream import ReplayLimits
+from baton.gateway.streams.routers import SILENT_S
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.transports import tcp
 from baton.messages.bounds import LINK_TIMEOUT_S

@@ -13,7 +13,7 @@ from baton.cluster.offline.llm import LLM
 from baton.config.cluster import ServeConfig, WorkersConfig
 from baton.config.engine import CacheConfig, EngineSettings
 from baton.config.router import RouterConfig
-from baton.gateway.streams.frontend import SILENT_S
+from baton.gateway.streams.routers import SILENT_S
 from baton.router.redis.server import find_program
 from tests.cluster_threads import wait_for
 from tests.process_cluster import ProcessCluster

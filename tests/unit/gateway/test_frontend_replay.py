@@ -28,7 +28,7 @@ def test_stream_goes_on_elsewhere_after_its_tokens() -> None:
 
 def test_replay_keeps_the_seed() -> None:
     g = gateway("d0", "d1")
-    g.open(a_request(sampling=SamplingParams(temperature=1.0)))
+    g.open(a_request(sampling=SamplingParams(temperature=1.0, seed=5)))
     first = g.submitted().request
     g.route("d0", request=first)
     g["d0"].leave()

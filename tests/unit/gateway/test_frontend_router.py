@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import Overloaded
-from baton.gateway.streams.frontend import SILENT_S
-from baton.gateway.streams.request_streams import UNHEARD_S
+from baton.gateway.streams.frontend import UNHEARD_S
+from baton.gateway.streams.routers import SILENT_S
 from baton.messages.control import Cancel, Failure, Rejected, Submit
 from baton.messages.operations import Status
 from baton.request import FinishReason

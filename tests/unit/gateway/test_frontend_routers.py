@@ -1,6 +1,6 @@
 """A gateway of several routers: each attempt is one router's, and another takes over where that is lost."""
 
-from baton.gateway.streams.frontend import SILENT_S
+from baton.gateway.streams.routers import SILENT_S
 from baton.messages.control import Ended, Members, Routed, Started, Submit
 from baton.messages.operations import Status, StatusQuery
 from baton.messages.status import RouterStatus

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 from baton.gateway.api.admin import Explain, add_admin_routes
 from baton.gateway.api.errors import as_api_error
-from baton.gateway.streams.frontend import Told
+from baton.gateway.streams.routers import Explained
 from baton.messages.control import Decision, Weighed
 from tests.node_peers import id_of
 
@@ -43,7 +43,7 @@ def ask(explain: Explain, name: str) -> tuple[int, dict[str, object]]:
 def test_decision_is_told_with_its_terms_and_its_regret() -> None:
     asked: list[str] = []
 
-    def explain(request_id: str, told: Told) -> None:
+    def explain(request_id: str, told: Explained) -> None:
         asked.append(request_id)
         told((DECISION,))
 
@@ -61,7 +61,7 @@ def test_request_that_nobody_knows_is_not_found() -> None:
 
 
 def test_what_is_no_id_is_not_found_and_nobody_is_asked() -> None:
-    def explain(request_id: str, told: Told) -> None:
+    def explain(request_id: str, told: Explained) -> None:
         raise AssertionError(request_id)
 
     for name in ("x", "chatcmpl-", id_of("a")[:-1] + "G", "a" * 33):

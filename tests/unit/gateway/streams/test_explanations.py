@@ -1,4 +1,4 @@
-from baton.gateway.streams.frontend import MAX_ASKED
+from baton.gateway.streams.routers import MAX_ASKED
 from baton.messages.control import Decision, Weighed
 from baton.messages.operations import Decisions, Explain
 from tests.node_peers import TestPeer, id_of

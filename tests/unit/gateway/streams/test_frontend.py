@@ -87,19 +87,6 @@ def test_token_that_came_before_is_dropped_and_counted() -> None:
     assert g.frontend.counters["contradictions"] == 1
 
 
-def test_seed_is_minted_once_for_sampled_requests_only() -> None:
-    g = gateway("d0")
-    g.open(a_request("a", sampling=SamplingParams(temperature=0.8)))
-    minted = g.submitted().request.sampling.seed
-    assert minted is not None
-    g.open(a_request("b", sampling=SamplingParams(temperature=0.8, seed=5)))
-    assert g.submitted().request.sampling.seed == 5
-    g.open(a_request("c", sampling=SamplingParams(temperature=0.0)))
-    assert g.submitted().request.sampling.seed is None
-    g.open(a_request("d", sampling=SamplingParams(temperature=0.8)))
-    assert g.submitted().request.sampling.seed not in (None, minted)
-
-
 def test_holder_of_the_prompt_is_named_to_the_router() -> None:
     g = gateway("d0", "d1")
     g.open(sticky_worker=id_of("d1"))

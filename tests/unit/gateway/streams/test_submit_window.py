@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from baton.clock import ManualClock
-from baton.gateway.streams.request_streams import (
+from baton.gateway.streams.routers import (
     ACTIVE_S,
     MAX_UNANSWERED_TOKENS,
     TOKENS_PER_SUBMIT,
