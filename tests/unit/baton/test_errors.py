@@ -1,10 +1,10 @@
 import pytest
 
 from baton import errors
-from baton.errors import BatonError, Overloaded
+from baton.errors import BatonError
 
 
-def test_every_error_hangs_on_the_one_tree() -> None:
+def test_every_error_is_a_baton_error() -> None:
     own = [
         value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)
     ]
@@ -13,10 +13,5 @@ def test_every_error_hangs_on_the_one_tree() -> None:
 
 
 @pytest.mark.parametrize("error", [errors.ConfigError, errors.ModelError, errors.InvalidRequest])
-def test_what_the_caller_got_wrong_is_a_value_error(error: type[Exception]) -> None:
+def test_errors_of_the_caller_are_value_errors(error: type[Exception]) -> None:
     assert issubclass(error, ValueError)
-
-
-def test_overload_says_when_to_come_back() -> None:
-    error = Overloaded("queue is full", retry_after_s=1.5)
-    assert (str(error), error.retry_after_s) == ("queue is full", 1.5)

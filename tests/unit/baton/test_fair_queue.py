@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.fair_queue import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairShare
+from baton.fair_queue import CREDIT_AGES, MAX_CLOCK, MAX_IDLE, FairLru, FairShare
 
 WEIGHTS = st.floats(min_value=0.1, max_value=10.0)
 COSTS = st.lists(st.floats(min_value=1.0, max_value=100.0), min_size=30, max_size=60)
@@ -9,7 +9,7 @@ MAX_COST = 100.0
 
 
 def serve_all(share: FairShare, costs: list[float]) -> dict[str, float]:
-    """What each was served of so many turns, of tenants that never stop waiting."""
+    """Return the work served to each key, of keys that never stop waiting."""
     served: dict[str, float] = {}
     for cost in costs:
         tenant = share.first()
@@ -28,7 +28,7 @@ def test_work_is_shared_by_weight() -> None:
 
 
 @given(weights=st.lists(WEIGHTS, min_size=2, max_size=6), costs=COSTS)
-def test_none_is_behind_another_by_more_than_the_largest_of_both(
+def test_no_key_is_behind_another_by_more_than_the_largest_items(
     weights: list[float], costs: list[float]
 ) -> None:
     share = FairShare()
@@ -42,7 +42,7 @@ def test_none_is_behind_another_by_more_than_the_largest_of_both(
 
 
 @given(weights=st.lists(WEIGHTS, min_size=2, max_size=6), costs=COSTS)
-def test_nobody_starves(weights: list[float], costs: list[float]) -> None:
+def test_no_key_starves(weights: list[float], costs: list[float]) -> None:
     """One that joins is served before any other has had more than its share of one turn, and one turn."""
     share = FairShare()
     for number, weight in enumerate(weights[1:]):
@@ -71,15 +71,15 @@ def after(num_ages: int) -> FairShare:
     return share
 
 
-def test_who_was_away_has_no_credit_for_long() -> None:
+def test_key_that_was_away_for_long_has_no_credit() -> None:
     assert serve_all(after(CREDIT_AGES), [10.0] * 20) == {"a": 100.0, "b": 100.0}
 
 
-def test_who_was_away_a_moment_may_have_what_its_share_was() -> None:
+def test_key_that_was_away_for_a_moment_gets_its_share_of_that_time() -> None:
     assert serve_all(after(CREDIT_AGES - 1), [10.0] * 99) == {"b": 990.0}
 
 
-def test_who_owes_when_it_leaves_owes_when_it_is_back() -> None:
+def test_debt_survives_an_absence() -> None:
     share = FairShare()
     share.join("a", 1.0)
     share.join("b", 1.0)
@@ -90,7 +90,7 @@ def test_who_owes_when_it_leaves_owes_when_it_is_back() -> None:
     assert serve_all(share, [10.0] * 90) == {"a": 900.0}
 
 
-def test_what_was_not_used_is_given_back() -> None:
+def test_unused_work_is_given_back() -> None:
     share = FairShare()
     share.join("a", 1.0)
     share.join("b", 1.0)
@@ -99,7 +99,7 @@ def test_what_was_not_used_is_given_back() -> None:
     assert serve_all(share, [10.0] * 9) == {"a": 40.0, "b": 50.0}
 
 
-def test_what_was_used_beyond_is_charged_to_who_has_left_too() -> None:
+def test_excess_work_is_charged_to_a_key_that_has_left() -> None:
     share = FairShare()
     share.join("a", 1.0)
     share.join("b", 1.0)
@@ -110,7 +110,7 @@ def test_what_was_used_beyond_is_charged_to_who_has_left_too() -> None:
     assert serve_all(share, [10.0] * 10) == {"b": 100.0}
 
 
-def test_what_was_used_beyond_is_charged_to_one_that_was_forgotten() -> None:
+def test_excess_work_is_charged_to_a_forgotten_key() -> None:
     """Its credit alone is what it would have had."""
     share = FairShare()
     share.join("a", 1.0)
@@ -119,7 +119,7 @@ def test_what_was_used_beyond_is_charged_to_one_that_was_forgotten() -> None:
     assert serve_all(share, [10.0] * 15) == {"a": 100.0, "b": 50.0}
 
 
-def test_who_owes_is_not_forgotten_among_many() -> None:
+def test_debtor_is_not_forgotten_among_many_keys() -> None:
     share = FairShare()
     share.join("stays", 1.0)
     share.join("owes", 1.0)
@@ -132,7 +132,7 @@ def test_who_owes_is_not_forgotten_among_many() -> None:
     assert serve_all(share, [10.0] * 99) == {"stays": 990.0}
 
 
-def test_weights_are_of_those_that_wait() -> None:
+def test_weights_sum_over_waiting_keys() -> None:
     share = FairShare()
     share.join("a", 2.5)
     share.join("b", 4.0)
@@ -161,7 +161,7 @@ def test_large_clocks_stay_exact() -> None:
     assert serve_all(share, [10.0] * 400) == {"a": 1000.0, "b": 3000.0}  # "a" was 2000 ahead
 
 
-def test_those_that_owe_nothing_are_forgotten() -> None:
+def test_keys_without_debt_are_forgotten() -> None:
     share = FairShare()
     for number in range(3 * MAX_IDLE):
         share.join(str(number), 1.0)
@@ -169,3 +169,75 @@ def test_those_that_owe_nothing_are_forgotten() -> None:
     assert len(share._accounts) <= MAX_IDLE + 1
     share.join("0", 1.0)
     assert share.first() == "0" and len(share) == 1
+
+
+GROUPS = [b"a", b"b", b"c"]
+GROUP_WEIGHTS = {b"a": 1.0, b"b": 3.0, b"c": 0.5}
+
+
+def lru_of(*items: tuple[int, bytes]) -> FairLru[int]:
+    lru: FairLru[int] = FairLru()
+    for item, group in items:
+        lru.add(item, group)
+    return lru
+
+
+def test_one_group_is_evicted_oldest_first() -> None:
+    lru = lru_of((3, b""), (1, b""), (2, b""))
+    out = []
+    while (item := lru.next_out()) is not None:
+        out.append(item)
+        lru.remove(item, b"")
+    assert out == [3, 1, 2]
+
+
+def test_flood_evicts_its_own_items() -> None:
+    lru = lru_of((-1, b"quiet"), (-2, b"quiet"))
+    for item in range(100):
+        lru.add(item, b"flood")
+        if item >= 4:
+            out = lru.next_out()
+            assert out == item - 4
+            lru.remove(out, b"flood")
+    assert lru.num_of(b"quiet") == 2 and lru.num_of(b"flood") == 4
+
+
+def test_heavier_group_keeps_more() -> None:
+    lru = lru_of(*((item, b"light") for item in range(40)), *((item, b"heavy") for item in range(40, 80)))
+    lru.weights[b"heavy"] = 3.0
+    for _ in range(40):
+        out = lru.next_out()
+        assert out is not None
+        lru.remove(out, b"light" if out < 40 else b"heavy")
+    assert (lru.num_of(b"light"), lru.num_of(b"heavy")) == (10, 30)
+
+
+@given(st.lists(st.tuples(st.sampled_from([*GROUPS, None]), st.integers(0, 5)), max_size=60))
+def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, int]]) -> None:
+    """None: the next item is evicted.
+
+    Else the group's item at that place is removed, or a new item is added.
+    """
+    lru: FairLru[int] = FairLru()
+    lru.weights.update(GROUP_WEIGHTS)
+    plain: list[tuple[int, bytes]] = []
+    for number, (group, place) in enumerate(steps):
+        own = [item for item, of in plain if of == group]
+        if group is None and plain:
+            full = {
+                each for each in GROUPS if sum(of == each for _, of in plain) / GROUP_WEIGHTS[each] == most
+            }
+            oldest = {each: next((item for item, of in plain if of == each), None) for each in full}
+            out = lru.next_out()
+            assert out in oldest.values()
+            of_out = next(of for item, of in plain if item == out)
+            lru.remove(out, of_out) if out is not None else None
+            plain.remove((out, of_out)) if out is not None else None
+        elif group is not None and place < len(own):
+            lru.remove(own[place], group)
+            plain.remove((own[place], group))
+        elif group is not None:
+            lru.add(number, group)
+            plain.append((number, group))
+        assert all(lru.has(item, of) for item, of in plain)
+    assert (lru.next_out() is None) == (not plain)

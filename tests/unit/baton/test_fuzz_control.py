@@ -1,7 +1,7 @@
-"""Damaged streams of control messages against the router and the gateway's end.
+"""Damaged streams of control messages against routers and gateways.
 
-A peer that holds the key may still say whatever it likes: it is dropped and counted, nothing else is raised,
-what it began is over when it is gone, and memory has a bound. (Workers: tests of their own.)
+A peer that holds the key may send any bytes: it is dropped and counted, no other error is raised, its work
+ends with it, and memory is bounded.
 """
 
 import gc
@@ -32,7 +32,7 @@ OPEN_ID = id_of("open")
 
 
 class Reader:
-    """A sink that nothing surprises."""
+    """Ignores what it gets."""
 
     def tokens(self, events: Sequence[TokenEvent]) -> None:
         pass
@@ -65,7 +65,7 @@ class Process:
 
 def a_router() -> Process:
     router = Router(RouterConfig(), ManualClock(), id_of("router"))
-    for name in ("p0", "d0"):  # who can be routed to
+    for name in ("p0", "d0"):
         TestPeer.worker(router, a_worker(name))
     workers = [lambda node, name=name: TestPeer.worker(node, a_worker(name)) for name in ("p1", "d1")]
     return Process(router, [reaching_gateway, reaching_gateway, TestPeer.operator, *workers])
@@ -84,7 +84,7 @@ def a_gateway() -> Process:
 
 
 def message_for(rng: random.Random) -> AnyMessage:
-    """Valid, and often about the request that is open."""
+    """Return a valid message, often about the open request."""
     message = rng.choice(one_of_each(rng))
     fields = msgspec.structs.asdict(message)
     for name in ("request_id", "attempt"):
@@ -103,7 +103,7 @@ def frames(rng: random.Random) -> list[bytes]:
 
 
 def open_one(process: Process) -> None:
-    """A gateway has a request open for the rogue to meddle with."""
+    """Open a request at a gateway."""
     frontend = process.node
     if isinstance(frontend, Frontend) and not frontend.num_open:
         sampling = SamplingParams(max_tokens=64, temperature=0.0)
@@ -150,6 +150,6 @@ def test_half_a_million_damaged_frames_crash_and_leak_nothing(make: Callable[[],
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
-def test_announcing_much_is_an_error_at_once(bomb: bytes) -> None:
+def test_huge_announcement_is_an_error_at_once(bomb: bytes) -> None:
     with pytest.raises(WireError):
         decode(bomb)

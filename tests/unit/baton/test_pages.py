@@ -1,8 +1,14 @@
 import random
 import struct
 from hashlib import blake2b
+from typing import Any
 
-from baton.pages import KEY_BYTES, PageKeys, with_public, without_public
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError
+from baton.pages import KEY_BYTES, PageKeys, PageLayout, with_public, without_public
 
 TOKENS = list(range(100, 120))
 
@@ -66,7 +72,7 @@ def test_random_chains_collide_exactly_when_prefixes_are_equal() -> None:
             assert seen.setdefault(key, prefix) == prefix
 
 
-def test_public_pages_are_shared_and_what_follows_is_not() -> None:
+def test_only_public_pages_are_shared() -> None:
     page_keys, num_pages = make(), 5
     for num_public in range(21):
         one, other = (
@@ -77,13 +83,13 @@ def test_public_pages_are_shared_and_what_follows_is_not() -> None:
         assert not set(one[num_shared:]) & set(other[num_shared:])
 
 
-def test_public_pages_are_nobodys_private_ones() -> None:
+def test_public_pages_are_never_private_pages() -> None:
     public = chain(make(), TOKENS, 5, with_public(b"a", 20))
     for salt in (b"a", b"", b"baton public:", with_public(b"a", 3)):
         assert not set(public) & set(chain(make(), TOKENS, 5, salt))
 
 
-def test_private_pages_after_a_public_prefix_are_found_again_by_who_names_as_much_public() -> None:
+def test_private_pages_depend_on_the_number_of_public_pages() -> None:
     grown = list[bytes]()
     for num_pages in range(6):
         make().extend(grown, TOKENS, num_pages, with_public(b"a", 9))
@@ -95,5 +101,50 @@ def test_private_pages_after_a_public_prefix_are_found_again_by_who_names_as_muc
     assert grown[2:] != chain(make(), TOKENS, 5, with_public(b"a", 12))[2:]
 
 
-def test_a_salt_without_public_tokens_is_itself() -> None:
+def test_salt_without_public_tokens_is_unchanged() -> None:
     assert with_public(b"a", 0) == b"a" == without_public(b"a") == without_public(with_public(b"a", 7))
+
+
+EIGHT_BILLION: dict[str, Any] = {
+    "tp_size": 1,
+    "page_size": 16,
+    "num_layers": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+
+
+def test_a_page_of_an_8b_model_takes_two_mebibytes() -> None:
+    layout = PageLayout(**EIGHT_BILLION)
+    assert layout.page_bytes == 2 * 2**20
+    assert layout.token_bytes == 128 * 2**10
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_ranks_share_the_bytes_of_a_page(tp_size: int) -> None:
+    layout = PageLayout(**EIGHT_BILLION | {"tp_size": tp_size})
+    assert layout.heads_per_rank == 8 // tp_size
+    assert layout.page_bytes * tp_size == PageLayout(**EIGHT_BILLION).page_bytes
+
+
+@given(num_tokens=st.integers(0, 10**6), exponent=st.integers(0, 8))
+def test_pages_are_just_enough(num_tokens: int, exponent: int) -> None:
+    layout = PageLayout(**EIGHT_BILLION | {"page_size": 2**exponent})
+    num_pages = layout.num_pages(num_tokens)
+    assert (num_pages - 1) * layout.page_size < max(num_tokens, 1) or num_pages == 0
+    assert num_pages * layout.page_size >= num_tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_size": 24}, "page_size must be a power of two, got 24"),
+        ({"num_layers": 0}, "PageLayout.num_layers must be at least 1, got 0"),
+        ({"tp_size": 3}, "8 KV heads cannot be split over 3 ranks"),
+        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+    ],
+)
+def test_impossible_layouts(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PageLayout(**EIGHT_BILLION | change)

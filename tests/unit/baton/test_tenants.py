@@ -7,13 +7,13 @@ from baton.request import Request
 from baton.tenants import Degradation, Quotas, Refusal, SchedulingKey, Sla, TenantPolicy, has_slots
 
 
-def test_request_of_no_tenant_carries_an_empty_standing() -> None:
+def test_request_without_tenant_has_an_empty_scheduling_key() -> None:
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(Request(request_id="r", token_ids=(1,))))
     assert message["scheduling_key"] == {}
     assert message["sla"] == {}
 
 
-def test_standing_crosses_the_wire() -> None:
+def test_scheduling_key_crosses_the_wire() -> None:
     scheduling_key = SchedulingKey(
         weight=2.5,
         rank=3,
@@ -55,7 +55,7 @@ def test_burst_of_a_rate_is_its_own_or_ten_seconds_of_it() -> None:
     assert Quotas().burst == math.inf
     assert Quotas(tokens_per_s=5.0).burst == 50.0
     assert Quotas(tokens_per_s=5.0, burst_tokens=7).burst == 7.0
-    assert Quotas(tokens_per_s=0.001).burst == 1.0, "a bucket that holds no token would never let one through"
+    assert Quotas(tokens_per_s=0.001).burst == 1.0, "an empty bucket would never admit a request"
 
 
 def test_refusals_of_quotas_have_the_names_of_the_quotas() -> None:
@@ -63,7 +63,7 @@ def test_refusals_of_quotas_have_the_names_of_the_quotas() -> None:
     assert names == set(Quotas.__struct_fields__) - {"burst_tokens"}
 
 
-def test_standing_is_the_policy_in_its_class() -> None:
+def test_scheduling_key_is_the_policy_in_its_class() -> None:
     policy = TenantPolicy(
         weight=3.0,
         max_queue_delay_ms=9.0,
@@ -91,7 +91,7 @@ def test_standing_is_the_policy_in_its_class() -> None:
         ("", 1, 99, 0, False),
     ],
 )
-def test_a_tenant_has_places_as_long_as_it_leaves_some(
+def test_tenant_may_take_slots_while_it_leaves_some(
     tenant: str, num_asked: int, num_own: int, num_free: int, expected: bool
 ) -> None:
     assert has_slots(tenant, num_asked, num_own, num_free) is expected

@@ -17,7 +17,7 @@ from baton.request import SamplingParams
 from baton.router.process import serve_router
 from baton.rpc.server import RpcServer
 from tests.node_peers import a_request, a_worker, id_of
-from tests.unit.baton.peers import KEY, until
+from tests.unit.baton.rpc.rpc_peers import KEY, until
 from tests.unit.gateway.scripted_cluster import Client
 from tests.unit.gateway.scripted_workers import ScriptedWorker, golden
 

@@ -12,14 +12,14 @@ def config(**settings: object) -> GatewayConfig:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", ""])
-def test_a_public_bind_needs_keys(host: str) -> None:
+def test_public_address_needs_keys(host: str) -> None:
     with pytest.raises(ConfigError, match="needs keys"):
         config(host=host)
     assert config(host=host, tenants_file="t.yaml").host == host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_a_loopback_bind_does_not(host: str) -> None:
+def test_loopback_address_needs_no_keys(host: str) -> None:
     assert is_loopback(config(host=host).host)
 
 

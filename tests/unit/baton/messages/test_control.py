@@ -1,4 +1,4 @@
-"""What a frame's body may say, and what of it is refused."""
+"""Control messages on the wire, and values that their decoder refuses."""
 
 import random
 from typing import Any
@@ -199,12 +199,12 @@ def test_value_out_of_its_bounds_is_refused(changes: dict[str, object]) -> None:
         c.Hello(process=Kind.WORKER, id=ID, worker=worker(num_pages=-1)),
     ],
 )
-def test_what_a_sender_does_not_check_its_receiver_does(message: AnyMessage) -> None:
+def test_receiver_refuses_values_that_the_sender_does_not_check(message: AnyMessage) -> None:
     with pytest.raises(WireError):
         decode(encode(message))
 
 
-def test_sampling_out_of_range_is_refused_as_it_is_decoded() -> None:
+def test_sampling_out_of_range_is_refused() -> None:
     message = c.Submit(request=Request(request_id=ID, token_ids=(1,)))
     fields = msgspec.msgpack.decode(encode(message), type=dict[str, Any])
     fields["request"]["sampling"]["temperature"] = -1.0
@@ -213,7 +213,7 @@ def test_sampling_out_of_range_is_refused_as_it_is_decoded() -> None:
 
 
 @pytest.mark.parametrize("reason", [2**64, "half a pair: \ud800"])
-def test_what_can_not_be_written_is_refused_before_it_is_sent(reason: Any) -> None:
+def test_unencodable_value_is_refused_by_the_sender(reason: Any) -> None:
     failed = c.AttemptFailed(request_id=ID, attempt=0, failure=c.Failure.LOST, reason=reason)
     with pytest.raises(WireError, match="an? AttemptFailed that can't be written") as caught:
         encode(failed)

@@ -98,20 +98,20 @@ def test_wrong_lengths_are_refused(message: bytes) -> None:
             Challenge(KEY, role).receive(message)
 
 
-def test_nothing_is_taken_after_the_end() -> None:
+def test_message_after_the_handshake_is_refused() -> None:
     connecting, accepting = challenge_pair(KEY, KEY)
     connecting.receive(accepting.receive(connecting.first()) or b"")
     with pytest.raises(WireError, match="after its end"):
         connecting.receive(b"x" * 64)
 
 
-def test_short_key_is_the_operators_mistake() -> None:
+def test_short_key_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="16 bytes or more, it has 15"):
         Challenge(b"k" * 15, Role.CONNECTING)
 
 
 def run(connecting: Challenge, accepting: Challenge) -> None:
-    """The whole exchange. Raises WireError at the end that refuses first."""
+    """Run the handshake. Raises WireError at the end that refuses first."""
     proof = connecting.receive(accepting.receive(connecting.first()) or b"")
     assert proof is not None and accepting.receive(proof) is None
 
@@ -135,7 +135,7 @@ def test_processes_of_any_two_kinds_prove_which_they_are(kind: Kind, other: Kind
 
 
 class Liar(LinkKeys):
-    """Says that it is a worker, with the keys of another kind."""
+    """Claims to be a worker, with the keys of another kind."""
 
     @property
     def kind(self) -> Kind:
@@ -155,7 +155,7 @@ def test_keys_of_a_gateway_do_not_make_it_a_worker(kind: Kind) -> None:
             run(connecting, accepting)
 
 
-def test_a_gateway_gets_no_key_of_page_links_and_no_cluster_key() -> None:
+def test_gateway_gets_no_key_of_page_links_and_no_cluster_key() -> None:
     held = generation(KEY, Kind.GATEWAY).secrets
     assert KEY not in held.values() and derive(KEY, PAGES) not in held.values()
     assert not any("worker" in purpose for purpose in held if "gateway" not in purpose)
@@ -178,7 +178,7 @@ def test_both_generations_are_accepted_while_keys_are_exchanged() -> None:
             run(*ends(keys_of(Kind.ROUTER, *own), keys_of(Kind.WORKER, *peers)))
 
 
-def test_the_old_key_is_refused_once_it_is_dropped() -> None:
+def test_old_key_is_refused_once_it_is_retired() -> None:
     ring = KeyRing.of((OTHER_KEY, KEY), Kind.ROUTER)
     accepting = LinkKeys(ring)
     run(*ends(keys_of(Kind.WORKER, KEY), accepting))
@@ -199,7 +199,7 @@ def test_both_ends_name_both_builds_when_their_schemas_differ() -> None:
         assert b"schema-1".hex() in str(caught.value) and b"schema-2".hex() in str(caught.value)
 
 
-def test_a_changed_preface_proves_nothing() -> None:
+def test_changed_preface_proves_nothing() -> None:
     connecting, accepting = challenge_pair(KEY, KEY)
     opening = bytearray(connecting.first())
     opening[-50] ^= 1  # in the schema

@@ -1,15 +1,14 @@
-"""When an end of a connection pings and when it gives up, by a clock that stands still until it is moved."""
-
 import pytest
 
+from baton.clock import ManualClock
 from baton.errors import WireError
-from baton.rpc.liveness import PING_S, LinkLife
+from baton.rpc.liveness import FACTOR, FIRST_STEP_S, PING_S, LinkLife, StepWatchdog
 
 TICK_S = 0.25
 
 
 def run(life: LinkLife, from_s: float, seconds: float) -> list[bytes]:
-    """The pings of so many seconds of ticks, from a tick after `from_s` on."""
+    """Return the pings of some seconds of ticks, beginning a tick after `from_s`."""
     ticks = [from_s + TICK_S * number for number in range(1, round(seconds / TICK_S) + 1)]
     return [ping for now_s in ticks if (ping := life.tick(now_s)) is not None]
 
@@ -56,7 +55,7 @@ def test_end_whose_frames_do_not_arrive_drops_the_link() -> None:
     assert dropped_s == pytest.approx(108.0 + PING_S)
 
 
-def test_time_in_which_the_process_itself_stood_still_is_nobodys_silence() -> None:
+def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
     life = LinkLife(8.0, 100.0)
     run(life, 100.0, 2.0)
     life.tick(160.0)
@@ -77,3 +76,79 @@ def test_other_bodies_are_no_pings(body: bytes) -> None:
     life = LinkLife(8.0, 100.0)
     assert not life.take_ping(body)
     assert life.silence_s(100.0) == 0.0
+
+
+def make_steps(timeout_s: float = 30.0) -> tuple[StepWatchdog, ManualClock]:
+    clock = ManualClock(100.0)
+    return StepWatchdog(clock, timeout_s), clock
+
+
+def run_step(steps: StepWatchdog, clock: ManualClock, num_tokens: int, seconds: float) -> None:
+    steps.begin()
+    steps.sized(num_tokens)
+    clock.advance(seconds)
+    steps.begin()
+
+
+def test_running_step_has_age_size_and_bound() -> None:
+    steps, clock = make_steps()
+    run_step(steps, clock, 16, 0.0)
+    steps.sized(2048)
+    clock.advance(29.0)
+    was_overdue = steps.present.is_overdue
+    assert (steps.present.age_s, steps.present.num_tokens, steps.present.bound_s) == (29.0, 2048, 30.0)
+    clock.advance(12.0)
+    assert (was_overdue, steps.present.is_overdue) == (False, True)
+    assert steps.present.complaint == "a step of 2048 tokens takes 41 s, its bound is 30 s"
+
+
+def test_first_step_of_a_process_may_compile() -> None:
+    steps, clock = make_steps()
+    steps.begin()
+    steps.sized(2048)
+    assert steps.present.bound_s == FIRST_STEP_S
+    clock.advance(100.0)
+    assert not steps.present.is_overdue
+    steps.begin()
+    assert steps.bound_s(2048) == 100.0 * FACTOR
+
+
+def test_bound_follows_the_durations_of_steps_of_that_size() -> None:
+    steps, clock = make_steps()
+    run_step(steps, clock, 1, 0.5)
+    run_step(steps, clock, 2048, 40.0)
+    assert steps.bound_s(2048) == pytest.approx(40.0 * FACTOR)
+    assert steps.bound_s(1) == 30.0
+    for _ in range(500):
+        run_step(steps, clock, 2048, 1.0)
+    assert steps.bound_s(2048) == 30.0
+
+
+def test_unmeasured_size_is_scaled_up_from_a_smaller_one() -> None:
+    steps, clock = make_steps()
+    run_step(steps, clock, 128, 5.0)
+    assert steps.bound_s(2048) == pytest.approx(16 * 5.0 * FACTOR)
+    assert steps.bound_s(1) == pytest.approx(5.0 * FACTOR)
+    run_step(steps, clock, 4096, 6.0)
+    assert steps.bound_s(2048) == pytest.approx(6.0 * FACTOR)
+
+
+def test_turn_without_a_batch_teaches_nothing() -> None:
+    steps, clock = make_steps()
+    steps.begin()
+    clock.advance(20.0)
+    steps.begin()
+    assert steps.present.bound_s == FIRST_STEP_S
+    run_step(steps, clock, 8, 0.1)
+    clock.advance(31.0)
+    assert steps.present.is_overdue
+
+
+def test_slow_steps_that_end_are_never_overdue() -> None:
+    steps, clock = make_steps()
+    for num_tokens in (2048, 2048, 64, 1, 1, 2048, 700, 1, 1, 1):
+        steps.begin()
+        steps.sized(num_tokens)
+        for _ in range(12):
+            clock.advance(0.5)
+            assert not steps.present.is_overdue

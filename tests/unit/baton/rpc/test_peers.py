@@ -1,16 +1,15 @@
-"""Whom a worker knows, what it asks for, and how its tokens are bundled."""
-
+import secrets
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from baton.errors import WireError
-from baton.messages.bounds import Kind
+from baton.messages.bounds import Id, Kind
 from baton.messages.control import AttemptFailed, Cancel, Failure, Hello, Members, Reachable, Tokens
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.request import TokenEvent, TokenLogprobs
-from baton.rpc.peers import EVENTS_PER_MESSAGE, PeerRegistry
+from baton.rpc.peers import EVENTS_PER_MESSAGE, PeerRegistry, new_router_id
 from tests.fakes import Post, PostedPeer
 
 ROUTER_ADDRESS = Address("127.0.0.1", 1)
@@ -40,7 +39,7 @@ def hello_of(worker: Worker) -> Hello:
 
 
 class Desk:
-    """One worker's colleagues, with what it dialled and what it said."""
+    """One worker's registry; `dialled` and `post` have its calls and messages."""
 
     def __init__(self, *wanted: WorkerRole, addresses: Sequence[Address] = (), number: int = 99) -> None:
         self.post = Post()
@@ -63,7 +62,7 @@ class Desk:
         return peer
 
 
-def test_it_dials_the_router_until_that_is_there() -> None:
+def test_router_is_dialled_until_it_is_connected() -> None:
     desk = Desk()
     desk.peer_registry.keep_up()
     desk.peer_registry.keep_up()
@@ -76,7 +75,7 @@ def test_it_dials_the_router_until_that_is_there() -> None:
     assert len(desk.dialled) == 3 and desk.peer_registry.router is None
 
 
-def test_it_dials_listed_workers_of_the_roles_it_wants() -> None:
+def test_listed_workers_of_wanted_roles_are_dialled() -> None:
     desk = Desk(WorkerRole.PREFILL)
     desk.join(ROUTER)
     here, missing, other = a_worker(5), a_worker(6), a_worker(7, WorkerRole.DECODE)
@@ -88,7 +87,7 @@ def test_it_dials_listed_workers_of_the_roles_it_wants() -> None:
     assert list(desk.peer_registry.of_role(WorkerRole.DECODE)) == [other.id]
 
 
-def test_who_is_not_listed_any_more_is_gone() -> None:
+def test_worker_that_leaves_the_list_is_gone() -> None:
     desk = Desk()
     first, second, third = a_worker(5), a_worker(6), a_worker(7)
     desk.changed(Members(workers=(first, second)))
@@ -96,7 +95,7 @@ def test_who_is_not_listed_any_more_is_gone() -> None:
     assert list(desk.peer_registry.members) == [second.id, third.id]
 
 
-def test_a_list_that_is_not_complete_ends_nobody() -> None:
+def test_incomplete_list_removes_no_worker() -> None:
     desk = Desk()
     first, second = a_worker(5), a_worker(6)
     desk.changed(Members(workers=(first,)))
@@ -105,7 +104,7 @@ def test_a_list_that_is_not_complete_ends_nobody() -> None:
     assert desk.changed(Members(workers=(second,))) == [first.id]
 
 
-def test_a_newer_connection_takes_the_older_ones_place() -> None:
+def test_newer_connection_replaces_the_older_one() -> None:
     desk = Desk()
     old = desk.join(GATEWAY)
     new = desk.join(GATEWAY)
@@ -115,7 +114,7 @@ def test_a_newer_connection_takes_the_older_ones_place() -> None:
     assert desk.peer_registry.peer(GATEWAY.id) is None
 
 
-def test_a_connection_that_was_replaced_is_no_routers() -> None:
+def test_replaced_connection_is_no_router() -> None:
     desk = Desk()
     old, gateway = desk.join(ROUTER), desk.join(GATEWAY)
     assert desk.peer_registry.is_router(old) and not desk.peer_registry.is_router(gateway)
@@ -123,7 +122,7 @@ def test_a_connection_that_was_replaced_is_no_routers() -> None:
     assert desk.peer_registry.is_router(new) and not desk.peer_registry.is_router(old)
 
 
-def test_a_gateway_cannot_take_a_routers_place() -> None:
+def test_gateway_cannot_take_a_routers_id() -> None:
     desk = Desk()
     router = desk.join(ROUTER)
     gateway = desk.peer(Hello(process=Kind.GATEWAY, id=ROUTER.id))
@@ -147,7 +146,7 @@ class TestSeveralRouters:
         desk.peer_registry.keep_up()
         assert desk.dialled == [ROUTER_ADDRESS, Address("127.0.0.1", 2)]
 
-    def test_a_worker_is_gone_when_none_lists_it(self) -> None:
+    def test_worker_is_gone_when_no_router_lists_it(self) -> None:
         desk, one, other = self.two()
         first, second = a_worker(5), a_worker(6)
         for router in (one, other):
@@ -156,8 +155,7 @@ class TestSeveralRouters:
         assert set(desk.peer_registry.members) == {first.id, second.id}
         assert desk.peer_registry.changed(other, Members(workers=(second,))) == [first.id]
 
-    def test_a_worker_that_only_a_lost_router_listed_is_gone(self) -> None:
-        """As when a host loses its power that had the one and the other."""
+    def test_worker_that_only_a_lost_router_listed_is_gone(self) -> None:
         desk, one, other = self.two()
         first, second = a_worker(5), a_worker(6)
         for router in (one, other):
@@ -167,7 +165,7 @@ class TestSeveralRouters:
         assert desk.peer_registry.recount() == [first.id]
         assert set(desk.peer_registry.members) == {second.id}
 
-    def test_what_a_router_said_before_it_left_counts_until_another_knows_all(self) -> None:
+    def test_list_of_a_lost_router_counts_until_another_list_is_complete(self) -> None:
         desk, one, other = self.two()
         desk.peer_registry.changed(one, Members(workers=(a_worker(5),)))
         desk.peer_registry.left(one)
@@ -175,20 +173,20 @@ class TestSeveralRouters:
         assert desk.peer_registry.changed(other, Members(workers=(), is_complete=False)) == []
         assert desk.peer_registry.changed(other, Members(workers=())) == [a_worker(5).id]
 
-    def test_nobody_is_gone_with_the_last_router(self) -> None:
+    def test_loss_of_the_last_router_removes_no_worker(self) -> None:
         desk, one, other = self.two()
         desk.peer_registry.changed(one, Members(workers=(a_worker(5),)))
         for router in (other, one):
             desk.peer_registry.left(router)
             assert desk.peer_registry.recount() == []
 
-    def test_a_list_that_is_complete_vouches_for_one_that_is_not(self) -> None:
+    def test_complete_list_removes_workers_despite_an_incomplete_one(self) -> None:
         desk, one, other = self.two()
         desk.peer_registry.changed(one, Members(workers=(a_worker(5), a_worker(6))))
         desk.peer_registry.changed(other, Members(workers=(), is_complete=False))
         assert desk.peer_registry.changed(one, Members(workers=(a_worker(6),))) == [a_worker(5).id]
 
-    def test_one_that_knows_all_workers_is_asked(self) -> None:
+    def test_router_with_a_complete_list_is_chosen(self) -> None:
         desk, one, other = self.two()
         for knowing, starting in ((one, other), (other, one)):
             desk.peer_registry.changed(starting, Members(workers=(), is_complete=False))
@@ -197,7 +195,7 @@ class TestSeveralRouters:
         desk.peer_registry.left(other)
         assert desk.peer_registry.router is one
 
-    def test_processes_choose_different_ones(self) -> None:
+    def test_processes_choose_different_routers(self) -> None:
         chosen = set()
         for number in range(32):
             desk = Desk(number=number)
@@ -209,7 +207,7 @@ class TestSeveralRouters:
             chosen.add(router.hello.id)
         assert chosen == {ROUTER.id, OTHER_ROUTER.id}
 
-    def test_each_is_told_who_can_be_reached(self) -> None:
+    def test_every_router_gets_the_report(self) -> None:
         desk, _, other = self.two()
         desk.peer_registry.report(["a" * 32])
         assert {letter.receiver for letter in desk.post.take()} == {ROUTER.id, OTHER_ROUTER.id}
@@ -219,9 +217,9 @@ class TestSeveralRouters:
         assert {letter.receiver for letter in desk.post.take()} == {OTHER_ROUTER.id}
 
 
-def test_a_report_is_made_when_something_has_changed() -> None:
+def test_only_changed_reports_are_sent() -> None:
     desk = Desk()
-    desk.peer_registry.report(["a" * 32])  # nobody to tell
+    desk.peer_registry.report(["a" * 32])  # no router
     desk.join(ROUTER)
     for reachable in (["a" * 32], ["a" * 32], ["b" * 32, "a" * 32], ["a" * 32, "b" * 32], []):
         desk.peer_registry.report(reachable)
@@ -232,7 +230,7 @@ def test_a_report_is_made_when_something_has_changed() -> None:
     ]
 
 
-def test_a_router_that_comes_anew_is_told_again() -> None:
+def test_router_that_reconnects_gets_the_report_again() -> None:
     desk = Desk()
     for _ in range(2):
         desk.join(ROUTER)
@@ -240,7 +238,7 @@ def test_a_router_that_comes_anew_is_told_again() -> None:
     assert len(desk.post.take()) == 2
 
 
-def test_to_nobody_nothing_is_said() -> None:
+def test_messages_to_absent_peers_are_lost() -> None:
     desk = Desk()
     desk.peer_registry.tell(GATEWAY.id, Cancel(request_id="a" * 32, attempt=0))
     desk.peer_registry.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
@@ -249,7 +247,7 @@ def test_to_nobody_nothing_is_said() -> None:
 
 
 class TestTokens:
-    def test_they_leave_in_one_message_for_each_gateway(self) -> None:
+    def test_tokens_leave_in_one_message_for_each_gateway(self) -> None:
         desk, other = Desk(), Hello(process=Kind.GATEWAY, id="3" * 32)
         desk.join(GATEWAY)
         desk.join(other)
@@ -265,7 +263,7 @@ class TestTokens:
             other.id: Tokens(events=tuple(events[1::2])),
         }
 
-    def test_very_many_leave_in_several_and_in_order(self) -> None:
+    def test_many_tokens_leave_in_several_messages_in_order(self) -> None:
         desk = Desk()
         desk.join(GATEWAY)
         events = [TokenEvent("a" * 32, 0, index, 1) for index in range(2 * EVENTS_PER_MESSAGE + 1)]
@@ -276,7 +274,7 @@ class TestTokens:
         assert len(batches) == 3
         assert [each for batch in batches if isinstance(batch, Tokens) for each in batch.events] == events
 
-    def test_those_with_a_prompts_log_probabilities_leave_alone(self) -> None:
+    def test_prompt_log_probabilities_leave_in_a_message_of_their_own(self) -> None:
         desk = Desk()
         desk.join(GATEWAY)
         logprobs = (None, TokenLogprobs(token_id=1, logprob=-1.0, rank=1))
@@ -288,7 +286,7 @@ class TestTokens:
         batches = [letter.message for letter in desk.post.take()]
         assert batches == [Tokens(events=(large,)), Tokens(events=tuple(small))]
 
-    def test_those_of_a_gateway_that_is_about_to_come_wait_for_it(self) -> None:
+    def test_tokens_wait_for_a_gateway_that_is_about_to_connect(self) -> None:
         desk = Desk()
         event = TokenEvent("a" * 32, 0, 0, 1)
         desk.peer_registry.emit(GATEWAY.id, event)
@@ -298,7 +296,7 @@ class TestTokens:
         desk.peer_registry.flush()
         assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,))]
 
-    def test_at_the_second_tick_without_their_gateway_they_are_dropped(self) -> None:
+    def test_tokens_are_dropped_at_the_second_tick_without_their_gateway(self) -> None:
         desk = Desk()
         desk.peer_registry.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
         for _ in range(2):
@@ -308,7 +306,7 @@ class TestTokens:
         desk.peer_registry.flush()
         assert desk.post.take() == []
 
-    def test_lists_of_several_routers_are_no_ticks(self) -> None:
+    def test_keeping_up_is_no_tick(self) -> None:
         desk = Desk()
         event = TokenEvent("a" * 32, 0, 0, 1)
         desk.peer_registry.emit(GATEWAY.id, event)
@@ -317,7 +315,7 @@ class TestTokens:
         desk.join(GATEWAY)
         assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,))]
 
-    def test_a_failure_waits_for_its_gateway_too_and_leaves_after_its_tokens(self) -> None:
+    def test_failure_waits_for_its_gateway_and_leaves_after_its_tokens(self) -> None:
         desk = Desk()
         event = TokenEvent("a" * 32, 0, 0, 1)
         failed = AttemptFailed(request_id="a" * 32, attempt=0, failure=Failure.BUSY, reason="it drains")
@@ -327,7 +325,7 @@ class TestTokens:
         desk.peer_registry.fail(GATEWAY.id, failed)
         assert [letter.message for letter in desk.post.take()] == [Tokens(events=(event,)), failed, failed]
 
-    def test_those_of_a_gateway_that_is_gone_are_dropped(self) -> None:
+    def test_tokens_of_a_lost_gateway_are_dropped(self) -> None:
         desk = Desk()
         gateway = desk.join(GATEWAY)
         desk.peer_registry.emit(GATEWAY.id, TokenEvent("a" * 32, 0, 0, 1))
@@ -337,7 +335,7 @@ class TestTokens:
         assert desk.post.take() == []
 
 
-def test_pages_are_exchanged_with_all_of_the_same_weights() -> None:
+def test_pages_are_exchanged_with_workers_of_the_same_weights() -> None:
     desk = Desk()
     own = desk.hello.worker
     assert own is not None
@@ -346,3 +344,64 @@ def test_pages_are_exchanged_with_all_of_the_same_weights() -> None:
     other_decoder = msgspec.structs.replace(a_worker(4, WorkerRole.DECODE), fingerprint="others")
     desk.changed(Members(workers=(own, alike, decoder, other, other_decoder)))
     assert desk.peer_registry.with_pages() == [alike, decoder]
+
+
+START_S = 1.7e9
+
+
+def joined_router(desk: Desk, hello: Hello) -> PostedPeer:
+    """Join a router with a complete list."""
+    router = desk.join(hello)
+    desk.peer_registry.changed(router, Members(workers=()))
+    return router
+
+
+def a_router(age: float) -> Hello:
+    return Hello(process=Kind.ROUTER, id=new_router_id(0, START_S - age, secrets.token_bytes(16)))
+
+
+def test_there_is_no_common_router_without_routers() -> None:
+    assert Desk().peer_registry.common_router is None
+
+
+def test_oldest_router_is_the_common_one() -> None:
+    newer, older = a_router(age=0.0), a_router(age=0.001)
+    for hellos in ((newer, older), (older, newer)):
+        desk = Desk()
+        joined = {hello: joined_router(desk, hello) for hello in hellos}
+        assert desk.peer_registry.common_router is joined[older]
+
+
+def test_complete_list_outranks_age() -> None:
+    desk = Desk()
+    older, newer = desk.join(a_router(age=9.0)), joined_router(desk, a_router(age=1.0))
+    assert desk.peer_registry.common_router is newer
+    desk.peer_registry.changed(older, Members(workers=()))
+    assert desk.peer_registry.common_router is older
+
+
+def test_restarted_router_takes_over_nothing() -> None:
+    desk = Desk()
+    older, newer = (joined_router(desk, a_router(age)) for age in (9.0, 1.0))
+    desk.peer_registry.left(older)
+    assert desk.peer_registry.common_router is newer
+    joined_router(desk, a_router(age=0.0))
+    assert desk.peer_registry.common_router is newer
+
+
+def test_router_ids_are_valid_and_differ() -> None:
+    ids = {new_router_id(0, START_S, secrets.token_bytes(16)) for _ in range(100)}
+    assert len({id_[:8] for id_ in ids}) > 90
+    for id_ in ids:
+        assert msgspec.convert(id_, Id) == id_
+
+
+def test_supervisor_orders_its_routers_despite_calendar_jumps() -> None:
+    older, newer = (
+        Hello(process=Kind.ROUTER, id=new_router_id(number, START_S - day * 86_400, secrets.token_bytes(16)))
+        for number, day in ((3, 0), (4, 1))
+    )
+    by_hand = a_router(age=86_400.0)
+    desk = Desk()
+    joined = {hello: joined_router(desk, hello) for hello in (by_hand, newer, older)}
+    assert desk.peer_registry.common_router is joined[older]

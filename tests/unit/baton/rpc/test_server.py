@@ -1,84 +1,98 @@
-"""Over real sockets."""
+"""RPC servers over real sockets; tests/unit/baton/rpc/test_session.py has the rules of the wire."""
 
 import asyncio
 import socket
+import time
+from collections.abc import Callable
 
 import pytest
 
+from baton.bench.faults.link_proxy import Direction, LinkProxy
 from baton.errors import WireError
 from baton.messages.bounds import MAX_EVENTS, Kind
 from baton.messages.codec import CONTROL_SCHEMA
 from baton.messages.control import Ended, Hello, Members, Started
 from baton.messages.operations import StatusQuery
-from baton.rpc import server as hub_module
+from baton.messages.workers import Address
+from baton.rpc import server, session
 from baton.rpc.auth import KeyRing
 from baton.rpc.server import RpcServer
 from tests.unit.baton.messages.test_control import worker
-from tests.unit.baton.peers import KEY, Recorder, Rogue, hosted, rogue_after_hello, tokens, until
+from tests.unit.baton.rpc.rpc_peers import (
+    KEY,
+    Joined,
+    Recorder,
+    Rogue,
+    hosted,
+    in_loop,
+    rogue_after_hello,
+    tokens,
+    until,
+)
+
+TIMEOUT_S = 2.0
+PATIENCE_S = 20.0  # of a test on a busy machine
 
 
-def test_messages_travel_both_ways_in_order() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(one) as (_, address), hosted(other) as (rpc_server, _):
+@in_loop
+async def test_messages_travel_both_ways_in_order() -> None:
+    async with Joined() as pair:
+        assert pair.one.peers[0].hello == pair.other.hello and pair.other.peers[0].hello == pair.one.hello
+        for number in range(300):
+            pair.one.peers[0].send(tokens(number % 7, number))
+            pair.other.peers[0].send(tokens(1, number))
+        await until(lambda: len(pair.one.messages) == len(pair.other.messages) == 300)
+        assert pair.other.messages == [tokens(number % 7, number) for number in range(300)]
+        assert pair.one.messages == [tokens(1, number) for number in range(300)]
+    assert pair.one.num_left == pair.other.num_left == 1
+
+
+@in_loop
+async def test_dialling_again_connects_only_after_the_connection_has_ended() -> None:
+    async with Joined() as pair:
+        pair.dialling.dial(pair.address)
+        pair.one.peers[0].close()
+        await until(lambda: pair.one.num_left == pair.other.num_left == 1)
+        assert pair.one.num_joined == 1
+        await pair.again()
+        pair.other.peers[0].send(StatusQuery())
+        await until(lambda: pair.one.messages == [StatusQuery()])
+
+
+@in_loop
+async def test_peer_of_a_process_that_is_not_ready_may_dial_again() -> None:
+    one, other, early = Recorder("a"), Recorder("b"), RpcServer(KEY)
+    address = await early.listen()
+    async with hosted(other) as (rpc_server, _):
+        rpc_server.dial(address)
+        await until(lambda: early.dropped.counts() == {"early": 1})
+        early.serve(one)
+
+        def joined() -> bool:
             rpc_server.dial(address)
-            await until(lambda: one.num_joined == other.num_joined == 1)
-            assert one.peers[0].hello == other.hello and other.peers[0].hello == one.hello
-            for number in range(300):
-                one.peers[0].send(tokens(number % 7, number))
-                other.peers[0].send(tokens(1, number))
-            await until(lambda: len(one.messages) == len(other.messages) == 300)
-            assert other.messages == [tokens(number % 7, number) for number in range(300)]
-            assert one.messages == [tokens(1, number) for number in range(300)]
-        assert one.num_left == other.num_left == 1
+            return one.num_joined == 1
 
-    asyncio.run(run())
+        await until(joined)
+    await early.close()
 
 
-def test_dialling_again_does_nothing_while_a_connection_lasts_and_connects_after_it() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(one) as (_, address), hosted(other) as (rpc_server, _):
-            for _ in range(3):
-                rpc_server.dial(address)
-            await until(lambda: one.num_joined == 1)
-            rpc_server.dial(address)
-            one.peers[0].close()
-            await until(lambda: one.num_left == other.num_left == 1)
-            assert one.num_joined == 1
-
-            def again() -> bool:
-                rpc_server.dial(address)
-                return one.num_joined == other.num_joined == 2
-
-            await until(again)
-            other.peers[0].send(StatusQuery())
-            await until(lambda: one.messages == [StatusQuery()])
-
-    asyncio.run(run())
-
-
-def test_dialling_where_nobody_listens_is_forgotten() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(other) as (rpc_server, _):
-            async with hosted(one) as (_, address):
-                pass
-            rpc_server.dial(address)
-            await until(lambda: address not in rpc_server._dialing)
-            assert other.num_joined == 0
-
-    asyncio.run(run())
+@in_loop
+async def test_messages_sent_before_close_arrive() -> None:
+    async with Joined() as pair:
+        pair.other.peers[0].send(tokens(MAX_EVENTS))
+        pair.other.peers[0].close()
+        await until(lambda: pair.one.num_left == 1)
+        assert pair.one.messages == [tokens(MAX_EVENTS)]
 
 
 def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "CLOSE_TIMEOUT_S", 0.1)
 
+    @in_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
-            rogue = await rogue_after_hello(address)
-            rogue._writer.transport.pause_reading()  # type: ignore[attr-defined]
+            (await rogue_after_hello(address)).read_nothing()
             for _ in range(40):
                 node.peers[0].send(tokens(MAX_EVENTS))
             await asyncio.sleep(0)
@@ -86,64 +100,32 @@ def test_closing_does_not_wait_for_a_peer_that_reads_nothing(monkeypatch: pytest
                 await rpc_server.close()
             assert node.num_left == 1
 
-    asyncio.run(run())
+    run()
 
 
-def test_what_was_sent_before_close_arrives() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(one) as (_, address), hosted(other) as (rpc_server, _):
-            rpc_server.dial(address)
-            await until(lambda: other.num_joined == 1)
-            other.peers[0].send(tokens(MAX_EVENTS))
-            other.peers[0].close()
-            await until(lambda: one.num_left == 1)
-            assert one.messages == [tokens(MAX_EVENTS)]
-
-    asyncio.run(run())
+@in_loop
+async def test_message_that_fits_no_frame_is_an_error_of_the_sender_alone() -> None:
+    async with Joined() as pair:
+        attempts = (("a" * 32, 0),) * (2 * MAX_EVENTS)
+        with pytest.raises(WireError, match="an? Ended of"):
+            pair.other.peers[0].send(Ended(attempts=attempts))
+        pair.other.peers[0].send(Started(attempts=attempts[:1]))
+        await until(lambda: pair.one.messages == [Started(attempts=attempts[:1])])
 
 
-def test_message_that_fits_no_frame_is_the_senders_error_and_costs_nothing() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(one) as (_, address), hosted(other) as (rpc_server, _):
-            rpc_server.dial(address)
-            await until(lambda: other.num_joined == 1)
-            attempts = (("a" * 32, 0),) * (2 * MAX_EVENTS)
-            with pytest.raises(WireError, match="an Ended of|a Ended of"):
-                other.peers[0].send(Ended(attempts=attempts))
-            other.peers[0].send(Started(attempts=attempts[:1]))
-            await until(lambda: one.messages == [Started(attempts=attempts[:1])])
-
-    asyncio.run(run())
-
-
-def test_peer_of_a_process_that_is_not_ready_comes_again() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        early = RpcServer(b"k" * 16)
-        address = await early.listen()
-        async with hosted(other) as (rpc_server, _):
-            rpc_server.dial(address)
-            await until(lambda: early.dropped.counts() == {"early": 1})
-            early.serve(one)
-
-            def joined() -> bool:
-                rpc_server.dial(address)
-                return one.num_joined == 1
-
-            await until(joined)
-        await early.close()
-        early.dial(address)
-        assert not early._dialing
-
-    asyncio.run(run())
+@in_loop
+async def test_list_of_all_workers_fits_a_frame() -> None:
+    async with Joined() as pair:
+        longest = worker(name="n" * 128, model="m" * 128, fingerprint="f" * 128)
+        members = Members(workers=(longest,) * 1024)
+        pair.other.peers[0].send(members)
+        await until(lambda: pair.one.messages == [members])
 
 
 def test_ticks_go_on_after_one_that_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hub_module, "TICK_S", 0.005)
+    monkeypatch.setattr(server, "TICK_S", 0.005)
 
     class Stumbling(Recorder):
         def tick(self) -> None:
@@ -151,43 +133,24 @@ def test_ticks_go_on_after_one_that_failed(
             if self.num_ticks == 1:
                 raise KeyError("a bug")
 
+    @in_loop
     async def run() -> None:
         node = Stumbling("a")
         async with hosted(node):
             await until(lambda: node.num_ticks >= 3)
 
-    asyncio.run(run())
+    run()
     assert "a tick of Stumbling failed" in caplog.text
 
 
-def test_port_of_somebody_else_is_an_error() -> None:
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-            await RpcServer(b"k" * 16).listen(port=taken.getsockname()[1])
-
-    asyncio.run(run())
+@in_loop
+async def test_port_of_another_process_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
+        await RpcServer(KEY).listen(port=taken.getsockname()[1])
 
 
-def test_list_of_all_workers_fits_a_frame() -> None:
-    async def run() -> None:
-        one, other = Recorder("a"), Recorder("b")
-        async with hosted(one) as (_, address), hosted(other) as (rpc_server, _):
-            rpc_server.dial(address)
-            await until(lambda: other.num_joined == 1)
-            members = Members(
-                workers=(worker(name="n" * 128, model="m" * 128, fingerprint="f" * 128),) * 1024
-            )
-            other.peers[0].send(members)
-            await until(lambda: one.messages == [members])
-
-    asyncio.run(run())
-
-
-def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "mixed builds" in record.getMessage()]
-
-
-def test_peers_of_another_schema_are_refused_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_of_another_schema_are_refused_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    @in_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
@@ -196,72 +159,229 @@ def test_peers_of_another_schema_are_refused_and_named_once(caplog: pytest.LogCa
                 await until(lambda number=number: rpc_server.dropped.counts().get("version") == number)  # type: ignore[misc]
             assert node.num_joined == 0
 
-    asyncio.run(run())
-    (complaint,) = complaints(caplog)
+    run()
+    (complaint,) = [each.getMessage() for each in caplog.records if "mixed builds" in each.getMessage()]
     assert b"schema-2".hex() in complaint and CONTROL_SCHEMA.hex() in complaint
 
 
-def test_address_that_refuses_is_dialled_again_after_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "LEAST_PAUSE_S", 60.0)
+def test_address_with_another_key_is_dialled_again_after_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LEAST_PAUSE_S", 60.0)
 
+    @in_loop
     async def run() -> None:
         one, other = Recorder("a"), Recorder("b")
-        async with (
-            hosted(one, b"another key of 32 bytes or so...") as (_, address),
-            hosted(other) as (rpc_server, _),
-        ):
+        async with hosted(one, b"o" * 16) as (_, address), hosted(other) as (rpc_server, _):
 
-            def refused(number: int) -> bool:
+            def is_refused(number: int) -> bool:
                 rpc_server.dial(address)
                 return rpc_server.dropped.counts().get("key") == number
 
-            await until(lambda: refused(2))  # the first failure may be chance, it costs no pause
+            await until(lambda: is_refused(2))  # the first failure costs no pause
             for _ in range(20):
                 rpc_server.dial(address)
                 await asyncio.sleep(0)
             assert rpc_server.dropped.counts() == {"key": 2}
+            assert one.num_joined == other.num_joined == one.num_left == other.num_left == 0
 
-    asyncio.run(run())
+    run()
 
 
-def test_process_cannot_pose_as_one_of_another_kind() -> None:
+@in_loop
+async def test_process_cannot_pose_as_one_of_another_kind() -> None:
+    node = Recorder("a")
+    async with hosted(node) as (rpc_server, address):
+        rogue = await Rogue.connect(address, kind=Kind.ROUTER)
+        rogue.write(rogue.frame(Hello(process=Kind.WORKER, id="d" * 32)))
+        await until(lambda: rpc_server.dropped.counts().get("role") == 1)
+        assert node.num_joined == 0
+
+
+@in_loop
+async def test_rotated_key_keeps_connections_and_refuses_the_old_key() -> None:
+    old, new = KEY, b"n" * 32
+    one, other, late = Recorder("a"), Recorder("b"), Recorder("c")
+    rings = [KeyRing.of(old, Kind.GATEWAY) for _ in range(2)]
+    async with hosted(one, rings[0]) as (_, address), hosted(other, rings[1]) as (rpc_server, _):
+        rpc_server.dial(address)
+        await until(lambda: one.num_joined == other.num_joined == 1)
+        for keys in ((old, new), (new, old), (new,)):
+            for ring in rings:
+                ring.replace(KeyRing.of(keys, Kind.GATEWAY).generations)
+        one.peers[0].send(tokens(1, 1))
+        await until(lambda: len(other.messages) == 1)
+        assert one.num_left == other.num_left == 0
+        async with hosted(late, old) as (stranger, _):
+            stranger.dial(address)
+            await until(lambda: stranger.dropped.counts().get("key") == 1)
+        one.peers[0].close()
+        await until(lambda: one.num_left == other.num_left == 1)
+        rpc_server.dial(address)
+        await until(lambda: one.num_joined == other.num_joined == 2)
+        assert late.num_joined == 0
+
+
+@in_loop
+async def test_message_before_the_hello_is_refused() -> None:
+    node = Recorder("a")
+    async with hosted(node) as (rpc_server, address):
+        rogue = await Rogue.connect(address)
+        rogue.write(rogue.frame(StatusQuery()))
+        assert isinstance(await rogue.read(), Hello)
+        assert await rogue.read() is None
+        assert rpc_server.dropped.counts() == {"protocol": 1}
+        assert node.num_joined == node.num_left == 0
+
+
+@pytest.mark.parametrize(
+    ("offence", "reason"),
+    [
+        (lambda rogue: rogue.frame(StatusQuery())[:-1] + b"?", "seal"),
+        (lambda rogue: rogue.frame_of(b"\xc1"), "message"),
+        (lambda rogue: b"\xff\xff\xff\xff\x01", "length"),
+        (lambda rogue: rogue.frame(Ended(attempts=())), "protocol"),
+    ],
+    ids=["seal", "message", "length", "protocol"],
+)
+@in_loop
+async def test_rule_breaker_is_dropped_and_counted_after_its_good_messages(
+    offence: Callable[[Rogue], bytes], reason: str
+) -> None:
+    node = Recorder("a", refuses=Ended)
+    async with hosted(node) as (rpc_server, address):
+        rogue = await rogue_after_hello(address)
+        for byte in rogue.frame(StatusQuery()) + offence(rogue):
+            rogue.write(bytes([byte]))
+        assert await rogue.read() is None
+        await until(lambda: node.num_left == 1)
+        assert rpc_server.dropped.counts() == {reason: 1}
+        assert node.messages == [StatusQuery()]
+
+
+def test_half_a_frame_must_be_finished_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "FRAME_TIMEOUT_S", 0.1)
+
+    @in_loop
     async def run() -> None:
         node = Recorder("a")
         async with hosted(node) as (rpc_server, address):
-            rogue = await Rogue.connect(address, kind=Kind.ROUTER)
-            rogue.write(rogue.frame(hub_hello(Kind.WORKER)))
-            await until(lambda: rpc_server.dropped.counts().get("role") == 1)
-            assert node.num_joined == 0
+            rogue = await rogue_after_hello(address)
+            rogue.write(rogue.frame(StatusQuery())[:7])
+            assert await rogue.read() is None
+            await until(lambda: node.num_left == 1)
+            assert rpc_server.dropped.counts() == {"slow": 1}
 
-    asyncio.run(run())
-
-
-def hub_hello(kind: Kind) -> Hello:
-    return Hello(process=kind, id="d" * 32)
+    run()
 
 
-def test_rotated_key_keeps_connections_and_refuses_the_old_key_afterwards() -> None:
-    old, new = KEY, b"n" * 32
+@in_loop
+async def test_peer_that_leaves_in_a_frame_is_not_counted() -> None:
+    node = Recorder("a")
+    async with hosted(node) as (rpc_server, address):
+        rogue = await rogue_after_hello(address)
+        rogue.write(rogue.frame(StatusQuery())[:7])
+        await rogue.close()
+        await until(lambda: node.num_left == 1)
+        assert rpc_server.dropped.counts() == {}
 
+
+def test_silent_stranger_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.1)
+
+    @in_loop
     async def run() -> None:
-        one, other, late = Recorder("a"), Recorder("b"), Recorder("c")
-        rings = [KeyRing.of(old, Kind.GATEWAY) for _ in range(2)]
-        async with hosted(one, rings[0]) as (_, address), hosted(other, rings[1]) as (rpc_server, _):
-            rpc_server.dial(address)
-            await until(lambda: one.num_joined == other.num_joined == 1)
-            for keys in ((old, new), (new, old), (new,)):
-                for ring in rings:
-                    ring.replace(KeyRing.of(keys, Kind.GATEWAY).generations)
-            one.peers[0].send(tokens(1, 1))
-            await until(lambda: len(other.messages) == 1)
-            assert one.num_left == other.num_left == 0
-            async with hosted(late, old) as (stranger, _):
-                stranger.dial(address)
-                await until(lambda: stranger.dropped.counts().get("key") == 1)
-            one.peers[0].close()
-            await until(lambda: one.num_left == other.num_left == 1)
-            rpc_server.dial(address)
-            await until(lambda: one.num_joined == other.num_joined == 2)
-            assert late.num_joined == 0
+        async with hosted(Recorder("a")) as (rpc_server, address):
+            for first in (b"", b"\0\0\0\x21"):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+                writer.write(first)
+                assert await reader.read() == b""
+                writer.close()
+            assert rpc_server.dropped.counts() == {"handshake": 2}
 
-    asyncio.run(run())
+    run()
+
+
+def test_strangers_displace_each_other_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 8)
+
+    @in_loop
+    async def run() -> None:
+        one, other = Recorder("a"), Recorder("b")
+        async with hosted(one) as (accepting, address), hosted(other) as (rpc_server, _):
+            strangers = [socket.create_connection((address.host, address.port)) for _ in range(40)]
+            await until(lambda: accepting.dropped.counts().get("crowd", 0) >= 32)
+            await asyncio.sleep(0.05)
+            assert accepting.dropped.counts() == {"crowd": 32}
+            rpc_server.dial(address)
+            await until(lambda: one.num_joined == 1)
+            for stranger in strangers:
+                stranger.close()
+
+    run()
+
+
+def test_peer_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_UNSENT_BYTES", 1 << 20)
+
+    @in_loop
+    async def run() -> None:
+        node = Recorder("a")
+        async with hosted(node) as (rpc_server, address):
+            (await rogue_after_hello(address)).read_nothing()
+            peer = node.peers[0]
+
+            def is_dropped() -> bool:
+                peer.send(tokens(MAX_EVENTS))
+                return rpc_server.dropped.counts() == {"slow": 1}
+
+            await until(is_dropped)
+            await until(lambda: node.num_left == 1)
+            peer.send(StatusQuery())  # is lost without an error
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "swallowed", [(Direction.FORTH, Direction.BACK), (Direction.FORTH,), (Direction.BACK,)]
+)
+@in_loop
+async def test_swallowed_link_is_dropped_at_both_ends(swallowed: tuple[Direction, ...]) -> None:
+    one, other = Recorder("a"), Recorder("b")
+    async with (
+        hosted(one, link_timeout_s=TIMEOUT_S) as (accepting, address),
+        hosted(other, link_timeout_s=TIMEOUT_S) as (dialling, _),
+    ):
+        with LinkProxy((address.host, address.port)) as proxy:
+            dialling.dial(Address(*proxy.address))
+            await until(lambda: bool(one.peers and other.peers))
+            proxy.swallow(*swallowed)
+            begun_s = time.monotonic()
+            await until(lambda: one.num_left == other.num_left == 1, PATIENCE_S)
+            assert time.monotonic() - begun_s > TIMEOUT_S - 1.0
+            for rpc_server in (accepting, dialling):
+                assert set(rpc_server.dropped.counts()) <= {"silent", "unheard"}
+            assert accepting.dropped.counts() or dialling.dropped.counts()
+
+
+@in_loop
+async def test_idle_link_lives_on() -> None:
+    async with Joined(TIMEOUT_S) as pair:
+        num_ticks = pair.one.num_ticks
+        await until(lambda: pair.one.num_ticks - num_ticks >= 2 * TIMEOUT_S / 0.25, PATIENCE_S)
+        pair.one.peers[0].send(tokens(1))
+        await until(lambda: pair.other.messages == [tokens(1)])
+        assert pair.one.num_left == pair.other.num_left == 0
+        assert max(pair.one.peers[0].silence_s, pair.other.peers[0].silence_s) < TIMEOUT_S
+
+
+@in_loop
+async def test_silence_of_a_peer_that_never_pings_is_seen_before_its_drop() -> None:
+    node = Recorder("a")
+    async with hosted(node, link_timeout_s=TIMEOUT_S) as (rpc_server, address):
+        await rogue_after_hello(address)
+        peer = node.peers[0]
+        await until(lambda: peer.silence_s > TIMEOUT_S / 2, PATIENCE_S)
+        assert node.num_left == 0
+        await until(lambda: node.num_left == 1, PATIENCE_S)
+        assert rpc_server.dropped.counts() == {"silent": 1}

@@ -1,4 +1,4 @@
-"""Signs of life that leave while a worker's engine is in a step."""
+"""Signs of life during a step of a worker's engine."""
 
 import threading
 from queue import SimpleQueue
@@ -13,7 +13,7 @@ from baton.rpc.liveness import StepWatchdog
 from baton.rpc.peers import Peer
 from baton.rpc.reports import BEAT_S, SignsOfLife
 from baton.rpc.server import RpcThread
-from tests.unit.baton.peers import KEY, Recorder
+from tests.unit.baton.rpc.rpc_peers import KEY, Recorder
 
 
 class Listener:
@@ -29,10 +29,10 @@ class Listener:
         self.received.append(message)
 
     def close(self) -> None:
-        raise AssertionError("nobody closes it")
+        raise AssertionError("unexpected close")
 
 
-def test_routers_are_told_every_second_and_at_once_of_an_overdue_step(
+def test_signs_of_life_leave_every_second_and_at_once_for_an_overdue_step(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     clock, router = ManualClock(100.0), Listener()
@@ -55,7 +55,7 @@ def test_routers_are_told_every_second_and_at_once_of_an_overdue_step(
 
 
 class RouterNode(Recorder):
-    """A router that keeps when it was told that a worker lives."""
+    """A router that keeps the signs of life."""
 
     def __init__(self) -> None:
         super().__init__("a")
@@ -70,9 +70,9 @@ class RouterNode(Recorder):
                 self.has_enough.set()
 
 
-def test_worker_whose_own_thread_is_held_gives_signs_of_life_with_the_age_of_its_step() -> None:
+def test_worker_in_a_step_gives_signs_of_life_with_the_age_of_the_step() -> None:
     node, worker = RouterNode(), Recorder("b")
-    inbox: SimpleQueue[object] = SimpleQueue()  # nobody takes anything out: that thread is in a step
+    inbox: SimpleQueue[object] = SimpleQueue()  # of a thread in a step, which takes nothing out
     routers = RpcThread(KEY, lambda call: call())
     held = RpcThread(KEY, inbox.put)
     try:

@@ -1,4 +1,4 @@
-"""What workers of both roles do alike: whom they hear, what they say, and what only their role answers."""
+"""The behaviour that both worker roles share."""
 
 from collections.abc import Collection
 
@@ -50,7 +50,7 @@ class Links:
 
 
 class SomeWorker(WorkerNode):
-    """Of no role: it writes down what is left to one."""
+    """Keeps the calls that a role would handle."""
 
     attempts = (("f" * 32, 0),)
 
@@ -100,7 +100,7 @@ def worker() -> SomeWorker:
     return SomeWorker()
 
 
-def test_it_keeps_links_to_all_others_that_are_listed_and_says_whom_it_reaches(worker: SomeWorker) -> None:
+def test_listed_workers_get_links_and_reachable_ones_are_reported(worker: SomeWorker) -> None:
     router = worker.meet(ROUTER)
     worker.received(router, LISTED)
     assert worker.links.kept == [OTHER.id]
@@ -109,7 +109,7 @@ def test_it_keeps_links_to_all_others_that_are_listed_and_says_whom_it_reaches(w
     assert worker.wrote == [OTHER.id] and worker.links.kept == []
 
 
-def test_only_the_connection_in_use_is_lost(worker: SomeWorker) -> None:
+def test_end_of_a_replaced_connection_is_no_loss(worker: SomeWorker) -> None:
     first, second = worker.meet(GATEWAY), worker.meet(GATEWAY)
     worker.left(first)
     assert not worker.wrote
@@ -117,7 +117,7 @@ def test_only_the_connection_in_use_is_lost(worker: SomeWorker) -> None:
     assert worker.wrote == [GATEWAY.id]
 
 
-def test_workers_that_only_a_lost_router_listed_are_lost_with_it(worker: SomeWorker) -> None:
+def test_workers_of_a_lost_router_are_lost(worker: SomeWorker) -> None:
     one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
     worker.received(one, LISTED)
     worker.received(other, Members(workers=(OURS,)))
@@ -125,7 +125,7 @@ def test_workers_that_only_a_lost_router_listed_are_lost_with_it(worker: SomeWor
     assert worker.wrote == [ROUTER.id, OTHER.id]
 
 
-def test_of_several_routers_it_is_on_the_highest_rung(worker: SomeWorker) -> None:
+def test_highest_overload_level_of_all_routers_holds(worker: SomeWorker) -> None:
     one, other = worker.meet(ROUTER), worker.meet(OTHER_ROUTER)
     for router, level in (
         (one, OverloadLevel.MAKE_ROOM),
@@ -141,10 +141,10 @@ def test_of_several_routers_it_is_on_the_highest_rung(worker: SomeWorker) -> Non
         OverloadLevel.SHED,
     ]
     worker.left(one)
-    assert worker.levels[-1] is OverloadLevel.CALM, "who is gone presses nobody"
+    assert worker.levels[-1] is OverloadLevel.CALM
 
 
-def test_it_says_at_once_that_it_drains(worker: SomeWorker) -> None:
+def test_drain_is_reported_at_once(worker: SomeWorker) -> None:
     router = worker.meet(ROUTER)
     worker.tick()
     worker.received(router, Drain(worker="prefill-1"))
@@ -158,13 +158,13 @@ def test_it_says_at_once_that_it_drains(worker: SomeWorker) -> None:
 @pytest.mark.parametrize(
     "message", [LISTED, Drain(worker="prefill-1"), KvEventsWanted(), Pressure(level=OverloadLevel.SHED)]
 )
-def test_only_a_router_is_obeyed(worker: SomeWorker, message: AnyMessage) -> None:
+def test_only_routers_give_orders(worker: SomeWorker, message: AnyMessage) -> None:
     with pytest.raises(ProtocolError):
         worker.received(worker.meet(GATEWAY), message)
     assert not worker.is_draining and not worker.links.kept
 
 
-def test_the_rest_is_its_roles(worker: SomeWorker) -> None:
+def test_other_messages_go_to_the_role(worker: SomeWorker) -> None:
     cancel = Cancel(request_id="f" * 32, attempt=0)
     worker.received(worker.meet(GATEWAY), cancel)
     assert worker.wrote == [cancel]

@@ -1,4 +1,4 @@
-"""A node whose hub runs on another thread: over sockets, with the node's calls made by the test's thread."""
+"""Nodes whose RPC server runs on another thread; the test's thread makes the nodes' calls."""
 
 import threading
 import time
@@ -8,18 +8,16 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from baton.errors import WireError
-from baton.messages.bounds import Kind
-from baton.messages.control import Cancel, Hello
-from baton.messages.workers import Address
+from baton.messages.control import Cancel
 from baton.rpc.peers import Peer
 from baton.rpc.server import RpcThread
-from tests.unit.baton.peers import KEY, Recorder, tokens
+from tests.unit.baton.rpc.rpc_peers import KEY, Recorder, tokens
 
 TIMEOUT_S = 10.0
 
 
 class Site:
-    """A node, its thread of connections, and the calls that wait for the test to make them."""
+    """A node, its RPC thread, and the calls that wait for the test's thread."""
 
     def __init__(self, name: str, *, key: bytes = KEY, node: Recorder | None = None) -> None:
         self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -64,29 +62,17 @@ def connected(make_site: Callable[..., Site], **named: object) -> tuple[Site, Si
     return one, other
 
 
-def test_messages_come_in_order_on_the_nodes_own_thread(make_site: Callable[..., Site]) -> None:
+def test_messages_come_in_order_on_the_nodes_thread(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     assert one.node.peers[0].hello == other.node.hello
     for number in range(500):
         one.node.peers[0].send(tokens(1, start=number))
-    assert other.node.messages == []  # its calls wait
+    assert other.node.messages == []
     pump_until(lambda: len(other.node.messages) == 500, other)
     assert other.node.messages == [tokens(1, start=number) for number in range(500)]
 
 
-def test_both_ends_may_talk(make_site: Callable[..., Site]) -> None:
-    one, other = connected(make_site)
-    other.node.peers[0].send(Cancel(request_id="a" * 32, attempt=1))
-    pump_until(lambda: bool(one.node.messages), one, other)
-    assert one.node.messages == [Cancel(request_id="a" * 32, attempt=1)]
-
-
-def test_ticks_are_the_nodes_calls_too(make_site: Callable[..., Site]) -> None:
-    site = make_site("a")
-    pump_until(lambda: site.node.num_ticks >= 2, site)
-
-
-def test_a_connection_that_ends_is_heard_after_all_it_said(make_site: Callable[..., Site]) -> None:
+def test_end_of_a_connection_comes_after_its_messages(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     one.node.peers[0].send(tokens(3))
     one.node.peers[0].close()
@@ -96,7 +82,7 @@ def test_a_connection_that_ends_is_heard_after_all_it_said(make_site: Callable[.
     assert not one.node.peers and not other.node.peers
 
 
-def test_a_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[..., Site]) -> None:
+def test_peer_that_the_node_refuses_is_dropped_and_counted(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site, node=Recorder("b", refuses=Cancel))
     one.node.peers[0].send(tokens(1))
     one.node.peers[0].send(Cancel(request_id="a" * 32, attempt=0))
@@ -111,21 +97,14 @@ class Unwelcoming(Recorder):
         raise WireError("not you", reason="stranger")
 
 
-def test_a_node_may_refuse_a_newcomer(make_site: Callable[..., Site]) -> None:
+def test_node_may_refuse_a_peer_that_joins(make_site: Callable[..., Site]) -> None:
     one, other = make_site("a"), make_site("b", node=Unwelcoming("b"))
     one.thread.dial(other.address)
     pump_until(lambda: one.node.num_left == 1 and other.node.num_left == 1, one, other)
     assert other.thread.dropped == {"stranger": 1}
 
 
-def test_who_has_another_key_never_joins(make_site: Callable[..., Site]) -> None:
-    one, other = make_site("a"), make_site("b", key=b"another key" * 2)
-    one.thread.dial(other.address)
-    pump_until(lambda: bool(other.thread.dropped or one.thread.dropped), one, other)
-    assert not one.node.num_joined and not other.node.num_joined
-
-
-def test_a_message_that_fits_no_frame_is_dropped_alone(make_site: Callable[..., Site]) -> None:
+def test_message_that_fits_no_frame_is_lost_alone(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     one.node.peers[0].send(tokens(16_000).__class__(events=tokens(16_000).events * 6))
     one.node.peers[0].send(tokens(2))
@@ -133,7 +112,7 @@ def test_a_message_that_fits_no_frame_is_dropped_alone(make_site: Callable[..., 
     assert other.node.messages == [tokens(2)]
 
 
-def test_a_call_that_fails_holds_up_no_other(make_site: Callable[..., Site]) -> None:
+def test_failed_call_holds_up_no_other(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     has_more = threading.Event()
 
@@ -148,7 +127,7 @@ def test_a_call_that_fails_holds_up_no_other(make_site: Callable[..., Site]) -> 
     assert other.node.messages == [tokens(2)]
 
 
-def test_closing_sends_what_is_unsent_and_ends_the_thread(make_site: Callable[..., Site]) -> None:
+def test_closing_sends_the_unsent_messages_and_ends_the_thread(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     for number in range(200):
         one.node.peers[0].send(tokens(5, start=number))
@@ -163,24 +142,7 @@ def test_closing_sends_what_is_unsent_and_ends_the_thread(make_site: Callable[..
     pump_until(lambda: len(other.node.messages) == 400, one, other)
 
 
-def test_a_port_that_is_taken_is_an_error_at_once(make_site: Callable[..., Site]) -> None:
-    site, second = make_site("a"), make_site("b")
-    with pytest.raises(OSError, match="address already in use|Address already in use"):
-        second.thread.listen("127.0.0.1", site.address.port)
-
-
-def test_an_address_where_nobody_listens_is_forgotten(make_site: Callable[..., Site]) -> None:
-    one = make_site("a")
-    gone = Site("b")
-    gone.thread.close()
-    one.thread.dial(gone.address)
-    other = make_site("c")
-    one.thread.dial(Address(other.address.host, other.address.port))
-    pump_until(lambda: bool(one.node.peers), one, other)
-    assert one.node.peers[0].hello == Hello(process=Kind.GATEWAY, id="c" * 32)
-
-
-def test_what_is_said_after_the_end_is_said_to_nobody(make_site: Callable[..., Site]) -> None:
+def test_messages_after_close_are_lost(make_site: Callable[..., Site]) -> None:
     one, other = connected(make_site)
     closing = Site("c")
     closing.thread.dial(other.address)
