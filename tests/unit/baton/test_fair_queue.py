@@ -224,9 +224,8 @@ def test_eviction_equals_that_of_a_plain_list(steps: list[tuple[bytes | None, in
     for number, (group, place) in enumerate(steps):
         own = [item for item, of in plain if of == group]
         if group is None and plain:
-            full = {
-                each for each in GROUPS if sum(of == each for _, of in plain) / GROUP_WEIGHTS[each] == most
-            }
+            loads = {each: sum(of == each for _, of in plain) / GROUP_WEIGHTS[each] for each in GROUPS}
+            full = [each for each in GROUPS if loads[each] == max(loads.values())]
             oldest = {each: next((item for item, of in plain if of == each), None) for each in full}
             out = lru.next_out()
             assert out in oldest.values()
