@@ -65,7 +65,7 @@ class SamplingParams(
     max_tokens: int | None = 16  # new tokens at most; None: until the model's limit
     min_tokens: int = 0  # new tokens at least: earlier no end token is sampled
     temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_p: float = 1.0  # sample from the likeliest tokens whose probabilities add up to this
+    top_p: float = 1.0  # sample from the likeliest tokens that have this probability together
     top_k: int = 0  # sample from so many of the likeliest tokens; 0 or -1: the whole vocabulary
     min_p: float = 0.0  # sample from tokens at least this times as likely as the likeliest
     repetition_penalty: float = 1.0  # divides positive logits of used tokens, multiplies negative ones
@@ -188,7 +188,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def all_token_ids(self) -> tuple[int, ...]:
-        """The prompt and the tokens of earlier attempts, whose KV comes before the next token."""
+        """The prompt and the tokens of earlier attempts: the next token attends to them."""
         return self.token_ids + self.generated_token_ids
 
     @property
@@ -224,7 +224,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with index 0 of choice 0 only
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens whose KV was cached, or came from another worker
+    num_cached_tokens: int = 0  # prompt tokens with KV that was cached, or came from another worker
     error: str | None = None  # with FinishReason.ERROR
 
 

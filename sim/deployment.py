@@ -132,7 +132,7 @@ class SimContext:
         self._last_port = FIRST_PORT + num_routers
 
     def new_process(self, name: str) -> SimProcess:
-        """Start a process whose clock begins anywhere."""
+        """Start a process with a clock that begins anywhere."""
         return SimProcess(name, self.events, self.random.uniform(0, MAX_CLOCK_OFFSET_S))
 
     def new_host(self, process: SimProcess) -> Host:
@@ -325,7 +325,7 @@ class Slot:
             self.seems_gone(seconds)
 
     def replace(self, seconds: float) -> None:
-        """Start another process in place of one whose host does not answer; the old one resumes, and dies."""
+        """Start another process as if this host did not answer; the old process resumes, and dies."""
         process = self.life.process
         if self._stop(process, seconds):
             self.seems_gone(seconds + ZOMBIE_S)

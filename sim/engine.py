@@ -159,7 +159,7 @@ class TokenMachine:
 
 
 class SimEngine:
-    """A Replica (engine/replica.py), whose methods do the same as those of `Engine`."""
+    """A Replica (engine/replica.py); its methods do the same as those of `Engine`."""
 
     def __init__(self, machine: TokenMachine, clock: Clock, spend: Callable[[float], None]) -> None:
         """spend: called with the duration of each step."""

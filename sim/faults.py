@@ -77,46 +77,36 @@ class Faults:
         self._events.at(time_s, lambda: self._say(fault()))
 
     def _loud_faults(self) -> list[Fault]:
-        """Faults by weight: an entry for each unit."""
-        kill, damage, ambush = self._kill, self._damage, self._ambush
         deployment = self._deployment
-        return [
-            lambda: kill(self._worker()),
-            lambda: kill(self._worker()),
-            lambda: kill(self._any(deployment.routers)),
-            lambda: kill(self._any(deployment.gateways)),
-            self._pause,
-            self._pause,
-            self._cut,
-            self._cut,
-            self._stall,
-            damage,
-            damage,
-            damage,
-            self._break,
-            self._slow_down,
-            lambda: self._drain(self._worker()),
-            ambush,
-            ambush,
-            self._part,
-            self._replace,
-        ]
+        return _by_weight(
+            (lambda: self._kill(self._worker()), 2),
+            (lambda: self._kill(self._any(deployment.routers)), 1),
+            (lambda: self._kill(self._any(deployment.gateways)), 1),
+            (self._pause, 2),
+            (self._cut, 2),
+            (self._stall, 1),
+            (self._damage, 3),
+            (self._break, 1),
+            (self._slow_down, 1),
+            (lambda: self._drain(self._worker()), 1),
+            (self._ambush, 2),
+            (self._part, 1),
+            (self._replace, 1),
+        )
 
     def _silent_faults(self) -> list[Fault]:
-        return [
-            self._swallow,
-            self._swallow,
-            self._swallow_one_way,
-            self._swallow_wire,
-            self._stop,
-            self._stop,
-            self._slow_steps,
-            self._kill_for_long,
-            self._jump,
-            self._fill_disk,
-            lambda: self._kill(self._worker()),
-            self._ambush,
-        ]
+        return _by_weight(
+            (self._swallow, 2),
+            (self._swallow_one_way, 1),
+            (self._swallow_wire, 1),
+            (self._stop, 2),
+            (self._slow_steps, 1),
+            (self._kill_for_long, 1),
+            (self._jump, 1),
+            (self._fill_disk, 1),
+            (lambda: self._kill(self._worker()), 1),
+            (self._ambush, 1),
+        )
 
     def _any(self, slots: list[Slot]) -> Slot:
         return self._random.choice(slots)
@@ -272,6 +262,10 @@ class Faults:
         assert isinstance(slot.life, SimRouter)
         slot.life.fill_disk()
         return f"the disk of {slot.name}'s decision log is full"
+
+
+def _by_weight(*faults: tuple[Fault, int]) -> list[Fault]:
+    return [fault for fault, weight in faults for _ in range(weight)]
 
 
 def _worker_of(slot: Slot) -> SimWorker:

@@ -7,8 +7,8 @@
 4. Each end gets `on_end` once, some time later; nothing comes after it.
 5. A stall delays everything sent on a connection, both ways. Two partitioned processes cannot connect.
 6. A black hole swallows the messages from one process to another, and closes nothing. TCP sends them again
-   when the hole has closed. Links ping: an end that hears nothing for LINK_TIMEOUT_S, or whose bytes stay
-   unacknowledged for as long, gives the connection up, as does an end whose peer is paused. Swallowed bodies
+   when the hole has closed. Links ping: an end that hears nothing, or gets nothing acknowledged, for
+   LINK_TIMEOUT_S gives the connection up, as does an end with a paused peer. Swallowed bodies
    are lost then.
 """
 

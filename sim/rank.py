@@ -21,30 +21,8 @@ from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.messages import DIGEST_BYTES, RankListenerAddresses
 from baton.kvtransfer.protocol.pull import ID_BYTES
 from baton.kvtransfer.protocol.transfer_plan import TransferPlan, plan_transfer
+from baton.kvtransfer.ranks import messages
 from baton.kvtransfer.ranks.digests import differing_units
-from baton.kvtransfer.ranks.messages import (
-    ClosePart,
-    Command,
-    DropLink,
-    ForgetPart,
-    GrantPart,
-    HashUnits,
-    OpenPart,
-    PartEvent,
-    PartHashed,
-    PartOpened,
-    PartReached,
-    PartStopped,
-    PartVerified,
-    PartWritten,
-    PeerRank,
-    PushPart,
-    ReachPeer,
-    StopPart,
-    VerifyPart,
-    WriterDied,
-    WriterStopped,
-)
 from baton.kvtransfer.ranks.ranks import Route
 from baton.kvtransfer.ranks.receive_registration import ReceiveRegistration, ReceiveRegistrations, Writing
 from baton.kvtransfer.transports.base import Spans
@@ -228,7 +206,7 @@ LAYERS: Final = (0, 1)
 
 @dataclass(slots=True)
 class _Incoming:
-    order: OpenPart
+    order: messages.OpenPart
     plan: TransferPlan
     found: bytearray  # digests of the units that came
     is_registered: bool = False
@@ -236,14 +214,14 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Outgoing:
-    peer: PeerRank
+    peer: messages.PeerRank
     plan: TransferPlan
-    grant: GrantPart | None = None
+    grant: messages.GrantPart | None = None
     pages: tuple[int, ...] = ()
 
 
 class SimRank:
-    """A `Performer`, whose commands it answers by `emit`, and a `Routing` of one rank."""
+    """A `Performer` that answers its commands by `emit`, and a `Routing` of one rank."""
 
     transports = ("shm", "tcp")
 
@@ -252,7 +230,7 @@ class SimRank:
         process: SimProcess,
         engine: SimEngine,
         layout: PageLayout,
-        emit: Callable[[PartEvent], None],
+        emit: Callable[[messages.PartEvent], None],
         network: Network,
         random: Random,
     ) -> None:
@@ -277,46 +255,50 @@ class SimRank:
         """See Routing."""
         assert num_layer_groups == 1, "the model has one layer"
         doors = RankListenerAddresses(incarnation=link.hello.incarnation, host="simulated", device="cpu")
-        return [Route(PART, self, PeerRank(host="", layout=link.hello.layout, rank=0, doors=doors), LAYERS)]
+        return [
+            Route(
+                PART, self, messages.PeerRank(host="", layout=link.hello.layout, rank=0, doors=doors), LAYERS
+            )
+        ]
 
     def drop(self, link: Link) -> None:
         """See Routing. The work for a link ends with its transfers."""
 
-    def perform(self, command: Command) -> None:
+    def perform(self, command: messages.Command) -> None:
         """See Performer."""
         match command:
-            case OpenPart():
+            case messages.OpenPart():
                 self._open(command)
-            case ClosePart():
+            case messages.ClosePart():
                 self._close(command)
-            case HashUnits():
+            case messages.HashUnits():
                 self._hash(self._incoming[command.transfer], command.first, command.stop)
-            case VerifyPart():
+            case messages.VerifyPart():
                 self._verify(command)
-            case ReachPeer():
+            case messages.ReachPeer():
                 self._reach(command)
-            case GrantPart():
+            case messages.GrantPart():
                 self._outgoing[command.transfer].grant = command
-            case PushPart():
+            case messages.PushPart():
                 self._push(command)
-            case StopPart():
+            case messages.StopPart():
                 self.pieces.stop(command.transfer)
-                self._emit(PartStopped(transfer=command.transfer, part=PART))
-            case ForgetPart():
+                self._emit(messages.PartStopped(transfer=command.transfer, part=PART))
+            case messages.ForgetPart():
                 self._incoming.pop(command.transfer, None)
                 self._outgoing.pop(command.transfer, None)
-            case DropLink():
+            case messages.DropLink():
                 pass
 
     def on_peer_death(self, incarnation: bytes) -> None:
         """A peer's process is known to be dead: it reads and writes no more."""
         self.pieces.target_died(incarnation)
         for transfer in self.registrations.writer_died(incarnation):
-            self._emit(WriterDied(transfer=transfer, part=PART))
+            self._emit(messages.WriterDied(transfer=transfer, part=PART))
 
     # The destination's side.
 
-    def _open(self, order: OpenPart) -> None:
+    def _open(self, order: messages.OpenPart) -> None:
         part = self._incoming.get(order.transfer)
         if part is None:
             plan = plan_transfer(order.source.layout, self._layout, 0, 0)
@@ -337,15 +319,15 @@ class SimRank:
             self.registrations.add(registration)
         part.is_registered = True
         self.open_pages.update(zip(order.pages, order.generations, strict=True))
-        self._emit(PartOpened(transfer=order.transfer, part=PART))
+        self._emit(messages.PartOpened(transfer=order.transfer, part=PART))
 
-    def _close(self, command: ClosePart) -> None:
+    def _close(self, command: messages.ClosePart) -> None:
         transfer = command.transfer
         for page in self._incoming[transfer].order.pages:
             self.open_pages.pop(page, None)
         if command.is_confirmed:
             self.registrations.release(transfer)
-        stopped = WriterStopped(transfer=transfer, part=PART)
+        stopped = messages.WriterStopped(transfer=transfer, part=PART)
         self.registrations.close(transfer, on_safe=lambda: self._emit_later(stopped))
 
     def _hash(self, part: _Incoming, first: int, stop: int) -> None:
@@ -353,19 +335,19 @@ class SimRank:
             _, place = self.memory.place(part.order.pages, unit, part.plan.unit_tokens)
             part.found[unit * DIGEST_BYTES : (unit + 1) * DIGEST_BYTES] = digest(self.memory.bytes[place])
 
-    def _verify(self, command: VerifyPart) -> None:
+    def _verify(self, command: messages.VerifyPart) -> None:
         corrupt = tuple(differing_units(command.digests, bytes(self._incoming[command.transfer].found)))
-        self._emit_later(PartVerified(transfer=command.transfer, part=PART, corrupt_units=corrupt))
+        self._emit_later(messages.PartVerified(transfer=command.transfer, part=PART, corrupt_units=corrupt))
 
     # The source's side.
 
-    def _reach(self, order: ReachPeer) -> None:
+    def _reach(self, order: messages.ReachPeer) -> None:
         peer = order.destination
         self._outgoing[order.transfer] = _Outgoing(peer, plan_transfer(self._layout, peer.layout, 0, 0))
-        reached = PartReached(transfer=order.transfer, part=PART, transport="shm")
+        reached = messages.PartReached(transfer=order.transfer, part=PART, transport="shm")
         self.process.later(self._network.delay_s(), lambda: self._emit_later(reached))
 
-    def _push(self, order: PushPart) -> None:
+    def _push(self, order: messages.PushPart) -> None:
         part = self._outgoing[order.transfer]
         assert part.grant is not None, "pages are granted before any is pushed"
         part.pages += order.more_pages
@@ -386,7 +368,7 @@ class SimRank:
         """digests: of the piece's units; None when they were not written."""
         is_done = digests is not None
         self._emit(
-            PartWritten(
+            messages.PartWritten(
                 transfer=piece.transfer,
                 part=PART,
                 first=piece.first,
@@ -399,10 +381,10 @@ class SimRank:
             )
         )
         if digests is not None:
-            hashed = PartHashed(
+            hashed = messages.PartHashed(
                 transfer=piece.transfer, part=PART, first=piece.first, stop=piece.stop, digests=digests
             )
             self._emit(hashed)
 
-    def _emit_later(self, event: PartEvent) -> None:
+    def _emit_later(self, event: messages.PartEvent) -> None:
         self.process.post(lambda: self._emit(event))

@@ -4,30 +4,13 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.errors import WireError
+from baton.messages import control, operations
 from baton.messages.codec import AnyMessage
-from baton.messages.control import (
-    Alive,
-    AttemptFailed,
-    Dispatch,
-    Ended,
-    Heartbeat,
-    Members,
-    Prefill,
-    Prefilled,
-    PrefillFailed,
-    Reachable,
-    Rejected,
-    Routed,
-    Started,
-    Submit,
-    Tokens,
-)
-from baton.messages.operations import Status, StatusQuery
 from baton.request import TokenEvent
 from baton.sim.process import Events
 
 SHOWN: Final = 8  # characters of an id
-HIDDEN: Final = (Alive, Heartbeat, Status, StatusQuery)
+HIDDEN: Final = (control.Alive, control.Heartbeat, operations.Status, operations.StatusQuery)
 
 
 class Recorder:
@@ -61,28 +44,28 @@ class Recorder:
 
     def _text(self, message: AnyMessage) -> str:
         match message:
-            case Members(workers=workers, is_complete=is_complete):
+            case control.Members(workers=workers, is_complete=is_complete):
                 names = " ".join(worker.name for worker in workers)
                 return names if is_complete else f"{names} and perhaps others"
-            case Reachable(workers=workers):
+            case control.Reachable(workers=workers):
                 return " ".join(map(self._name, workers))
-            case Submit(request=request, sticky_worker=sticky_worker, avoid=avoid):
+            case control.Submit(request=request, sticky_worker=sticky_worker, avoid=avoid):
                 wishes = [f"beside {self._name(sticky_worker)}"] * bool(sticky_worker)
                 wishes += [f"not {self._name(worker)}" for worker in avoid]
                 key = _key(request.request_id, request.attempt)
                 return f"{key} {len(request.token_ids)}+{len(request.generated_token_ids)} {' '.join(wishes)}"
-            case Routed(decode=decode, prefill=prefill, reason=reason):
+            case control.Routed(decode=decode, prefill=prefill, reason=reason):
                 where = f"{self._name(prefill) or '-'} {self._name(decode)}"
                 return f"{_key(message.request_id, message.attempt)} {where}: {reason}"
-            case Dispatch(request=request) | Prefill(request=request):
+            case control.Dispatch(request=request) | control.Prefill(request=request):
                 return _key(request.request_id, request.attempt)
-            case Tokens(events=events):
+            case control.Tokens(events=events):
                 return ", ".join(map(_token, events))
-            case Prefilled(event=event):
+            case control.Prefilled(event=event):
                 return _token(event)
-            case Started(attempts=attempts) | Ended(attempts=attempts):
+            case control.Started(attempts=attempts) | control.Ended(attempts=attempts):
                 return " ".join(_key(*attempt) for attempt in attempts)
-            case Rejected() | PrefillFailed() | AttemptFailed():
+            case control.Rejected() | control.PrefillFailed() | control.AttemptFailed():
                 return f"{_key(message.request_id, message.attempt)} {message.reason}"
         request_id = getattr(message, "request_id", "")
         return _key(request_id, getattr(message, "attempt", 0)) if request_id else ""

@@ -75,7 +75,7 @@ def environment_of_child(*, num_threads: int, gpus: Sequence[str] | None = None)
 
 
 def prepare_nccl() -> None:
-    """Keep torch from ending a process whose NCCL peer has died or hangs; call it before any group is made.
+    """Keep torch from ending this process when an NCCL peer has died or hangs; call before any group is made.
 
     Baton's own deadlines end such transfers, and a step that hangs is found by its age. Values of the
     operator have precedence.

@@ -62,7 +62,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class GatewayConfig(GatewaySettings, frozen=True):
     """The settings of one gateway process."""
 
-    model: str  # the directory whose tokenizer and chat template are served
+    model: str  # the directory with the tokenizer and the chat template
     routers: Routers  # addresses of all routers of the cluster
     served_model_name: str = ""  # as requests name the model; "": the directory's name
     host: str = "127.0.0.1"  # address to listen on for clients

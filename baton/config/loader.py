@@ -106,7 +106,7 @@ def leaves(struct_type: type[msgspec.Struct], prefix: str = "") -> dict[str, msg
 def flatten(settings: Mapping[str, object], known: Collection[str], prefix: str = "") -> dict[str, object]:
     """Return dotted key -> value of a nested mapping.
 
-    known: leaves, whose values may be mappings themselves.
+    known: leaves; their values may be mappings themselves.
     """
     flat: dict[str, object] = {}
     for name, value in settings.items():

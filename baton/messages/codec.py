@@ -5,84 +5,47 @@ from typing import Final, TypeAlias
 import msgspec
 
 from baton.errors import WireError
+from baton.messages import control, operations
 from baton.messages.bounds import MAX_BODY_BYTES, schema_hash
-from baton.messages.control import (
-    Alive,
-    AttemptFailed,
-    Cancel,
-    Dispatch,
-    Ended,
-    Heartbeat,
-    Hello,
-    KvEventBatch,
-    KvEventsWanted,
-    Measured,
-    Members,
-    Prefill,
-    Prefilled,
-    PrefillFailed,
-    Pressure,
-    PullSource,
-    Queued,
-    Reachable,
-    Rejected,
-    Routed,
-    Started,
-    Submit,
-    Tokens,
-)
-from baton.messages.operations import (
-    Decisions,
-    Drain,
-    Explain,
-    GatewayReport,
-    HeadAway,
-    RestartWorker,
-    Status,
-    StatusQuery,
-    Undrain,
-    WatchWorkers,
-    WorkerRemoved,
-)
 from baton.request import Request, TokenEvent
 
 MAX_REQUEST_BYTES: Final = MAX_BODY_BYTES - 4096
 
 
 AnyMessage: TypeAlias = (
-    Hello
-    | Members
-    | Reachable
-    | Submit
-    | Queued
-    | Routed
-    | Rejected
-    | Started
-    | Ended
-    | Dispatch
-    | Prefill
-    | Tokens
-    | Prefilled
-    | PrefillFailed
-    | AttemptFailed
-    | Cancel
-    | Heartbeat
-    | Alive
-    | KvEventBatch
-    | KvEventsWanted
-    | Measured
-    | Drain
-    | Pressure
-    | StatusQuery
-    | Status
-    | Explain
-    | Decisions
-    | GatewayReport
-    | WatchWorkers
-    | WorkerRemoved
-    | Undrain
-    | HeadAway
-    | RestartWorker
+    control.Hello
+    | control.Members
+    | control.Reachable
+    | control.Submit
+    | control.Queued
+    | control.Routed
+    | control.Rejected
+    | control.Started
+    | control.Ended
+    | control.Dispatch
+    | control.Prefill
+    | control.Tokens
+    | control.Prefilled
+    | control.PrefillFailed
+    | control.AttemptFailed
+    | control.Cancel
+    | control.Heartbeat
+    | control.Alive
+    | control.KvEventBatch
+    | control.KvEventsWanted
+    | control.Measured
+    | operations.Drain
+    | control.Pressure
+    | operations.StatusQuery
+    | operations.Status
+    | operations.Explain
+    | operations.Decisions
+    | operations.GatewayReport
+    | operations.WatchWorkers
+    | operations.WorkerRemoved
+    | operations.Undrain
+    | operations.HeadAway
+    | operations.RestartWorker
 )
 
 
@@ -114,7 +77,10 @@ TOO_LARGE: Final = "its log probabilities do not fit one message: ask for fewer,
 
 def fits(event: TokenEvent) -> bool:
     """Return whether a message can carry an event; prompt log probabilities may be too many."""
-    return event.prompt_logprobs is None or len(_ENCODER.encode(Tokens(events=(event,)))) <= MAX_BODY_BYTES
+    return (
+        event.prompt_logprobs is None
+        or len(_ENCODER.encode(control.Tokens(events=(event,)))) <= MAX_BODY_BYTES
+    )
 
 
 def fits_request(request: Request) -> bool:
@@ -125,7 +91,7 @@ def fits_request(request: Request) -> bool:
     return most_bytes <= MAX_REQUEST_BYTES // 2 or len(_ENCODER.encode(request)) <= MAX_REQUEST_BYTES
 
 
-def fits_beside(request: Request, source: PullSource) -> bool:
+def fits_beside(request: Request, source: control.PullSource) -> bool:
     """Return whether a message can carry both a request and a pull source."""
     return len(_ENCODER.encode(request)) + 10 * len(source.pages) <= MAX_REQUEST_BYTES
 

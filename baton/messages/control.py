@@ -61,7 +61,7 @@ class Weighed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode: Id
     prefill: Annotated[str, Meta(max_length=32)] = ""  # "": the decode worker computes the prompt
     source: Annotated[str, Meta(max_length=32)] = ""  # the worker that a prefix is pulled from
-    num_held_tokens: Count = 0  # whose KV need not be computed
+    num_held_tokens: Count = 0  # with KV that need not be computed
     terms: Annotated[dict[Annotated[str, Meta(max_length=16)], Seconds], Meta(max_length=16)] = {}
 
 
@@ -172,7 +172,7 @@ class Dispatch(Message, frozen=True):
     gateway: Id  # that the tokens go to
     prefill: Annotated[str, Meta(max_length=32)] = ""  # a worker's id; "": compute the prompt here
     age_s: Seconds = 0.0
-    source: PullSource | None = None  # for whoever computes the prompt to pull a prefix from
+    source: PullSource | None = None  # the worker that computes the prompt may pull a prefix from it
 
 
 class Prefill(Message, frozen=True):

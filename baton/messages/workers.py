@@ -52,7 +52,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pid: Count = 0  # process id on that machine
 
 
-REMOTE_PREFILLS: Final = "remote_prefills"  # counter of a decode worker: prompts whose pages all arrived
+REMOTE_PREFILLS: Final = "remote_prefills"  # counter of a decode worker: prompts with pages that all arrived
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -162,7 +162,10 @@ class LinkKeys:
 
     @classmethod
     def shared(cls, key: bytes) -> "LinkKeys":
-        """Return the keys of links whose ends share one secret and need no kind. ConfigError: it is short."""
+        """Return the keys of links between ends that share one secret.
+
+        ConfigError: the secret is too short.
+        """
         _check_key(key)
         only = KeyGeneration(id=derive(key, "id")[:ID_BYTES], secrets={_SHARED: key})
         return cls(KeyRing(Kind.OPERATOR, (only,)), _SHARED)

@@ -37,7 +37,7 @@ _RIGHTS_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").item
 
 
 def keep_alive(sock: socket.socket, timeout_s: float = LINK_TIMEOUT_S) -> None:
-    """Have the kernel end a TCP connection whose peer's host acknowledges nothing for `timeout_s`.
+    """Have the kernel end a TCP connection when the peer's host acknowledges nothing for `timeout_s`.
 
     TCP_USER_TIMEOUT bounds data that was sent and is not acknowledged, keepalive a connection that is idle.
     """

@@ -34,7 +34,7 @@ MAX_KEPT: Final = 1024  # as many as a message holds
 logger = logging.getLogger(__name__)
 
 
-class PageChanges(Protocol):
+class ChangedPages(Protocol):
     """Changes of an engine's pages since the last call: (key, page, generation) each."""
 
     @property
@@ -61,7 +61,7 @@ class LastStep(Protocol):
 class ReportedEngine(Protocol):
     """The part of an engine that reports read: see engine/replica.py."""
 
-    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges: ...
+    def take_page_changes(self, *, is_afresh: bool = False) -> ChangedPages: ...
     def last_step(self) -> LastStep | None: ...
 
 

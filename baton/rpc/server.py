@@ -14,8 +14,8 @@ The life of a connection, at either end:
 At most MAX_STRANGERS sockets may be without a Hello; a further socket displaces the oldest of them. Frames
 that are sent during one turn of the loop leave in one write.
 
-`RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a node whose
-thread must never wait for the network.
+`RpcServer` lives on its node's loop. `RpcThread` runs a server on a thread of its own, for a
+node with a thread that must never wait for the network.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _DialPause:
-    """The growing pause before an address is dialled again whose handshakes fail."""
+    """The growing pause between dials of an address with failing handshakes."""
 
     pause_s: float = 0.0
     not_before_s: float = 0.0  # by the loop's clock
@@ -124,7 +124,7 @@ class RpcServer:
     # Called by links.
 
     def opened(self, link: "RpcLink") -> None:
-        """Take in a link whose socket is connected."""
+        """Take in a connected link."""
         self._links.add(link)
         if link.role is Role.ACCEPTING:
             self._strangers[link] = None
@@ -138,7 +138,7 @@ class RpcServer:
         self._strangers.pop(link, None)
 
     def closed(self, link: "RpcLink") -> None:
-        """Forget a link whose socket is closed."""
+        """Forget a closed link."""
         self._links.discard(link)
         self._strangers.pop(link, None)
 
@@ -391,7 +391,7 @@ class RpcThread:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many peers were dropped, by reason."""
+        """Dropped peers by reason."""
         return dict(self._rpc_server.dropped.counts())
 
     def listen(self, host: str, port: int = 0) -> Address:
@@ -441,7 +441,7 @@ class RpcThread:
 
 
 class _PeerProxy:
-    """A Peer whose socket belongs to the loop's thread."""
+    """A Peer on the node's thread, with a socket of the loop's thread."""
 
     def __init__(self, link: Peer, thread: RpcThread) -> None:
         self._link = link

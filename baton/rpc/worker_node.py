@@ -100,7 +100,7 @@ class WorkerNode(ABC):
 
     @abstractmethod
     def _lost(self, peer: Peer) -> None:
-        """End the work for a process whose last connection is gone."""
+        """End the work for a process without a connection."""
 
     @abstractmethod
     def _lost_workers(self, ids: list[str]) -> None:
