@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
@@ -88,6 +89,39 @@ def print_table(title: str, rows: Iterable[Row]) -> None:
     console.print(table)
 
 
+class Progress:
+    """Shows on stderr what is measured: a live line on a terminal, else a line every TELL_EVERY_S."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = RichProgress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("starting", total=None)
+        self._is_live = console.is_terminal
+        self._begin_s = self._told_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def __call__(self, text: str, share: float | None = None) -> None:
+        """Tell what is measured now. share: how much is done, from 0 to 1, where that is known."""
+        if self._is_live:
+            self._bar.start()
+            total = None if share is None else 1.0
+            self._bar.update(self._task, description=text, completed=share or 0.0, total=total)
+        elif (now_s := time.monotonic()) - self._told_s >= TELL_EVERY_S:
+            self._told_s = now_s
+            done = "" if share is None else f"{share:4.0%} "
+            print(f"{now_s - self._begin_s:6.0f} s  {done}{text}", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the live line off the terminal, until the next call."""
+        self._bar.stop()
+
+
 class Report:
     """The rows of one run. `name` names the files, `extra` is what the JSON keeps beside the rows."""
 
@@ -96,31 +130,12 @@ class Report:
         self.rows: list[Row] = []
         self.extra: dict[str, object] = {}
         self.plot: Callable[[Path], None] | None = None  # draws the picture into a file
+        self.tell = Progress()
         self._num_shown = 0
-        console = Console(stderr=True)
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
-        self._is_live = console.is_terminal
-        self._begin_s = self._told_s = time.monotonic()
 
     @property
     def has_missed(self) -> bool:
         return any(row.met is False for row in self.rows)
-
-    def tell(self, text: str, share: float | None = None) -> None:
-        """Say what is measured now: a live line on a terminal, else a line every TELL_EVERY_S.
-
-        share: how much of the suite is done, from 0 to 1, where that is known.
-        """
-        if self._is_live:
-            self._progress.start()
-            total = None if share is None else 1.0
-            self._progress.update(self._task, description=text, completed=share or 0.0, total=total)
-        elif (now_s := time.monotonic()) - self._told_s >= TELL_EVERY_S:
-            self._told_s = now_s
-            done = "" if share is None else f"{share:4.0%} "
-            print(f"{now_s - self._begin_s:6.0f} s  {done}{text}", file=sys.stderr, flush=True)
 
     def show(self, title: str, rows: Iterable[Row]) -> None:
         """Add rows and print them at once, as a table of their own."""
@@ -138,26 +153,17 @@ class Report:
         """Print the rows that have not been shown; write the JSON and the plot."""
         if self._num_shown < len(self.rows):
             self._show(self.title)
-        self._progress.stop()
+        self.tell.clear()
         print(f"kept in {self.save()}", flush=True)
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             print("no plot: pip install matplotlib", flush=True)
         elif self.plot is not None:
             self.plot(self.folder / f"{self.name}.png")
 
-    def stop(self) -> None:
-        """Take the live line off the terminal."""
-        self._progress.stop()
-
     def _show(self, title: str) -> None:
-        self._progress.stop()
+        self.tell.clear()
         print_table(title, self.rows[self._num_shown :])
         self._num_shown = len(self.rows)
-
-
-def can_plot() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_json(path: Path, title: str, rows: Sequence[Row], extra: Mapping[str, object]) -> None:
@@ -179,11 +185,8 @@ def run_suite(measure: Measure, options: argparse.Namespace, name: str, title: s
     """Measure, print and keep; `options.output` is the folder. Raises what `measure` raises."""
     print(one_line(machine_description()), flush=True)
     report = Report(name, title, options.output)
-    try:
+    with report.tell:
         measure(options, report)
-    except BaseException:
-        report.stop()
-        raise
     report.finish()
     return report
 

@@ -21,8 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from baton.bench.faults.clients import Clients, make_questions
-from baton.bench.faults.cluster import WatchedCluster
+from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions
 from baton.bench.faults.link_proxy import LinkProxy, Switchboard
 from baton.bench.processes import redis_on_tcp
 from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
@@ -169,7 +168,7 @@ async def _open_cluster() -> AsyncIterator[ProxiedCluster]:
             decode=WORKERS,
             engine=ENGINE,
         )
-        command = (sys.executable, "-m", "baton.bench.faults.switched_process", str(board.port))
+        command = (sys.executable, "-m", "baton.bench.faults.link_proxy", str(board.port))
         cluster = Cluster(config, LocalRuntime(key, command=command), key, say=lambda text: None)
         stack.push_async_callback(cluster.close)
         serving = await cluster.start()

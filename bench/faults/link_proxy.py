@@ -1,25 +1,42 @@
-"""A TCP proxy between two processes of a cluster, which swallows, delays, throttles or cuts its connections.
+"""TCP proxies between the processes of a cluster, which swallow, delay, throttle or cut connections.
 
-Swallowing holds bytes back, as a network does that drops packets: the sender's kernel takes some more,
-nothing arrives, no end of the stream is heard of, and new connections get no answer. Once it passes again,
-what was held arrives, in order. A slow link delivers each byte after a delay, and so many bytes a second.
+A proxy that swallows holds bytes back, like a network that drops packets: the sender's kernel takes some
+more, nothing arrives, no stream ends, and new connections get no answer. When the proxy passes bytes again,
+the held bytes arrive, in order. A slow link delivers each byte after a delay, and a limited number of bytes
+a second.
+
+`python -m baton.bench.faults.link_proxy PORT` is a process of a cluster, like `baton.cluster.process`.
+Before it connects to another process, it asks the switchboard at PORT for the address of a proxy. The
+switchboard learns the name of the process that dials, so every link has a proxy of its own, and processes
+announce their usual addresses.
 """
 
 import asyncio
 import contextlib
 import math
+import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from enum import Enum
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
+
+from baton.cluster import process
+from baton.cluster.process_spec import Assignment
+from baton.messages.workers import Address
+from baton.rpc.server import RpcServer
 
 CHUNK_BYTES: Final = 1 << 16
 MAX_UNDER_WAY: Final = 16  # chunks of one direction
+HOST: Final = "127.0.0.1"
+ANSWER_TIMEOUT_S: Final = 5.0
 
 
 class Direction(Enum):
+    """A direction of a connection."""
+
     FORTH = "forth"  # from the end that connects to the end that listens
     BACK = "back"
 
@@ -28,7 +45,7 @@ BOTH: Final = (Direction.FORTH, Direction.BACK)
 
 
 class LinkProxy:
-    """Listens at `address` and connects what comes to `target`, on a thread of its own; closed by `close`."""
+    """Forwards connections from `address` to `target`, on a thread of its own, until `close`."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target
@@ -55,7 +72,7 @@ class LinkProxy:
         self._set(directions or BOTH, passes=False)
 
     def slow(self, *, delay_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
-        """Deliver bytes that come from now on so late, and each connection's so slowly, both ways."""
+        """Delay bytes from now on, and limit the rate of each connection, both ways."""
 
         def change() -> None:
             self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
@@ -63,15 +80,17 @@ class LinkProxy:
         self._call(change)
 
     def restore(self) -> None:
-        """Let everything through again at full speed, what was held first."""
+        """Let everything through again at full speed, held bytes first."""
         self.slow()
         self._set(BOTH, passes=True)
 
     def cut(self) -> None:
-        """Reset every connection that there is; new ones are served."""
+        """Reset every connection; new connections are served."""
         self._call(self._abort_all)
 
     def close(self) -> None:
+        """End the proxy and its connections."""
+
         async def end() -> None:
             self._server.close()
             self._abort_all()
@@ -110,7 +129,7 @@ class LinkProxy:
                 ways.create_task(self._carry(reader, other_writer, self._gates[Direction.FORTH]))
                 ways.create_task(self._carry(other_reader, writer, self._gates[Direction.BACK]))
         except* OSError:
-            pass  # one of the ends is gone, and so is the other now
+            pass  # one end is gone, so the other end is closed
         finally:
             for each in writers:
                 self._writers.discard(each)
@@ -119,7 +138,7 @@ class LinkProxy:
     async def _carry(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
     ) -> None:
-        """Read on while bytes are under way: a delay alone takes no bandwidth. b"" is the end."""
+        """Read on while bytes are under way, as a delay alone takes no bandwidth. b"" is the end."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_UNDER_WAY)
 
         async def deliver() -> None:
@@ -172,19 +191,16 @@ class LinkProxy:
         done.wait()
 
 
-# A proxy for each link of a cluster of bench/faults/switched_process.py, by who dials whom and what for.
-
-HOST: Final = "127.0.0.1"
-
-
 class Link(NamedTuple):
+    """The connections of one kind from one process to one address."""
+
     dialer: str  # the name of a process
     kind: str  # "control", "page control" or "page data"
     target: tuple[str, int]
 
 
 class Switchboard:
-    """Listens at `port`; `links` are those that any process has asked for, oldest first."""
+    """Answers processes at `port`; `links` has a proxy for every link that was asked for, oldest first."""
 
     def __init__(self) -> None:
         self.links: dict[Link, LinkProxy] = {}
@@ -211,6 +227,7 @@ class Switchboard:
         return int(self._server.server_address[1])
 
     def proxy(self, link: Link) -> LinkProxy:
+        """Return the proxy of a link."""
         with self._lock:
             if link not in self.links:
                 self.links[link] = LinkProxy(link.target)
@@ -228,3 +245,68 @@ class Switchboard:
                 self.wfile.write(f"{where[0]} {where[1]}\n".encode())
 
         return Handler
+
+
+class Exchange:
+    """Looks up the proxy of each address once, in the process that dials."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self._name = name
+        self._port = port
+        self._known: dict[tuple[str, int], tuple[str, int]] = {}
+        self._lock = threading.Lock()
+
+    def through(self, address: tuple[str, int], kind: str) -> tuple[str, int]:
+        """Return the address of the proxy."""
+        with self._lock:
+            if address not in self._known:
+                self._known[address] = self._ask(address, kind)
+            return self._known[address]
+
+    def _ask(self, address: tuple[str, int], kind: str) -> tuple[str, int]:
+        with socket.create_connection((HOST, self._port), ANSWER_TIMEOUT_S) as sock:
+            sock.sendall(f"{self._name} {kind} {address[0]} {address[1]}\n".encode())
+            host, port = sock.makefile().readline().split()
+        return host, int(port)
+
+
+def _switch(exchange: Exchange, kind: str) -> None:
+    """Lead control connections through proxies, and page connections in a worker."""
+    dial = RpcServer.dial
+
+    def dial_through(self: RpcServer, address: Address) -> None:
+        dial(self, Address(*exchange.through((address.host, address.port), "control")))
+
+    RpcServer.dial = dial_through  # type: ignore[method-assign]
+    if kind != "worker":  # a router and a gateway need no torch
+        return
+    from baton.kvtransfer.endpoint import KvEndpoint
+    from baton.kvtransfer.links import Link
+    from baton.kvtransfer.transports.tcp import TcpTransport
+
+    link, make = KvEndpoint.link, TcpTransport.__init__
+
+    def link_through(self: KvEndpoint, address: tuple[str, int]) -> Link:
+        return link(self, exchange.through(address, "page control"))
+
+    def make_through(self: TcpTransport, address: tuple[str, int], *rest: Any, **named: Any) -> None:
+        make(self, exchange.through(address, "page data"), *rest, **named)
+
+    KvEndpoint.link = link_through  # type: ignore[method-assign]
+    TcpTransport.__init__ = make_through  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Run a process of the cluster behind proxies; the argument is the switchboard's port."""
+    port, run = int(sys.argv[1]), process.run
+
+    def run_switched(given: Assignment, *rest: Any, **named: Any) -> None:
+        _switch(Exchange(given.name, port), given.kind)
+        run(given, *rest, **named)
+
+    process.run = run_switched
+    return process.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

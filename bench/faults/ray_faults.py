@@ -23,8 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from baton.bench.faults.clients import Clients, Question, make_questions
-from baton.bench.faults.cluster import WatchedCluster, served_cluster
+from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
 from baton.bench.processes import free_port, redis_on_tcp
 from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
 from baton.cluster.runtimes.base import descendants, kill_tree

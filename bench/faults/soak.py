@@ -32,8 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from baton.bench.faults.clients import Clients, make_questions
-from baton.bench.faults.cluster import WatchedCluster, served_cluster
+from baton.bench.faults.cluster import Clients, WatchedCluster, make_questions, served_cluster
 from baton.bench.processes import resident_mib
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
 from baton.bench.tenants.real import tenants_yaml

@@ -1,9 +1,9 @@
-"""The kernels against the device's own rates, each checked on the very inputs that are timed.
+"""The attention kernels beside the device's own rates, each checked on the inputs that are timed.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, D head dim, P pages, L layers, S page size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.bench.gpu.session import Rates, Session, require_close, require_equal
+from baton.bench.gpu.session import Rates, Session, require_close
 from baton.bench.machine import (
     Call,
     copy_bandwidth_gbps,
@@ -21,7 +21,6 @@ from baton.bench.machine import (
 )
 from baton.bench.report import Row, at_most, format_number
 from baton.kernels.paged_attention import paged_attention_decode, paged_attention_decode_reference
-from baton.kernels.pages import gather_pages, scatter_pages
 from baton.kernels.prefill_attention import prefill_attention, prefill_attention_reference
 
 DTYPE = torch.bfloat16
@@ -31,20 +30,21 @@ CHECKED_TOKENS = 64  # at the end of a prefill: they see all of it
 
 @dataclass(frozen=True)
 class PagedKv:
-    """Random keys and values of several sequences, their pages shuffled over the pool."""
+    """Random keys and values of several sequences, with pages shuffled over the pool."""
 
     pool: Tensor  # [P, L, 2, K, S, D]
     page_table: Tensor  # [B, pages] int32
     context_lens: Tensor  # [B] int32
 
     def of_sequence(self, layer: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(pages in fp32, page table, context lengths) of one sequence alone, for a reference."""
+        """Return pages in fp32, page table and context lengths of one sequence, for a reference."""
         pages = self.pool[self.page_table[sequence].long(), layer].float()
         table = torch.arange(len(pages), dtype=torch.int32, device=pages.device)[None]
         return pages, table, self.context_lens[sequence : sequence + 1]
 
 
 def rates(session: Session) -> Iterator[Row]:
+    """Measure the rates of the device and leave them in the session."""
     device, sizes = session.device, session.sizes
     read_gbps = read_bandwidth_gbps(device, sizes.buffer_bytes)
     yield Row("read bandwidth", read_gbps, "GB/s", note="a plain reduction")
@@ -56,7 +56,7 @@ def rates(session: Session) -> Iterator[Row]:
 
 
 def decode_kernel(session: Session) -> Iterator[Row]:
-    """Percent of read bandwidth, counting each key and value once."""
+    """Measure the percent of read bandwidth, counting each key and value once."""
     for batch, context in session.sizes.decode_batches:
         name, bar = f"decode kernel, {batch} x {context:,}", 90.0 if batch > 1 else 80.0
         yield from _decode_rows(session, name, [context] * batch, bar)
@@ -66,7 +66,7 @@ def decode_kernel(session: Session) -> Iterator[Row]:
 
 
 def prefill_kernel(session: Session) -> Iterator[Row]:
-    """TFLOP/s over the causal half, beside the library's kernel on contiguous keys."""
+    """Measure TFLOP/s over the causal half, beside the library's kernel on contiguous keys."""
     model = session.sizes.model
     for num_tokens in session.sizes.prefill_lengths:
         kv = _paged_kv(session, [num_tokens], 16)
@@ -81,45 +81,6 @@ def prefill_kernel(session: Session) -> Iterator[Row]:
         rival = flops / seconds_per_call([_library_prefill(session, num_tokens)], session.device) / 1e12
         note = f"ours is {format_number(tflops / rival)} of it"
         yield Row(f"torch attention, {num_tokens:,} tokens", rival, "TFLOP/s", note=note)
-
-
-def pages(session: Session) -> Iterator[Row]:
-    """Percent of the device's copy rate: whole pages at once, then one layer's parts of them."""
-    model, num_moved = session.sizes.model, session.sizes.num_moved_pages
-    shape = (model.num_layers, 2, model.num_kv_heads, 16, model.head_dim)
-    pool = _normal(session, 2 * num_moved, *shape)
-    order = torch.randperm(2 * num_moved, device=session.device)
-    moved, others = order[:num_moved], order[num_moved:]
-    whole = torch.empty_like(pool[:num_moved])
-    layers = [pool[:, layer] for layer in range(model.num_layers)]
-    # The same memory as parts of layers: one small buffer for all would stay in the cache.
-    parts = list(whole.view(model.num_layers, num_moved, *shape[1:]))
-    gather_pages(pool, moved, whole)
-    require_equal("gather_pages", whole, pool[moved])
-    scatter_pages(whole, others, pool)
-    require_equal("scatter_pages", pool[others], whole)
-    gather_pages(layers[-1], moved, parts[-1])
-    require_equal("gather_pages of a layer", parts[-1], layers[-1][moved])
-    scatter_pages(parts[-1], others, layers[0])
-    require_equal("scatter_pages of a layer", layers[0][others], parts[-1])
-    pairs = list(zip(layers, parts, strict=True))
-    part_bytes = parts[0].nbytes
-    timed: dict[str, tuple[list[Call], int]] = {
-        "gather, whole pages": ([partial(gather_pages, pool, moved, whole)], whole.nbytes),
-        "scatter, whole pages": ([partial(scatter_pages, whole, others, pool)], whole.nbytes),
-        "gather, one layer": (
-            [partial(gather_pages, layer, moved, part) for layer, part in pairs],
-            part_bytes,
-        ),
-        "scatter, one layer": (
-            [partial(scatter_pages, part, others, layer) for layer, part in pairs],
-            part_bytes,
-        ),
-    }
-    for name, (calls, num_bytes) in timed.items():
-        gbps = 2 * num_bytes / seconds_per_call(calls, session.device) / 1e9
-        note = f"{format_number(num_bytes / 2**20)} MiB, {format_number(gbps)} GB/s"
-        yield session.bar(name, 100 * gbps / session.rates.copy_gbps, "% of copy", 85, note)
 
 
 def _decode_rows(session: Session, name: str, lengths: list[int], bar: float) -> Iterator[Row]:
@@ -139,7 +100,7 @@ def _decode_rows(session: Session, name: str, lengths: list[int], bar: float) ->
         del kv, calls  # gigabytes
     slower = seconds[0] / seconds[1]
     row_name = f"{name}, time of pages of {PAGE_SIZES[0]} / {PAGE_SIZES[1]}"
-    yield at_most(row_name, slower, "x", 1.05) if session.sizes.has_bars else Row(row_name, slower, "x")
+    yield at_most(row_name, slower, "x", 1.05 if session.sizes.has_bars else None)
 
 
 def _paged_kv(session: Session, lengths: list[int], page_size: int) -> PagedKv:
@@ -154,25 +115,23 @@ def _paged_kv(session: Session, lengths: list[int], page_size: int) -> PagedKv:
     return PagedKv(pool, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
-def _decode(query_BHD: Tensor, kv: PagedKv, layer: int) -> Call:
+def _decode(query_BHD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]:
     scale = query_BHD.shape[2] ** -0.5
     arguments = (query_BHD, kv.pool[:, layer], kv.page_table, kv.context_lens)
     return partial(paged_attention_decode, *arguments, scale=scale)
 
 
 def _check_decode(query_BHD: Tensor, kv: PagedKv) -> None:
-    """The first and the last sequence, in the first and the last layer."""
+    """Check the first sequence in the first layer and the last sequence in the last layer."""
     scale = query_BHD.shape[2] ** -0.5
     for layer, sequence in ((0, 0), (kv.pool.shape[1] - 1, len(query_BHD) - 1)):
-        got_BHD = paged_attention_decode(
-            query_BHD, kv.pool[:, layer], kv.page_table, kv.context_lens, scale=scale
-        )
+        got_BHD = _decode(query_BHD, kv, layer)()
         query_1HD = query_BHD[sequence : sequence + 1].float()
         expected = paged_attention_decode_reference(query_1HD, *kv.of_sequence(layer, sequence), scale=scale)
         require_close("decode kernel", got_BHD[sequence], expected[0])
 
 
-def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Call:
+def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Callable[[], Tensor]:
     return partial(
         prefill_attention,
         query_THD,
@@ -186,17 +145,9 @@ def _prefill(query_THD: Tensor, kv: PagedKv, layer: int) -> Call:
 
 
 def _check_prefill(query_THD: Tensor, kv: PagedKv) -> None:
-    """The last tokens, as a chunk after a prefix of all others; and the first, which see only themselves."""
+    """Check the last tokens as a chunk after a prefix, and the first token, which sees only itself."""
     layer, num_heads, scale = kv.pool.shape[1] - 1, query_THD.shape[1], query_THD.shape[2] ** -0.5
-    got_THD = prefill_attention(
-        query_THD,
-        kv.pool[:, layer],
-        kv.page_table,
-        torch.tensor([0, len(query_THD)], dtype=torch.int32, device=query_THD.device),
-        kv.context_lens,
-        scale=scale,
-        max_seqlen_q=len(query_THD),
-    )
+    got_THD = _prefill(query_THD, kv, layer)()
     last_THD = query_THD[-CHECKED_TOKENS:].float()
     cu_seqlens = torch.tensor([0, len(last_THD)], dtype=torch.int32, device=query_THD.device)
     pages, table, lens = kv.of_sequence(layer, 0)
@@ -208,7 +159,7 @@ def _check_prefill(query_THD: Tensor, kv: PagedKv) -> None:
 
 
 def _library_prefill(session: Session, num_tokens: int) -> Call:
-    """torch's own causal attention, keys already repeated for every query head."""
+    """Return torch's causal attention, with keys already repeated for every query head."""
     model = session.sizes.model
     query, key, value = (_normal(session, 1, model.num_heads, num_tokens, model.head_dim) for _ in range(3))
     return partial(functional.scaled_dot_product_attention, query, key, value, is_causal=True)

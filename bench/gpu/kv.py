@@ -1,7 +1,14 @@
 """KV pages on a GPU: packed and unpacked beside a copy of the same bytes, and moved between two processes.
 
-Without CUDA each has a stand-in that runs the same code around it: the CPU's own gather and scatter, shm for
-cuda_ipc, gloo for NCCL; the notes say so.
+Without CUDA each kind has a stand-in with the same code around it, as the notes say: the CPU's own gather and
+scatter, shm for cuda_ipc, gloo for NCCL.
+
+Two processes move pages over one transport without an endpoint:
+
+1. The suite starts a source, the source a destination. Both know the move, so both know all pages.
+2. The destination grants its pages to one registration for all pieces, and tells its listener's address.
+3. The source pushes each size once, and compares the destination's bytes with its own.
+4. The source times pushes of each size in rounds that alternate with copies within its own memory.
 """
 
 import hashlib
@@ -21,6 +28,7 @@ from torch import Tensor
 
 from baton.bench.gpu.session import Session, require_equal
 from baton.bench.machine import Call, seconds_per_call, synchronize, wall_seconds
+from baton.bench.processes import Child
 from baton.bench.report import Row, format_number
 from baton.errors import TransferFailed
 from baton.kernels.pages import gather_pages, scatter_pages
@@ -40,19 +48,14 @@ from baton.kvtransfer.transports.shm import ShmListener, ShmTransport
 from baton.kvtransfer.transports.torch_distributed import GroupTransport
 from baton.pages import PageLayout
 
-# Two processes that move pages over one transport, with nothing of an endpoint around it.
-#
-# 1. The bench starts a source, the source a destination. Both know the move, so both know all pages.
-# 2. The destination grants its pages to one landing, which takes every piece, and says where its door is.
-# 3. The source pushes pieces of each size, rounds of them alternating with copies within its own memory.
-# Before that each size is pushed once, and the destination's bytes are compared with the source's.
-# 4. The source prints what it measured and ends; so does the destination, when its input ends.
-
 Way = Literal["cuda_ipc", "nccl", "shm", "gloo"]
 KEY: Final = b"a key for this bench alone"
 TRANSFER: Final = b"the one transfer"  # 16 bytes each
 WRITER: Final = b"the one source.."
 EPOCH: Final = 1
+PAGE_SIZE: Final = 16
+LEAST_NCCL: Final = (2, 30)  # the first with NCCL_MULTI_RANK_GPU_ENABLE
+BAR_PERCENT: Final = 85.0
 NUM_ROUNDS: Final = 9
 TIMEOUT_S: Final = 120.0
 SETTINGS: Final = GroupSettings(connect_s=60.0, stall_s=20.0)
@@ -60,7 +63,7 @@ NCCL_SHARES_A_GPU: Final = "NCCL_MULTI_RANK_GPU_ENABLE=1"
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """What moves: pieces of `num_units` pages each, to a pool that is cut alike."""
+    """Pieces of `num_units` pages each, and the transport that moves them to a pool of the same layout."""
 
     way: Way
     layout: PageLayout
@@ -76,7 +79,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians of one size: from push to DONE, and of a contiguous copy of as many bytes in one process."""
+    """Medians of one size: seconds from push to DONE, and of a copy of as many bytes in one process."""
 
     num_units: int
     num_bytes: int
@@ -84,16 +87,16 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: float
 
 
-class DoorAt(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one of the two kinds."""
+class ListenerAt(msgspec.Struct, frozen=True, kw_only=True):
+    """The address or the port of a listener, depending on the transport."""
 
     address: str = ""
     port: int = 0
 
 
 def measure(move: Move) -> list[Moved]:
-    """One entry a size. RuntimeError when it fails: the last line of the two processes, then all of them."""
-    command = ["env", NCCL_SHARES_A_GPU, *_command("source", move)]
+    """Return one entry a size. RuntimeError has the last line of the two processes, then all their lines."""
+    command = ["env", NCCL_SHARES_A_GPU, sys.executable, *_arguments("source", move)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     lines = ended.stdout.strip().splitlines()
     if ended.returncode or not lines:
@@ -103,8 +106,9 @@ def measure(move: Move) -> list[Moved]:
 
 
 def run_source(move: Move) -> list[Moved]:
+    """Measure every size, in the process of the source."""
     with DestinationProcess(move) as destination:
-        source = Source(move, destination.door)
+        source = Source(move, destination.listener)
         try:
             return [source.measure(num_units, destination) for num_units in move.num_units]
         finally:
@@ -112,14 +116,16 @@ def run_source(move: Move) -> list[Moved]:
 
 
 class Source:
-    def __init__(self, move: Move, door: DoorAt) -> None:
+    """The source's pool and transport."""
+
+    def __init__(self, move: Move, at: ListenerAt) -> None:
         self._plan = plan_transfer(move.layout, move.layout, 0, 0)
         self._pages = move.pages(seed=1)
         self._ended = threading.Event()
         shape = (move.num_pages, move.layout.page_bytes)
         self._pool = torch.empty(shape, dtype=torch.uint8, device=move.device).random_()
         self._target = torch.empty_like(self._pool.view(-1))
-        self._transport = self._transport_to(move, door)
+        self._transport = self._transport_to(move, at)
         self._transfer = OutgoingTransfer(
             id=TRANSFER,
             epoch=EPOCH,
@@ -131,6 +137,7 @@ class Source:
         self._transport.open()
 
     def measure(self, num_units: int, destination: "DestinationProcess") -> Moved:
+        """Check and time one size."""
         piece = Piece(self._transfer, 0, num_units)
         self._push(piece)
         if destination.digest(num_units) != digest_of(self._pool, self._pages[:num_units]):
@@ -147,19 +154,20 @@ class Source:
         )
 
     def close(self) -> None:
+        """Close the transport."""
         self._transport.close()
 
-    def _transport_to(self, move: Move, door: DoorAt) -> Transport:
+    def _transport_to(self, move: Move, at: ListenerAt) -> Transport:
         pool = self._pool
         if move.way == "cuda_ipc":
-            return CudaIpcTransport(door.address, KEY, pool, WRITER, on_end=self._note_end)
+            return CudaIpcTransport(at.address, KEY, pool, WRITER, on_end=self._note_end)
         if move.way == "shm":
-            return ShmTransport(door.address, KEY, PageMemory.of(pool), WRITER, on_end=self._note_end)
+            return ShmTransport(at.address, KEY, PageMemory.of(pool), WRITER, on_end=self._note_end)
         rendezvous_request = RendezvousRequest(
             name=move.way, layout=move.layout, rank=0, payload_bytes=payload_bytes(self._plan)
         )
         meet = partial(
-            request_rendezvous, (SETTINGS.host, door.port), KEY, rendezvous_request, SETTINGS.connect_s
+            request_rendezvous, (SETTINGS.host, at.port), KEY, rendezvous_request, SETTINGS.connect_s
         )
         return GroupTransport(move.way, meet, pool, self._plan, settings=SETTINGS, on_end=self._note_end)
 
@@ -167,7 +175,7 @@ class Source:
         self._ended.set()
 
     def _push(self, piece: Piece) -> float:
-        """Seconds until the destination has it."""
+        """Return the seconds until the destination has the piece."""
         self._ended.clear()
         started_s = perf_counter()
         ticket = self._transport.push(piece)
@@ -182,34 +190,31 @@ class Source:
 
 
 class DestinationProcess:
+    """The process of the destination."""
+
     def __init__(self, move: Move) -> None:
-        command = _command("destination", move)
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.door = msgspec.json.decode(self._read_line(), type=DoorAt)
+        self._child = Child(*_arguments("destination", move))
+        self.listener = msgspec.json.decode(self._read(self._child.read()), type=ListenerAt)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # nothing in it is worth a farewell
-        self._process.communicate()
+        self._child.kill()
 
     def digest(self, num_units: int) -> str:
-        """Of what it has of that many units."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_units}\n".encode())
-        self._process.stdin.flush()
-        return self._read_line().decode().strip()
+        """Return the digest of so many of the destination's units."""
+        return self._read(self._child.ask(str(num_units)))
 
-    def _read_line(self) -> bytes:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+    def _read(self, line: str) -> str:
         if not line:
             raise TransferFailed("the destination's process has ended")
         return line
 
 
 class Destination:
+    """The destination's pool and listener."""
+
     def __init__(self, move: Move) -> None:
         self.pages = move.pages(seed=2)
         self._registrations = ReceiveRegistrations(move.num_pages)
@@ -229,39 +234,40 @@ class Destination:
             shared = SharedPool()
             self.pool = shared.zeros(shape, torch.uint8)
             shared.generations.grant(self.pages, (1,) * len(self.pages))
-            self.door = DoorAt(address=ShmListener(shared, self._registrations, KEY, _ignore).address)
+            self.listener = ListenerAt(address=ShmListener(shared, self._registrations, KEY, _ignore).address)
             return
         self.pool = torch.zeros(shape, dtype=torch.uint8, device=move.device)
         if move.way == "cuda_ipc":
             device_pool = SharedDevicePool(self.pool)
             device_pool.generations.grant(self.pages, (1,) * len(self.pages))
-            self.door = DoorAt(
+            self.listener = ListenerAt(
                 address=CudaIpcListener(device_pool, self._registrations, KEY, _ignore).address
             )
             return
         receiver = GroupReceiver(move.way, self._registrations, self.pool, settings=SETTINGS)
-        self.door = DoorAt(port=GroupListener(receiver, move.layout, 0, KEY).address[1])
+        self.listener = ListenerAt(port=GroupListener(receiver, move.layout, 0, KEY).address[1])
 
 
 def serve_destination(move: Move) -> None:
-    """Until its input ends: a number of units, a line with their digest."""
+    """Answer each number of units on stdin with their digest."""
     destination = Destination(move)
-    _print(msgspec.json.encode(destination.door).decode())
+    _print(msgspec.json.encode(destination.listener).decode())
     for line in sys.stdin:
         _print(digest_of(destination.pool, destination.pages[: int(line)]))
 
 
 def digest_of(pool: Tensor, pages: Sequence[int]) -> str:
+    """Return the digest of these pages."""
     content = pool[list(pages)].cpu().contiguous()
     return hashlib.blake2b(content.numpy().data, digest_size=16).hexdigest()
 
 
-def _command(role: str, move: Move) -> list[str]:
-    return [sys.executable, "-m", "baton.bench.gpu.kv", role, msgspec.json.encode(move).decode()]
+def _arguments(role: str, move: Move) -> list[str]:
+    return ["-m", "baton.bench.gpu.kv", role, msgspec.json.encode(move).decode()]
 
 
 def _ignore(transfers: list[bytes]) -> None:
-    """A source that dies has nothing open that anybody waits for."""
+    """Ignore transfers of a source that has died."""
 
 
 def _print(line: str) -> None:
@@ -269,25 +275,8 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    role, text = sys.argv[1:]
-    move = msgspec.json.decode(text, type=Move)
-    if role == "source":
-        _print(msgspec.json.encode(run_source(move)).decode())
-    else:
-        serve_destination(move)
-
-
-if __name__ == "__main__":
-    main()
-
-PAGE_SIZE: Final = 16
-LEAST_NCCL: Final = (2, 30)  # the first with NCCL_MULTI_RANK_GPU_ENABLE
-BAR_PERCENT: Final = 85.0
-
-
 def gather(session: Session) -> Iterator[Row]:
-    """Scattered pages into staging, percent of a copy of as many bytes."""
+    """Pack scattered pages into staging, in percent of a copy of as many bytes."""
     pool = _pool(session)
     for peer in _peers(session):
         plan = plan_transfer(_layout(session, 1), peer, 0, 0)
@@ -296,7 +285,7 @@ def gather(session: Session) -> Iterator[Row]:
 
 
 def scatter(session: Session) -> Iterator[Row]:
-    """Staging into scattered pages."""
+    """Unpack staging into scattered pages."""
     pool = _pool(session)
     for peer in _peers(session):
         plan = plan_transfer(peer, _layout(session, 1), 0, 0)
@@ -305,21 +294,21 @@ def scatter(session: Session) -> Iterator[Row]:
 
 
 def cuda_ipc(session: Session) -> Iterator[Row]:
-    """From push to DONE between two processes, percent of a contiguous copy within one."""
+    """Measure from push to DONE between two processes, in percent of a contiguous copy within one."""
     way: Way = "cuda_ipc" if session.device.type == "cuda" else "shm"
     for moved in measure(_move(session, way)):
         percent = 100 * moved.copy_s / moved.seconds
         name = f"cuda_ipc, {_size(moved.num_bytes)}"
         note = f"{_gbps(moved.num_bytes, moved.seconds)}, copy {_gbps(moved.num_bytes, moved.copy_s)}"
         note += _stand_in(session, "shm between two processes")
-        if moved.num_units == session.sizes.kv_moved_units[-1]:
-            yield session.bar(name, percent, "% of copy", BAR_PERCENT, note)
-        else:  # what a push costs before its first byte moves is most of it
-            yield Row(name, percent, "% of copy", note=note)
+        is_largest = (
+            moved.num_units == session.sizes.kv_moved_units[-1]
+        )  # small pushes cost most before they move
+        yield session.bar(name, percent, "% of copy", BAR_PERCENT if is_largest else None, note)
 
 
 def nccl(session: Session) -> Iterator[Row]:
-    """From push to DONE between two ranks on one GPU."""
+    """Measure from push to DONE between two ranks on one GPU."""
     has_gpu = session.device.type == "cuda"
     if has_gpu:
         missing = _missing_nccl()
@@ -338,7 +327,7 @@ def _pair_row(session: Session, moved: Moved) -> Row:
 
 
 def _missing_nccl() -> str:
-    """Why two ranks cannot share a GPU here; empty when they can."""
+    """Return why two ranks cannot share a GPU here; empty when they can."""
     if not torch.distributed.is_nccl_available():
         return "this build of torch has no NCCL"
     version = torch.cuda.nccl.version()
@@ -352,7 +341,7 @@ def _packing_row(session: Session, verb: str, pool: Tensor, plan: TransferPlan, 
     packing, num_bytes = packing_of(pool), num_units * plan.unit_bytes
     side = plan.source if verb == "gather" else plan.destination
     pages = random.Random(num_units).sample(range(len(pool)), len(pool))
-    # Every call has pages and staging of its own: what fits into a cache is measured from the cache.
+    # Every call has pages and staging of its own: data that fits into a cache is measured from the cache.
     offsets = [
         side.offsets(0, num_units, pages[first : first + num_units])
         for first in range(0, len(pages) - num_units + 1, num_units)
@@ -373,7 +362,7 @@ def _packing_row(session: Session, verb: str, pool: Tensor, plan: TransferPlan, 
 
 
 def _call(verb: str, packing: PagePacking, plan: TransferPlan, offset_N: Offsets, part: Tensor) -> Call:
-    """On a GPU the kernel alone: a graph cannot hold how its row numbers get there."""
+    """Return the call; on a GPU the kernel alone, as a graph cannot hold the copy of its row numbers."""
     if not isinstance(packing, DevicePages):
         return partial(packing.pack if verb == "gather" else packing.unpack, plan, offset_N, part)
     rows = packing.rows(plan, offset_N)
@@ -386,7 +375,7 @@ def _call(verb: str, packing: PagePacking, plan: TransferPlan, offset_N: Offsets
 def _check(
     verb: str, packing: PagePacking, pool: Tensor, plan: TransferPlan, offset_N: Offsets, part: Tensor
 ) -> None:
-    """The way that transports take, against plain indexing by runs."""
+    """Compare the packing of transports with plain indexing by runs."""
     if verb == "gather":
         packing.note_written()
         packing.pack(plan, offset_N, part)
@@ -409,7 +398,7 @@ def _pool(session: Session) -> Tensor:
 
 
 def _peers(session: Session) -> tuple[PageLayout, PageLayout]:
-    """Ranks whose pages are cut alike, and ranks that have half of the heads: many short runs."""
+    """Return the layout of a rank with equal pages, and of a rank with half of the heads: many short runs."""
     return _layout(session, 1), _layout(session, 2)
 
 
@@ -445,3 +434,17 @@ def _size(num_bytes: int) -> str:
 
 def _gbps(num_bytes: int, seconds: float) -> str:
     return f"{format_number(num_bytes / seconds / 1e9)} GB/s"
+
+
+def main() -> None:
+    """Run the role that the arguments name."""
+    role, text = sys.argv[1:]
+    move = msgspec.json.decode(text, type=Move)
+    if role == "source":
+        _print(msgspec.json.encode(run_source(move)).decode())
+    else:
+        serve_destination(move)
+
+
+if __name__ == "__main__":
+    main()

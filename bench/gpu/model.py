@@ -1,4 +1,4 @@
-"""The 8B shape through the engine itself: its scheduler, graphs and sampling are all in the figures.
+"""The 8B shape through the engine: scheduler, graphs and sampling are part of the figures.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ from baton.engine.models.registry import read_model_config
 from baton.engine.runner.step_inputs import StepArrays
 from baton.request import Request, SamplingParams, StepOutput
 
+GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
+NUM_DECODE_TOKENS: Final = 33
+NUM_RUNS: Final = 3
+CHECKED_TOKENS: Final = 64
 STEP_BARS: Final = {1: 80.0, 64: 75.0, 256: 65.0}  # percent of roofline
 PREFILL_BAR: Final = 70.0  # percent of matmul peak
 NUM_WARMUP_STEPS: Final = 5  # the first captures the batch size's graph
@@ -44,7 +49,7 @@ _request_ids = count()
 
 
 def check(session: Session) -> Iterator[Row]:
-    """A ragged prefill and a decode step in bf16 on the device against the CPU's kernels in fp32."""
+    """Check a ragged prefill and a decode step in bf16 on the device against the CPU's kernels in fp32."""
     settings = {"cache": {"kv_cache_memory_bytes": 2**24}, "max_model_len": 256}
     tested = load_replica(CHECKED_SHAPE, {**settings, "device": session.device.type})
     oracle = load_replica(CHECKED_SHAPE, {**settings, "device": "cpu", "dtype": "float32"})
@@ -58,13 +63,12 @@ def check(session: Session) -> Iterator[Row]:
         got_BV, expected_BV = tested.runner.execute(arrays), oracle.runner.execute(arrays)
         require_close(f"logits of a {name} step", got_BV, expected_BV, limit=3e-2)
         error = float((got_BV.cpu() - expected_BV).norm() / expected_BV.norm())
-        yield Row(
-            f"logits of a {name} step", error, "rel. error", "< 0.03", True, "bf16 against fp32 on the CPU"
-        )
+        note = "bf16 against fp32 on the CPU"
+        yield Row(f"logits of a {name} step", error, "rel. error", "< 0.03", True, note)
 
 
 def decode_steps(session: Session) -> Iterator[Row]:
-    """Percent of roofline of a whole engine step."""
+    """Measure whole engine steps in percent of roofline."""
     for batch in session.sizes.step_batches:
         yield from _decode_rows(session, batch, SamplingParams(), STEP_BARS.get(batch))
     top_p = SamplingParams(temperature=0.8, top_p=0.95, top_k=50)
@@ -72,7 +76,7 @@ def decode_steps(session: Session) -> Iterator[Row]:
 
 
 def prefill(session: Session) -> Iterator[Row]:
-    """Percent of the matmul peak from adding a request to its first token."""
+    """Measure the percent of the matmul peak from adding a request to its first token."""
     engine, rng = session.replica.engine, random.Random(1)
     for num_tokens in session.sizes.model_prefill_lengths:
         seconds = []
@@ -93,13 +97,13 @@ def prefill(session: Session) -> Iterator[Row]:
 
 
 def prefill_flops(shape: LlamaShape, num_tokens: int) -> float:
-    """Matrices, the causal half of attention, and the head for the last token."""
+    """Return the FLOPs of the matrices, the causal half of attention, and the head for the last token."""
     attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
     return 2 * num_layer_parameters(shape) * num_tokens + attention + 2 * num_head_parameters(shape)
 
 
 def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> float:
-    """Read all weights or multiply with them, whichever takes longer, then read the keys and values."""
+    """Return the time to read or multiply all weights, whichever is longer, and to read keys and values."""
     shape, rates = session.sizes.model, session.rates
     num_parameters = num_layer_parameters(shape) + num_head_parameters(shape)
     weights_s = 2 * num_parameters / rates.read_gbps / 1e9
@@ -109,6 +113,7 @@ def roofline_seconds(session: Session, batch: int, num_context_tokens: int) -> f
 
 
 def random_tokens(rng: random.Random, shape: LlamaShape, num_tokens: int) -> list[int]:
+    """Return random tokens of the vocabulary."""
     return rng.choices(range(shape.vocab_size), k=num_tokens)
 
 
@@ -123,11 +128,11 @@ def generate(replica: Replica, prompts: Sequence[list[int]], num_new_tokens: Seq
 
 
 def step_arrays(starts: Sequence[int], tokens: Sequence[list[int]], page_size: int = 16) -> StepArrays:
-    """A step of an idle engine: sequence b has `starts[b]` tokens behind it and pages of its own."""
+    """Return a step in which sequence b has `starts[b]` computed tokens and pages of its own."""
     lengths = np.array([len(chunk) for chunk in tokens])
     ends = np.array(starts) + lengths
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    pages_each = 8  # as many in every step, so that a later one finds what an earlier one stored
+    pages_each = 8  # as many in every step, so a later step finds the pages of an earlier one
     while pages_each * page_size < ends.max():
         pages_each *= 2
     page_table = np.arange(len(tokens) * pages_each, dtype=np.int32).reshape(len(tokens), pages_each)
@@ -174,21 +179,14 @@ def _decode_rows(session: Session, batch: int, sampling: SamplingParams, bar: fl
         yield Row(f"{name}, top-k and top-p", percent, "% of roofline", note=note)
         return
     session.step_seconds[batch] = step_s
-    yield (
-        Row(name, percent, "% of roofline", note=note)
-        if bar is None
-        else session.bar(name, percent, "% of roofline", bar, note)
-    )
+    yield session.bar(name, percent, "% of roofline", bar, note)
 
 
 def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
     """Add requests and prefill until every one has its first token; return their ids."""
     engine, rng, sizes = session.replica.engine, random.Random(batch), session.sizes
-    # Enough that none ends while the others are prefilled or timed.
-    num_tokens = sizes.max_model_len - sizes.step_context
-    sampling = SamplingParams(
-        max_tokens=num_tokens, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-    )
+    # Long enough that no request ends while the others are prefilled or timed.
+    sampling = msgspec.structs.replace(sampling, max_tokens=sizes.max_model_len - sizes.step_context)
     requests = [_request(random_tokens(rng, sizes.model, sizes.step_context), sampling) for _ in range(batch)]
     for request in requests:
         engine.add(request)
@@ -200,7 +198,7 @@ def _fill(session: Session, batch: int, sampling: SamplingParams) -> list[str]:
 
 
 def _model_seconds(session: Session) -> float:
-    """The last decode step's forward pass again and again: inputs, graph and logits, nothing sampled."""
+    """Time the last decode step's forward pass alone: inputs, graph and logits, without sampling."""
     runner, num_runs = session.replica.runner, session.sizes.num_steps
     arrays = runner.last_step
     if arrays is None:
@@ -214,23 +212,15 @@ def _model_seconds(session: Session) -> float:
 
 
 def _request(prompt: list[int], sampling: SamplingParams) -> Request:
-    """Ends by length alone: the models here have no end token."""
+    """Return a request that ends by length alone: the models here have no end token."""
     return Request(request_id=f"bench-{next(_request_ids)}", token_ids=tuple(prompt), sampling=sampling)
 
 
-# `transformers` on the same device with the same dummy weights: padded batches, its own SDPA attention.
-
-GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
-NUM_DECODE_TOKENS: Final = 33
-NUM_RUNS: Final = 3
-CHECKED_TOKENS: Final = 64
-
-
 class Rival:
-    """A transformers model in bf16; its weights are the engine's, tensor by tensor."""
+    """A transformers model in bf16 with the engine's weights and SDPA attention."""
 
     def __init__(self, shape: LlamaShape, device: torch.device) -> None:
-        import transformers  # only here: the rest of the bench runs without it
+        import transformers  # the other stages run without it
 
         transformers.logging.set_verbosity_error()
         self._device = device
@@ -246,13 +236,13 @@ class Rival:
             parameter.copy_(checkpoint.tensor(name))
 
     def last_logits(self, prompt: list[int]) -> Tensor:
-        """[1, V]: of the last token."""
+        """Return the logits of the last token, [1, V]."""
         token_ids = torch.tensor([prompt], device=self._device)
         logits: Tensor = self._model(token_ids, logits_to_keep=1).logits[:, -1]
         return logits
 
     def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> None:
-        """Greedy, all prompts padded on the left to the longest, `num_tokens` for every one."""
+        """Generate greedily; all prompts are padded on the left to the longest."""
         longest = max(map(len, prompts))
         token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -267,6 +257,7 @@ class Rival:
 
 
 def against_transformers(session: Session) -> Iterator[Row]:
+    """Compare with `transformers` on the same device with the same weights."""
     if find_spec("transformers") is None:
         yield Row("transformers", None, "", note="not installed")
         return
@@ -298,7 +289,7 @@ def _decode_row(session: Session, rival: Rival, batch: int) -> Row:
 
 
 def _mixed_rows(session: Session, rival: Rival) -> Iterator[Row]:
-    """Ragged requests: ours as they come, theirs as one padded batch that runs to the longest answer."""
+    """Run ragged requests: ours as they come, theirs as one padded batch up to the longest answer."""
     sizes, rng = session.sizes, random.Random(3)
     lengths = [rng.randint(*sizes.mixed_lengths) for _ in range(2 * sizes.num_mixed_requests)]
     prompts = [random_tokens(rng, sizes.model, length) for length in lengths[::2]]

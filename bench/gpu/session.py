@@ -1,4 +1,4 @@
-"""What the stages of the GPU bench share: sizes, the device's rates, one loaded engine, the checks."""
+"""The state that stages of the GPU suite share: sizes, rates of the device, one loaded engine; and checks."""
 
 from dataclasses import dataclass, field
 
@@ -31,19 +31,20 @@ TOY_LLAMA = LlamaShape(
 
 
 class WrongResult(Exception):
-    """A kernel or model that does not compute what it should: its speed means nothing."""
+    """A kernel or model computed a wrong result, so its speed means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
+    """The sizes of every stage. Figures at toy size have no bars."""
+
     has_bars: bool
-    buffer_bytes: int  # read and copied to find the memory's rate
+    buffer_bytes: int  # read and copied to measure the memory's rate
     matmul_size: int
     model: LlamaShape  # kernels are run with its heads
     num_pool_layers: int  # calls of one timing go from layer to layer, so that no cache helps
     decode_batches: tuple[tuple[int, int], ...]  # (sequences, tokens of context)
     prefill_lengths: tuple[int, ...]
-    num_moved_pages: int
     num_kv_pages: int  # of a pool that transfers gather from and scatter to, 16 tokens each
     kv_units: tuple[int, ...]  # pages gathered or scattered at once
     kv_moved_units: tuple[int, ...]  # pages of one push between two processes
@@ -65,7 +66,6 @@ FULL = Sizes(
     num_pool_layers=8,
     decode_batches=((64, 1024), (256, 1024), (1, 32768)),
     prefill_lengths=(2048, 8192, 32768),
-    num_moved_pages=512,
     num_kv_pages=512,
     kv_units=(1, 8, 128),
     kv_moved_units=(32, 256, 2048),
@@ -86,7 +86,6 @@ TOY = Sizes(
     num_pool_layers=2,
     decode_batches=((4, 64), (1, 128)),
     prefill_lengths=(32, 64),
-    num_moved_pages=4,
     num_kv_pages=8,
     kv_units=(1, 2),
     kv_moved_units=(1, 4),
@@ -103,7 +102,7 @@ TOY = Sizes(
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the device, measured in this run."""
+    """Rates of the device, measured in this run."""
 
     read_gbps: float
     copy_gbps: float  # bytes read and bytes written
@@ -112,6 +111,8 @@ class Rates:
 
 @dataclass
 class Session:
+    """One run on one device; stages leave figures here for later stages."""
+
     device: torch.device
     sizes: Sizes
     measured_rates: Rates | None = None
@@ -142,17 +143,13 @@ class Session:
             self._replica = load_replica(sizes.model, settings)
         return self._replica
 
-    def bar(self, name: str, value: float, unit: str, bar: float, note: str = "") -> Row:
-        """At least `bar`, which says nothing at toy size."""
-        return (
-            at_least(name, value, unit, bar, note)
-            if self.sizes.has_bars
-            else Row(name, value, unit, note=note)
-        )
+    def bar(self, name: str, value: float, unit: str, bar: float | None, note: str = "") -> Row:
+        """Return a row with this lower limit, or without one at toy size."""
+        return at_least(name, value, unit, bar if self.sizes.has_bars else None, note)
 
 
 def require_close(what: str, got: Tensor, expected: Tensor, limit: float = 1e-2) -> None:
-    """Raises WrongResult unless |got - expected| / |expected| is under the limit; NaN never is."""
+    """Raise WrongResult unless |got - expected| / |expected| is under the limit; NaN never is."""
     got, expected = got.double().cpu(), expected.double().cpu()
     error = float((got - expected).norm() / expected.norm())
     if not error < limit:
@@ -160,5 +157,6 @@ def require_close(what: str, got: Tensor, expected: Tensor, limit: float = 1e-2)
 
 
 def require_equal(what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise WrongResult unless the bytes are equal."""
     if not torch.equal(got, expected):
         raise WrongResult(f"{what}: the bytes differ")

@@ -1,8 +1,16 @@
-"""How much of a hand-off a request waits for: pages that stream while a real engine prefills, chunk by chunk
-and the last chunk by groups of layers or as one, and pages that are all sent at the end.
+"""Hand-offs in three circumstances: streaming while an engine prefills, the replay of a trace, and faults.
 
-The engine computes a prompt in chunks on this machine's cores, while the transport's threads move what is
-done. Exposed is the time from the last computed page to the destination's word that all are right.
+1. Streaming: an engine computes a prompt in chunks while the transport's threads move finished pages, the
+   last chunk whole or by groups of layers; compared with pages that are all sent at the end. The exposed
+   time is from the last computed page until the destination says that all pages are right.
+2. Replay: each request of a trace goes to the least busy prefill and decode worker. Blocks that the decode
+   worker has cached are not sent. Requests keep the trace's order, one hand-off at a time, so each figure is
+   a transfer's own. Every worker is an endpoint, every decode worker a process. Nothing streams: the worst
+   case.
+3. Faults in the middle of a transfer, when they are noticed, when the pages are back, and the wasted bytes:
+   kill: the destination's process dies; stall: the destination's process is stopped (SIGSTOP) for good;
+   abort: the source gives up; cut: the link closes; corrupt: a bit of a page flips on arrival, and its unit
+   is written again.
 """
 
 import os
@@ -43,14 +51,18 @@ SHAPE: Final = LlamaShape(
 
 
 class Leaving(Enum):
+    """When the pages of a prompt leave."""
+
     BY_LAYERS = "by layers"  # chunk by chunk, the last one by groups of layers
     BY_CHUNKS = "by chunks"
     AT_END = "at the end"
 
 
 class Streamed(NamedTuple):
-    """Medians, in seconds, of prompts of `num_tokens`. Exposed is what a request waits for after `prefill_s`;
-    the by-layers prefill is told apart, because its pages leave while it computes.
+    """Medians in seconds of prompts of `num_tokens`. A request waits for the exposed time after the prefill.
+
+    The prefill whose last chunk leaves by layers has a time of its own, because pages leave while it
+    computes.
     """
 
     num_tokens: int
@@ -88,15 +100,17 @@ class _LastChunk:
     def layers_written(self, first: int, stop: int) -> None:
         self.offer(self._page_table, self._num_pages, self._group)
         self._group += 1
-        self._endpoint.poll()  # what is written of earlier groups is told at once
+        self._endpoint.poll()  # tells the destination of earlier groups at once
 
 
 class _Prefill:
-    """One engine whose pages an endpoint sends from."""
+    """An engine, and an endpoint that sends its pages."""
 
     def __init__(self, transport: str, most_tokens: int) -> None:
         token_bytes = 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-        kv_bytes = (SHAPE.max_positions + 2 * most_tokens) * token_bytes  # what was sent last is still held
+        kv_bytes = (
+            SHAPE.max_positions + 2 * most_tokens
+        ) * token_bytes  # the pages of the last prompt are still held
         replica = load_replica(
             SHAPE,
             {
@@ -113,7 +127,7 @@ class _Prefill:
         self._link: Link = self._endpoint.link(self._destination.address)
 
     def run(self, name: str, num_tokens: int, leaving: Leaving) -> tuple[float, float]:
-        """Seconds of the prefill, and seconds exposed."""
+        """Return the seconds of the prefill, and the exposed seconds."""
         num_pages = self._layout.num_pages(num_tokens)
         token_ids = tuple(1 + index % (SHAPE.vocab_size - 1) for index in range(num_tokens))
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -159,7 +173,7 @@ class _Prefill:
 def measure_streaming(
     num_tokens: int, transport: str, num_rounds: int, progress: Callable[[str], None]
 ) -> Streamed:
-    """Rounds of each way alternate; the first of each warms up."""
+    """Measure every way to leave in turns; the first round warms up."""
     prefill = _Prefill(transport, num_tokens)
     try:
         taken: dict[Leaving, list[tuple[float, float]]] = {leaving: [] for leaving in Leaving}
@@ -182,25 +196,17 @@ def measure_streaming(
     )
 
 
-# A real trace's hand-offs replayed over a matrix of prefill and decode workers.
-#
-# Each request goes to the prefill and the decode worker that are least busy, blocks that the decode worker
-# holds already (the trace's shared prefixes, in a cache of its own size) are not sent again, and the page
-# lists are those of ledgers that have been in use: scattered. Requests keep the trace's order, one hand-off
-# at a time, so each figure is a transfer's own; every worker is an endpoint, every decode worker a process.
-# Pages are there when a hand-off starts: exposed is the whole of it, the worst case.
-
 CACHED_BLOCKS: Final = 1000  # of a decode worker
-PREFILL_TOKENS_PER_S: Final = 8000.0  # by which exposed time is set against the time to the first token
+PREFILL_TOKENS_PER_S: Final = 8000.0  # gives the time to the first token, beside which exposed time is shown
 
 
 class Replayed(NamedTuple):
-    """One transport's replay."""
+    """The replay over one transport."""
 
     transport: str
     num_requests: int
     num_bytes: int
-    num_cached_tokens: int  # not sent: the decode worker had them
+    num_cached_tokens: int  # not sent, as the decode worker had them
     gbps: float  # bytes over the time in which any moved
     p50_ms: float  # of a hand-off, from its first message to its last
     p99_ms: float
@@ -209,14 +215,14 @@ class Replayed(NamedTuple):
 
 
 class _Decode:
-    """A decode worker's process, and which blocks it holds."""
+    """A decode worker's process, and the blocks that it has cached."""
 
     def __init__(self, layout: PageLayout, num_pages: int) -> None:
         self.process = DestinationProcess(layout, num_pages)
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def num_cached_tokens(self, request: TraceRequest) -> int:
-        """Of the prompt's leading blocks; takes note of the others."""
+        """Return the cached tokens of the prompt; cache the other blocks."""
         num_blocks = 0
         for block in request.block_ids:
             if block not in self._blocks:
@@ -238,6 +244,7 @@ def replay(
     num_decode: int,
     progress: Callable[[str], None],
 ) -> Replayed:
+    """Replay the hand-offs of a trace over a matrix of prefill and decode workers."""
     most_pages = layout.num_pages(max(request.input_tokens for request in requests))
     num_pages = 2 * most_pages + 64
     decodes = [_Decode(layout, num_pages) for _ in range(num_decode)]
@@ -287,18 +294,9 @@ def _summary(
     )
 
 
-# What faults cost in the middle of a transfer: how soon they are noticed, when the pages are back, and how
-# many bytes were moved for nothing.
-#
-# kill      the destination's process, after k % of the pages
-# stall     the destination's process is stopped (SIGSTOP) for good after k % of the pages
-# abort     the source gives the transfer up after k % of the pages
-# cut       the link between the two is cut after k % of the pages
-# corrupt   a bit of the page at k % is flipped as it arrives: its unit is written again
-
 PERCENTS: Final = (1, 50, 99)
 KINDS: Final = ("kill", "stall", "abort", "cut", "corrupt")
-LEASE_S: Final = 2.0  # a stalled peer is given up after this long
+LEASE_S: Final = 2.0  # after which a stalled peer is given up
 LIMIT_S: Final = 30.0
 
 
@@ -323,6 +321,7 @@ def measure_fault(
     num_rounds: int,
     progress: Callable[[str], None],
 ) -> Fault:
+    """Break `num_rounds` transfers after `percent` % of their pages."""
     rounds = []
     for _ in range(num_rounds):
         progress(f"{kind} at {percent} % over {transport}")
@@ -351,12 +350,12 @@ def _one(
     endpoint = source.endpoint = KvEndpoint(settings, source.pool, source.ledger)
     try:
         link = source.link(destination)
-        source.send(link, layout.page_size)  # everything is open and warm
+        source.send(link, layout.page_size)  # opens and warms everything
         transfer = endpoint.start(link, num_units, deadline_s=LIMIT_S)
         pages = source.ledger.allocate(num_units, "prompt")
         num_first = max(1, len(pages) * percent // 100)
         endpoint.offer(transfer, pages[:num_first], num_first)
-        _poll_for(endpoint, 0.2)  # the first pages move, the rest is not computed yet
+        _poll_for(endpoint, 0.2)  # the first pages move before the others are computed
         started_s = perf_counter()
         if kind == "cut":
             link.close()

@@ -1,10 +1,9 @@
-"""The two ends of a KV transfer bench: whole endpoints with real ledgers, the destination in its own process.
+"""The two ends of a KV transfer: whole endpoints with real page pools, the destination in its own process.
 
 Pages are scattered: the free lists are shuffled before anything moves.
 """
 
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from time import perf_counter
@@ -14,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from baton.bench.processes import Child
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.models.weights import TORCH_DTYPES
 from baton.errors import ConfigError
@@ -46,7 +46,7 @@ def pool_shape(layout: PageLayout, num_pages: int) -> tuple[int, ...]:
 
 
 def scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
-    """All pages free, in random order."""
+    """Return a pool with all pages free, in random order."""
     ledger = PagePool(num_pages, layout.page_size)
     pages = ledger.allocate(num_pages, "shuffle")
     random.Random(seed).shuffle(pages)
@@ -55,12 +55,12 @@ def scattered_ledger(layout: PageLayout, num_pages: int, seed: int) -> PagePool:
 
 
 class SourceEnd:
-    """The end in the bench's own process."""
+    """The end in the suite's own process."""
 
     def __init__(
         self, layout: PageLayout, num_pages: int, transport: str, pool: Tensor | None = None
     ) -> None:
-        """pool: of another end with the same layout, to save memory."""
+        """pool: that of another end with the same layout, to save memory."""
         self.layout = layout
         if pool is None:
             pool = huge_zeros(pool_shape(layout, num_pages), TORCH_DTYPES[layout.dtype])
@@ -70,14 +70,15 @@ class SourceEnd:
         self.endpoint = KvEndpoint(settings_of(layout, transport), pool, self.ledger)
 
     def link(self, destination: "DestinationProcess") -> Link:
+        """Connect to a destination."""
         return self.endpoint.link(destination.address)
 
     def send(self, link: Link, num_tokens: int) -> TransferTimes:
-        """One hand-off of pages that are all there; RuntimeError when it fails."""
+        """Hand over the pages of so many tokens at once; RuntimeError when that fails."""
         num_units = plan_transfer(self.layout, link.hello.layout, 0, 0).num_units(num_tokens)
         pages = self.ledger.allocate(self.layout.num_pages(num_tokens), "prompt")
         reason = NO_ROOM
-        while reason == NO_ROOM:  # the destination has yet to let go of what came before
+        while reason == NO_ROOM:  # the destination has not released the earlier pages yet
             transfer = self.endpoint.start(link, num_units, deadline_s=DEADLINE_S)
             self.endpoint.offer(transfer, pages, num_units)
             ended = self.wait_for(transfer)
@@ -88,6 +89,7 @@ class SourceEnd:
         return ended.times
 
     def wait_for(self, transfer: bytes) -> TransferEnded:
+        """Return the end of a transfer; TimeoutError after DEADLINE_S."""
         deadline_s = perf_counter() + DEADLINE_S
         while perf_counter() < deadline_s:
             for ended in self.endpoint.poll():
@@ -97,11 +99,12 @@ class SourceEnd:
         raise TimeoutError(f"a transfer has not ended within {DEADLINE_S:g} s")
 
     def close(self) -> None:
+        """Close the endpoint."""
         self.endpoint.close()
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What the destination's process is told."""
+    """The destination's assignment."""
 
     layout: PageLayout
     num_pages: int
@@ -110,6 +113,8 @@ class _Start(msgspec.Struct, frozen=True):
 
 
 class DestinationProcess:
+    """The process of a destination; `address` is that of its endpoint."""
+
     def __init__(
         self,
         layout: PageLayout,
@@ -118,24 +123,16 @@ class DestinationProcess:
         is_shared: bool = True,
         damaged_unit: int | None = None,
     ) -> None:
-        """damaged_unit: in which one bit is flipped when it first arrives, in the first long transfer."""
+        """damaged_unit: the unit that arrives with one bit flipped, in the first long transfer."""
         start = _Start(layout, num_pages, is_shared, damaged_unit)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton.bench.kv.ends"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-        self._process.stdin.flush()
-        host, port = msgspec.json.decode(self._process.stdout.readline(), type=tuple[str, int])
-        self.address = (host, port)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._child = Child("-m", "baton.bench.kv.ends")
+        line = self._child.ask(msgspec.json.encode(start).decode())
+        self.address = msgspec.json.decode(line, type=tuple[str, int])
+        self.pid = self._child.pid
 
     def close(self) -> None:
-        self._process.kill()  # nothing in it is worth a farewell
-        self._process.communicate()
+        """End the process."""
+        self._child.kill()
 
 
 class _DamagingEndpoint(KvEndpoint):
@@ -152,7 +149,7 @@ class _DamagingEndpoint(KvEndpoint):
 
 
 def serve(start: _Start) -> None:
-    """Take pages and let go of them, until killed."""
+    """Take pages and release them, until killed."""
     layout, shared = start.layout, SharedPool() if start.is_shared else None
     zeros = huge_zeros if shared is None else shared.zeros
     pool = zeros(pool_shape(layout, start.num_pages), TORCH_DTYPES[layout.dtype])
@@ -172,22 +169,18 @@ def serve(start: _Start) -> None:
 
 
 def release_adopted(ended: Sequence[TransferEnded], ledger: PagePool) -> None:
+    """Release the pages of transfers that the destination has adopted."""
     for each in ended:
         if each.outcome is HandoffOutcome.ADOPTED:
             ledger.release(each.pages, "sequence")
 
 
 def touch(pool: Tensor) -> None:
-    """Have all memory at hand, as a worker's pool has after its first minutes."""
+    """Touch all memory, as a worker has after its first minutes."""
     pool.view(-1).view(torch.uint8)[::4096].fill_(1)
 
 
-if __name__ == "__main__":
-    serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))
-
-# The KV caches of models that people serve, by name; only their shapes matter to a transfer.
-
-# name -> layers, KV heads, head dim, all in bf16
+# The KV caches of models that people serve; name -> layers, KV heads, head dim, all in bf16
 _SHAPES: Final = {
     "tiny": (4, 2, 64),  # the model that comes with Baton
     "qwen3-0.6b": (28, 8, 128),
@@ -197,7 +190,7 @@ SHAPE_NAMES: Final = tuple(_SHAPES)
 
 
 def layout_of(shape: str, *, page_size: int, tp_size: int = 1) -> PageLayout:
-    """ConfigError lists the known names."""
+    """Return the page layout of a model. ConfigError: the name is unknown."""
     if shape not in _SHAPES:
         raise ConfigError(f"shape: expected one of {', '.join(SHAPE_NAMES)}, got {shape!r}")
     num_layers, num_kv_heads, head_dim = _SHAPES[shape]
@@ -209,3 +202,7 @@ def layout_of(shape: str, *, page_size: int, tp_size: int = 1) -> PageLayout:
         head_dim=head_dim,
         dtype="bfloat16",
     )
+
+
+if __name__ == "__main__":
+    serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))

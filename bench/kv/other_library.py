@@ -1,10 +1,10 @@
-"""NIXL or Mooncake moving scattered pages between two processes: a rival for `baton bench kv --rival`.
+"""NIXL or Mooncake moves scattered pages between two processes: a rival for `baton bench kv --rival`.
 
     PYTHON bench/kv/other_library.py nixl|mooncake PAGE_BYTES NUM_PAGES
 
-PYTHON is one that has the library and NumPy; Baton need not be there. NIXL goes the way that UCX_TLS names
-(`sm,self,tcp` within a host, `tcp` over sockets), Mooncake over TCP. What is set up before the first byte
-moves is not timed. The last line is JSON: GB/s of a batch of all pages, by operation, medians.
+PYTHON needs the library and NumPy, but not Baton. NIXL uses the transport that UCX_TLS names (`sm,self,tcp`
+within a host, `tcp` over sockets), Mooncake uses TCP. The setup is not timed. The last line is JSON: medians
+of GB/s of a batch of all pages, by operation.
 """
 
 import base64
@@ -27,20 +27,23 @@ HOST: Final = "127.0.0.1"
 
 
 class Library(Protocol):
-    """One end. It owns a pool at `address`."""
+    """One end of a library, with a registered pool."""
 
     operations: tuple[str, ...]
 
     def reached_by(self) -> str:
-        """What the other end needs, in one word."""
+        """Return the word with which the other end connects."""
 
-    def meet(self, peer: str) -> None: ...
+    def meet(self, peer: str) -> None:
+        """Connect to the other end."""
 
     def move(self, operation: str, here: list[int], there: list[int], page_bytes: int) -> float:
-        """Seconds that the pages took, by their addresses."""
+        """Move the pages at these addresses; return the seconds."""
 
 
 class Nixl:
+    """NIXL by its UCX backend."""
+
     operations: tuple[str, ...] = ("WRITE", "READ")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
@@ -74,6 +77,8 @@ class Nixl:
 
 
 class Mooncake:
+    """Mooncake's transfer engine over TCP."""
+
     operations: tuple[str, ...] = ("write", "read")
 
     def __init__(self, name: str, address: int, pool_bytes: int) -> None:
@@ -104,22 +109,24 @@ def _check(what: str, code: int) -> None:
 
 
 def main() -> None:
+    """Run one end; the source starts the target."""
     name, page_bytes, num_pages = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    pool = np.ones(2 * num_pages * page_bytes, dtype=np.uint8)  # in huge pages, as Baton's are
+    pool = np.ones(2 * num_pages * page_bytes, dtype=np.uint8)
     address = pool.ctypes.data
     is_target = sys.argv[4:] == [TARGET]
     library: Library = LIBRARIES[name](TARGET if is_target else "source", address, len(pool))
     if is_target:
         sys.stdout.write(f"{READY} {library.reached_by()} {address}\n")
         sys.stdout.flush()
-        sys.stdin.read()  # until the source has gone
+        sys.stdin.read()  # ends with the source
     else:
         sys.stdout.write(f"{json.dumps(measured(library, address, page_bytes, num_pages))}\n")
         sys.stdout.flush()
-    os._exit(0)  # threads of the libraries are in no hurry
+    os._exit(0)  # does not wait for threads of the library
 
 
 def measured(library: Library, address: int, page_bytes: int, num_pages: int) -> dict[str, float]:
+    """Start the other end and return GB/s by operation."""
     target = subprocess.Popen(
         [sys.executable, __file__, *sys.argv[1:4], TARGET],
         stdin=subprocess.PIPE,

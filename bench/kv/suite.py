@@ -1,4 +1,4 @@
-"""KV pages on the move: how fast, how much of it a request waits for, and what faults cost.
+"""KV transfers: rates, the part that a request waits for, and the cost of faults.
 
     baton bench kv                            prompt sizes of named models over every transport; streaming
     baton bench kv --rival tcp:NAME=COMMAND   the same beside another library
@@ -11,9 +11,11 @@ same run. Columns are explained in bench/README.md.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -28,40 +30,36 @@ from baton.bench.kv.cases import (
     replay,
 )
 from baton.bench.kv.ends import SHAPE_NAMES, layout_of
-from baton.bench.kv.rivals import Rival, RivalRates
+from baton.bench.kv.limits import UNPACED, Rival, RivalRates
 from baton.bench.kv.sweep import (
     SMALL,
     SMALL_TOKENS,
     TRANSPORTS,
-    UNPACED,
     Limits,
     Point,
     Relaid,
     Rounds,
-    measure,
     measure_relayout,
+    measure_shape,
 )
-from baton.bench.machine import machine_description, one_line
-from baton.bench.report import RESULTS, Row, at_least, at_most, can_plot, print_table, write_json
+from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
 from baton.bench.traces import read_trace
 
-# What bench/kv/suite.py measured as rows of its tables, beside the bars.
-
 MEBIBYTE: Final = 2**20
-# The rate that a transport is held to, and how much of it.
+# transport -> the limit that its rate is compared with, and the least share
 BARS: Final = {"shm": ("memcpy", 0.9), "tcp": ("raw socket", 0.85)}
 GLOO_BAR: Final = 1.5
 SMALL_BAR: Final = 0.6
-# A name begins so -> times its rate of writing.
+# the beginning of a rival's name -> the least ratio to its rate of writing
 RIVAL_BARS: Final = {"nixl": 1.2, "mooncake": 2.0}
-PUSHING: Final = "write"  # what Baton's transports do; a rival's other operations are there to be read
+PUSHING: Final = "write"  # the operation of Baton's transports; a rival's other operations have no bar
 EXPOSED_BAR: Final = 3.0  # % of a prefill
 STREAMING_BAR: Final = 3.0  # times less exposed
 BACK_BAR_MS: Final = 1000.0
 
 
 def sweep_rows(points: Sequence[Point], limits: Limits) -> list[Row]:
-    """Figures of one shape and page size."""
+    """Return the figures of one shape and page size."""
     rows = [Row(f"limit: {name}", gbps, "GB/s") for name, gbps in limits.gbps.items()]
     for point in sorted(points, key=lambda point: (point.transport, point.num_tokens)):
         times = point.times
@@ -76,7 +74,7 @@ def sweep_rows(points: Sequence[Point], limits: Limits) -> list[Row]:
 
 
 def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
-    """A transport's largest transfer against the limits, its 512-token one against the largest."""
+    """Compare the largest transfer with the limits, and that of 512 tokens with the largest."""
     largest = max(points, key=lambda point: point.num_bytes)
     transport, (limit, bar) = largest.transport, BARS[largest.transport]
     many = [name for name in limits.gbps if name.startswith(limit) and not name.endswith((SMALL, UNPACED))]
@@ -88,14 +86,8 @@ def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
         unpaced = limits.gbps.get(same_streams + UNPACED)
         if unpaced is not None:
             rows.append(Row(f"{transport} / {same_streams}{UNPACED}", largest.gbps / unpaced, "x"))
-        rows.append(
-            at_least(
-                f"{transport} / gloo, same pages",
-                largest.gbps / limits.gbps["isend/irecv pages"],
-                "x",
-                GLOO_BAR,
-            )
-        )
+        gloo = largest.gbps / limits.gbps["isend/irecv pages"]
+        rows.append(at_least(f"{transport} / gloo, same pages", gloo, "x", GLOO_BAR))
     for point in points:
         if point.num_tokens == SMALL_TOKENS:
             rows += _small_ratios(point, largest, limit, limits)
@@ -103,7 +95,7 @@ def _ratios(points: Sequence[Point], limits: Limits) -> list[Row]:
 
 
 def _small_ratios(point: Point, largest: Point, limit: str, limits: Limits) -> list[Row]:
-    """A short prompt against the large rate, and against as few bytes moved with nothing around them."""
+    """Compare a short prompt with the large rate, and with as few bytes moved without a transport."""
     name, bare_gbps = f"{point.transport}: {SMALL_TOKENS} tokens", limits.gbps[limit + SMALL]
     note = f"{limit} of as few bytes: {bare_gbps / largest.gbps:.2f}"
     return [
@@ -113,7 +105,7 @@ def _small_ratios(point: Point, largest: Point, limit: str, limits: Limits) -> l
 
 
 def rival_rows(points: Sequence[Point], rivals: Sequence[RivalRates]) -> list[Row]:
-    """Each rival's rates, and the largest transfer of the transport it is set against over them."""
+    """Return each rival's rates, and the largest transfer of the compared transport over them."""
     rows = []
     for rival in rivals:
         if rival.failure:
@@ -123,13 +115,13 @@ def rival_rows(points: Sequence[Point], rivals: Sequence[RivalRates]) -> list[Ro
         for operation, gbps in rival.gbps.items():
             name, ratio = f"{rival.name}: {operation}", largest.gbps / gbps
             bar = RIVAL_BARS.get(rival.name.split()[0]) if operation == PUSHING else None
-            title = f"{rival.transport} / {name}"
             rows.append(Row(name, gbps, "GB/s"))
-            rows.append(Row(title, ratio, "x") if bar is None else at_least(title, ratio, "x", bar))
+            rows.append(at_least(f"{rival.transport} / {name}", ratio, "x", bar))
     return rows
 
 
 def relayout_rows(relaid: Sequence[Relaid]) -> list[Row]:
+    """Compare pages into smaller pages with a copy of as short runs, and with equal pages."""
     rows = []
     for each in relaid:
         name = f"{each.shape}, {each.transport}: pages of {each.page_size} into {each.into}"
@@ -143,6 +135,7 @@ def relayout_rows(relaid: Sequence[Relaid]) -> list[Row]:
 
 
 def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:
+    """Return the exposed part of each hand-off."""
     rows = []
     for each in streamed:
         name = f"{each.transport}, {each.num_tokens:,} tokens"
@@ -159,25 +152,22 @@ def stream_rows(streamed: Sequence[Streamed]) -> list[Row]:
 
 
 def trace_rows(replayed: Sequence[Replayed]) -> list[Row]:
+    """Return the hand-offs of a replayed trace."""
     rows = []
     for each in replayed:
-        note = f"{each.num_requests} requests, {each.num_cached_tokens:,} tokens were there already"
+        note = f"{each.num_requests} requests, {each.num_cached_tokens:,} tokens were cached"
         rows += [
             Row(f"{each.transport}: while moving", each.gbps, "GB/s", note=note),
             Row(f"{each.transport}: a hand-off, P50", each.p50_ms, "ms"),
             Row(f"{each.transport}: a hand-off, P99", each.p99_ms, "ms"),
-            Row(
-                f"{each.transport}: exposed, median",
-                each.exposed_ms,
-                "ms",
-                note="nothing streamed: the worst",
-            ),
+            Row(f"{each.transport}: exposed, median", each.exposed_ms, "ms", note="without streaming"),
             Row(f"{each.transport}: exposed / TTFT", 100 * each.exposed_share, "%"),
         ]
     return rows
 
 
 def fault_rows(faults: Sequence[Fault]) -> list[Row]:
+    """Return when each fault was noticed and when the pages were back."""
     rows = []
     for each in faults:
         name = f"{each.kind} at {each.percent} %, {each.transport}"
@@ -188,11 +178,8 @@ def fault_rows(faults: Sequence[Fault]) -> list[Row]:
     return rows
 
 
-# Plots of what bench/kv/suite.py measured.
-
-
 def plot_sweep(points: Sequence[Point], limits: Sequence[Limits], path: Path) -> None:
-    """Rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
+    """Draw the rate over bytes moved, a panel a transport, with memcpy and raw sockets as lines."""
     from matplotlib.figure import Figure
 
     transports = sorted({point.transport for point in points})
@@ -217,7 +204,6 @@ def plot_sweep(points: Sequence[Point], limits: Sequence[Limits], path: Path) ->
         axes.set_ylabel("GB/s while bytes move")
         axes.set_title(transport)
         axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
@@ -226,101 +212,70 @@ STREAM_TOKENS: Final = (4096, 8192)
 FAULT_PAGES: Final = 96
 
 
-class Bench(NamedTuple):
-    """One part of the suite: its rows, and what the JSON keeps besides."""
-
-    name: str
-    rows: list[Row]
-    extra: Mapping[str, object]
-
-
-class ProgressLine:
-    """What is being measured, on one line of a terminal."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-
-    def __call__(self, text: str) -> None:
-        if self._is_terminal:
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()
-
-    def table(self, title: str, rows: list[Row]) -> None:
-        self("")
-        print_table(title, rows)
-
-
-def run_sweep(options: argparse.Namespace, progress: ProgressLine) -> Bench:
-    rows: list[Row] = []
+def measure_sweep(options: argparse.Namespace, report: Report) -> None:
+    """Measure every prompt size of every shape, pages into other pages, and streaming."""
     points: list[Point] = []
     limits: list[Limits] = []
     rates: list[dict[str, object]] = []
     rivals = [Rival.parsed(text, TRANSPORTS) for text in options.rival]
     rounds = Rounds(options.sizes, options.rounds, rivals)
-    for shape in options.shapes:
-        for page_size in options.page_sizes:
-            found = measure(shape, page_size, rounds, progress)
-            points += found.points
-            limits.append(found.limits)
-            rates += [{"shape": shape, "page_size": page_size, **each._asdict()} for each in found.rivals]
-            new_rows = sweep_rows(found.points, found.limits) + rival_rows(found.points, found.rivals)
-            rows += _shown(progress, f"{shape}, pages of {page_size} tokens", new_rows)
+    kinds = list(product(options.shapes, options.page_sizes))
+    for shape, page_size in kinds:
+        found = measure_shape(shape, page_size, rounds, report.tell)
+        points += found.points
+        limits.append(found.limits)
+        rates += [{"shape": shape, "page_size": page_size, **each._asdict()} for each in found.rivals]
+        rows = sweep_rows(found.points, found.limits) + rival_rows(found.points, found.rivals)
+        report.show(f"{shape}, pages of {page_size} tokens", rows)
     relaid = [
         each
-        for shape in options.shapes
-        for page_size in options.page_sizes
-        for into in options.into_page_sizes
-        for each in measure_relayout(shape, page_size, into, options.rounds, progress)
+        for (shape, page_size), into in product(kinds, options.into_page_sizes)
+        for each in measure_relayout(shape, page_size, into, options.rounds, report.tell)
     ]
-    rows += _shown(progress, "Into pages of another size", relayout_rows(relaid))
+    report.show("Into pages of another size", relayout_rows(relaid))
     streamed = [
-        measure_streaming(num_tokens, transport, options.rounds, progress)
-        for num_tokens in options.stream_tokens
-        for transport in TRANSPORTS
+        measure_streaming(num_tokens, transport, options.rounds, report.tell)
+        for num_tokens, transport in product(options.stream_tokens, TRANSPORTS)
     ]
-    rows += _shown(progress, "Streaming while a prompt is computed", stream_rows(streamed))
-    if can_plot():
-        plot_sweep(points, limits, options.output / "kv.png")
-    extra = {
+    report.show("Streaming while a prompt is computed", stream_rows(streamed))
+    report.plot = partial(plot_sweep, points, limits)
+    report.extra = {
         "points": [point._asdict() | {"times": msgspec.structs.asdict(point.times)} for point in points],
         "limits": [limit._asdict() for limit in limits],
         "rivals": rates,
         "relaid": [each._asdict() for each in relaid],
         "streamed": [each._asdict() for each in streamed],
     }
-    return Bench("kv", rows, extra)
 
 
-def run_trace(options: argparse.Namespace, progress: ProgressLine) -> Bench:
+def measure_trace(options: argparse.Namespace, report: Report) -> None:
+    """Replay the hand-offs of a trace."""
     requests = read_trace(options.trace, scale=options.scale, limit=options.requests)
     layout = layout_of(options.shapes[0], page_size=options.page_sizes[0])
     replayed = [
-        replay(requests, layout, transport, options.prefill, options.decode, progress)
+        replay(requests, layout, transport, options.prefill, options.decode, report.tell)
         for transport in TRANSPORTS
     ]
-    title = f"{options.trace.name} / {options.scale:g} on {options.prefill} x {options.decode} workers"
-    rows = _shown(progress, title, trace_rows(replayed))
-    return Bench("kv-trace", rows, {"replayed": [each._asdict() for each in replayed]})
+    name = f"{options.trace.name} / {options.scale:g} on {options.prefill} x {options.decode} workers"
+    report.name = "kv-trace"
+    report.show(name, trace_rows(replayed))
+    report.extra = {"replayed": [each._asdict() for each in replayed]}
 
 
-def run_faults(options: argparse.Namespace, progress: ProgressLine) -> Bench:
+def measure_faults(options: argparse.Namespace, report: Report) -> None:
+    """Break transfers in every way, at every point."""
     layout = layout_of(options.shapes[0], page_size=options.page_sizes[0])
     faults = [
-        measure_fault(kind, transport, percent, layout, FAULT_PAGES, options.rounds, progress)
-        for kind in KINDS
-        for transport in TRANSPORTS
-        for percent in PERCENTS
+        measure_fault(kind, transport, percent, layout, FAULT_PAGES, options.rounds, report.tell)
+        for kind, transport, percent in product(KINDS, TRANSPORTS, PERCENTS)
     ]
-    rows = _shown(progress, "Faults in the middle of a transfer", fault_rows(faults))
-    return Bench("kv-faults", rows, {"faults": [each._asdict() for each in faults]})
-
-
-def _shown(progress: ProgressLine, title: str, rows: list[Row]) -> list[Row]:
-    progress.table(title, rows)
-    return rows
+    report.name = "kv-faults"
+    report.show("Faults in the middle of a transfer", fault_rows(faults))
+    report.extra = {"faults": [each._asdict() for each in faults]}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
     parser.add_argument("--shapes", nargs="+", choices=SHAPE_NAMES, default=list(SHAPE_NAMES))
     parser.add_argument("--page-sizes", nargs="+", type=int, default=[16], metavar="TOKENS")
     parser.add_argument(
@@ -342,24 +297,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers of a replay")
     parser.add_argument("--decode", type=int, default=2, help="decode workers of a replay")
     parser.add_argument("--faults", action="store_true", help="break transfers instead")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="for JSON and plots")
+    add_output_option(parser)
 
 
-def run(options: argparse.Namespace) -> None:
-    print(one_line(machine_description()), flush=True)
-    progress = ProgressLine()
-    suite = run_trace if options.trace is not None else run_faults if options.faults else run_sweep
-    bench = suite(options, progress)
-    write_json(options.output / f"{bench.name}.json", "KV transfer", bench.rows, bench.extra)
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Run the part of the suite that the options ask for."""
+    if options.trace is not None:
+        measure_trace(options, report)
+    elif options.faults:
+        measure_faults(options, report)
+    else:
+        measure_sweep(options, report)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    run(parser.parse_args())
-
+run = partial(run_suite, measure, name="kv", title="KV transfer")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

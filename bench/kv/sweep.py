@@ -1,6 +1,6 @@
-"""How fast pages of many prompt sizes move over each transport, beside what the machine can do.
+"""The rate at which pages of many prompt sizes move over each transport, beside limits of the machine.
 
-Rounds of all subjects alternate, so that whatever else the machine does falls on all alike.
+Rounds of all subjects alternate, so other work on the machine disturbs all alike.
 """
 
 import random
@@ -14,8 +14,19 @@ import numpy as np
 import torch
 
 from baton.bench.kv.ends import DestinationProcess, SourceEnd, layout_of
-from baton.bench.kv.limits import Gloo, Memcpy, PageMoves, RawSocket, Subject
-from baton.bench.kv.rivals import Contest, Rival, RivalRates
+from baton.bench.kv.limits import (
+    CONTIGUOUS,
+    PAGES,
+    UNPACED,
+    Contest,
+    Gloo,
+    Memcpy,
+    PageMoves,
+    RawSocket,
+    Rival,
+    RivalRates,
+    Subject,
+)
 from baton.kernels.copy_runs import Offsets, copy_runs
 from baton.kernels.huge_pages import huge_zeros
 from baton.kvtransfer.protocol.handoff import TransferTimes
@@ -24,8 +35,7 @@ from baton.kvtransfer.transports.tcp import TcpSettings
 from baton.pages import PageLayout
 
 SMALL_TOKENS: Final = 512
-SMALL: Final = f", {SMALL_TOKENS} tokens"  # a limit's name ends so when it moves no more than these have
-UNPACED: Final = ", unpaced"
+SMALL: Final = f", {SMALL_TOKENS} tokens"  # the end of a limit's name that moves only so many bytes
 LIMIT_BYTES: Final = 2**26  # of a limit's round: rates do not change beyond
 TRANSPORTS: Final = ("shm", "tcp")
 Progress = Callable[[str], None]
@@ -45,7 +55,7 @@ class Point(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """GB/s, medians; of one shape and page size."""
+    """Medians of each limit in GB/s, for one shape and page size."""
 
     shape: str
     page_size: int
@@ -53,7 +63,7 @@ class Limits(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """What one round has, and how many there are."""
+    """The prompt sizes and rivals of one round, and the number of rounds."""
 
     sizes: Sequence[int]  # of prompts, in tokens
     num_rounds: int
@@ -61,7 +71,7 @@ class Rounds(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one shape and page size."""
+    """The results of one shape and page size."""
 
     points: list[Point]
     limits: Limits
@@ -69,32 +79,35 @@ class Measured(NamedTuple):
 
 
 class Ends:
-    """One shape at one page size: a pool here, one in another process, and a link over each transport."""
+    """A pool here, a pool in another process, and a link between them over each transport."""
 
-    def __init__(self, shape: str, page_size: int, most_tokens: int) -> None:
-        self.layout = layout_of(shape, page_size=page_size)
-        self.num_pages = max(64, self.layout.num_pages(most_tokens) * 5 // 4)
-        self._destination = DestinationProcess(self.layout, self.num_pages)
-        self.sources: dict[str, SourceEnd] = {}
+    def __init__(self, source: PageLayout, destination: PageLayout, num_tokens: int) -> None:
+        """num_tokens: room of either pool; there are 64 pages at least."""
+        self._destination = DestinationProcess(destination, max(64, destination.num_pages(num_tokens)))
+        self._sources: dict[str, SourceEnd] = {}
         for transport in TRANSPORTS:
-            pool = next(iter(self.sources.values())).pool if self.sources else None
-            self.sources[transport] = SourceEnd(self.layout, self.num_pages, transport, pool)
-        self._links = {name: source.link(self._destination) for name, source in self.sources.items()}
+            pool = next(iter(self._sources.values())).pool if self._sources else None
+            num_pages = max(64, source.num_pages(num_tokens))
+            self._sources[transport] = SourceEnd(source, num_pages, transport, pool)
+        self._links = {name: end.link(self._destination) for name, end in self._sources.items()}
 
     def send(self, transport: str, num_tokens: int) -> TransferTimes:
-        return self.sources[transport].send(self._links[transport], num_tokens)
+        """Hand over the pages of so many tokens."""
+        return self._sources[transport].send(self._links[transport], num_tokens)
 
     def close(self) -> None:
-        for source in self.sources.values():
+        """Close both ends."""
+        for source in self._sources.values():
             source.close()
         self._destination.close()
 
 
-def measure(shape: str, page_size: int, rounds: Rounds, progress: Progress) -> Measured:
-    """Every prompt size of one shape, the limits and the rivals."""
-    ends = Ends(shape, page_size, max(rounds.sizes))
-    subjects = limit_subjects(ends.layout)
-    contest = Contest(rounds.rivals, many_moves(ends.layout.page_bytes))
+def measure_shape(shape: str, page_size: int, rounds: Rounds, progress: Progress) -> Measured:
+    """Measure every prompt size of one shape, the limits and the rivals."""
+    layout = layout_of(shape, page_size=page_size)
+    ends = Ends(layout, layout, max(rounds.sizes) * 5 // 4)
+    subjects = limit_subjects(layout)
+    contest = Contest(rounds.rivals, many_moves(layout.page_bytes))
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     times: defaultdict[tuple[str, int], list[TransferTimes]] = defaultdict(list)
     try:
@@ -126,7 +139,7 @@ def measure(shape: str, page_size: int, rounds: Rounds, progress: Progress) -> M
 def point_of(
     shape: str, page_size: int, num_tokens: int, transport: str, taken: Sequence[TransferTimes]
 ) -> Point:
-    """The round whose moving took the median time speaks for all."""
+    """Return the round with the median time of moving."""
     middle = sorted(taken, key=moving_s)[len(taken) // 2]
     return Point(
         shape=shape,
@@ -141,10 +154,12 @@ def point_of(
 
 
 def moving_s(times: TransferTimes) -> float:
+    """Return the seconds while bytes moved."""
     return times.gather_s + times.wire_s
 
 
 def limit_moves(page_bytes: int, num_pages: int) -> PageMoves:
+    """Return a round of so many pages, scattered over pools of twice as many."""
     pool, choose = 2 * max(num_pages, LIMIT_BYTES // page_bytes), random.Random(0)
     return PageMoves(
         page_bytes, pool, choose.sample(range(pool), num_pages), choose.sample(range(pool), num_pages)
@@ -152,10 +167,12 @@ def limit_moves(page_bytes: int, num_pages: int) -> PageMoves:
 
 
 def many_moves(page_bytes: int) -> PageMoves:
+    """Return a round of LIMIT_BYTES."""
     return limit_moves(page_bytes, max(1, LIMIT_BYTES // page_bytes))
 
 
 def limit_subjects(layout: PageLayout) -> list[Subject]:
+    """Return every limit."""
     moves = many_moves(layout.page_bytes)
     few = limit_moves(layout.page_bytes, layout.num_pages(SMALL_TOKENS))
     streams = sorted({1, TcpSettings().num_streams})
@@ -163,23 +180,21 @@ def limit_subjects(layout: PageLayout) -> list[Subject]:
         Memcpy(moves),
         *(RawSocket(moves, num_streams) for num_streams in streams),
         RawSocket(moves, streams[-1], UNPACED),
-        Gloo.contiguous(moves),
-        Gloo.pages(moves),
+        Gloo(moves, CONTIGUOUS),
+        Gloo(moves, PAGES),
         Memcpy(few, SMALL),
         RawSocket(few, 1, SMALL),
     ]
 
 
-# What it costs that the destination cuts its pages otherwise: the same prompt into pages of another size.
-#
-# A page is then no run of bytes any more: a run is one head's keys, or values, of the smaller page's tokens.
-# Rounds of equal pages, of unequal ones and of a plain copy of as short runs alternate.
-
-NUM_TOKENS: Final = 2048
+RELAID_TOKENS: Final = 2048
 
 
 class Relaid(NamedTuple):
-    """Medians, in GB/s while bytes moved."""
+    """Medians, in GB/s while bytes moved, of a prompt that goes into pages of another size.
+
+    A run of bytes is then not a page but one head's keys, or values, of the smaller page's tokens.
+    """
 
     shape: str
     page_size: int
@@ -191,31 +206,8 @@ class Relaid(NamedTuple):
     memcpy_gbps: float  # of as short runs, within one process
 
 
-class _Pair:
-    """Two ranks, over every transport."""
-
-    def __init__(self, shape: str, page_size: int, into: int) -> None:
-        source, destination = layout_of(shape, page_size=page_size), layout_of(shape, page_size=into)
-        self.plan = plan_transfer(source, destination, 0, 0)
-        self._destination = DestinationProcess(destination, destination.num_pages(NUM_TOKENS) * 2)
-        self._sources: dict[str, SourceEnd] = {}
-        for name in TRANSPORTS:
-            pool = next(iter(self._sources.values())).pool if self._sources else None
-            self._sources[name] = SourceEnd(source, source.num_pages(NUM_TOKENS) * 2, name, pool)
-        self._links = {name: end.link(self._destination) for name, end in self._sources.items()}
-
-    def gbps(self, transport: str) -> float:
-        times = self._sources[transport].send(self._links[transport], NUM_TOKENS)
-        return times.num_bytes / moving_s(times) / 1e9
-
-    def close(self) -> None:
-        for end in self._sources.values():
-            end.close()
-        self._destination.close()
-
-
 class RunCopy:
-    """memcpy, run by run, from random places to random places."""
+    """Copies run by run from random places to random places."""
 
     def __init__(self, run_bytes: int) -> None:
         num_runs = LIMIT_BYTES // run_bytes
@@ -225,6 +217,7 @@ class RunCopy:
         self._from, self._to = (self._scattered(num_runs, seed) for seed in range(2))
 
     def gbps(self) -> float:
+        """Run one round; return its rate."""
         started_s = perf_counter()
         copy_runs(self._source, self._destination, self._from, self._to, self._run_bytes, keep_in_cache=True)
         return len(self._from) * self._run_bytes / (perf_counter() - started_s) / 1e9
@@ -237,23 +230,30 @@ class RunCopy:
 def measure_relayout(
     shape: str, page_size: int, into: int, num_rounds: int, progress: Progress
 ) -> list[Relaid]:
-    equal, unequal = _Pair(shape, page_size, page_size), _Pair(shape, page_size, into)
-    copy = RunCopy(unequal.plan.run_bytes)
+    """Measure pages into equal pages, into pages of `into` tokens, and a plain copy of as short runs."""
+    source, other = layout_of(shape, page_size=page_size), layout_of(shape, page_size=into)
+    equal, unequal = (Ends(source, each, 2 * RELAID_TOKENS) for each in (source, other))
+    run_bytes = plan_transfer(source, other, 0, 0).run_bytes
+    copy = RunCopy(run_bytes)
     found: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
     try:
         for round_number in range(-1, num_rounds):
             progress(f"{shape}, pages of {page_size} into {into}")
             for name in TRANSPORTS:
-                rates = unequal.gbps(name), equal.gbps(name), copy.gbps()
+                rates = _rate(unequal, name), _rate(equal, name), copy.gbps()
                 if round_number >= 0:  # the first one warms up
                     found[name].append(rates)
     finally:
         unequal.close()
         equal.close()
-    run_bytes = unequal.plan.run_bytes
     return [
         Relaid(
             shape, page_size, into, name, run_bytes, *(median(rates) for rates in zip(*taken, strict=True))
         )
         for name, taken in found.items()
     ]
+
+
+def _rate(ends: Ends, transport: str) -> float:
+    times = ends.send(transport, RELAID_TOKENS)
+    return times.num_bytes / moving_s(times) / 1e9

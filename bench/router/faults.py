@@ -23,8 +23,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from baton.bench.faults.clients import Clients, Question, make_questions
-from baton.bench.faults.cluster import WatchedCluster, served_cluster
+from baton.bench.faults.cluster import Clients, Question, WatchedCluster, make_questions, served_cluster
 from baton.bench.report import Report, Row, add_output_option, at_least, at_most, run_command, run_suite
 from baton.messages.status import RouterStatus
 from baton.router.redis.client import REDIS_FAILURES, Names, RedisConnection, Reply

@@ -1,54 +1,81 @@
-"""What the prefix index costs: a decision's look-up, a change of a page, its memory, and the same in Redis.
+"""The cost of the prefix index: look-ups, decisions of the policy `cost`, changes, memory, and Redis.
 
-python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000]
-[--without-redis]
+python -m baton.bench.router.prefix_index [--pages 10000000] [--workers 1000] [--matches 3000] [--without-
+redis]
 
-Times of the index are of this process's CPU, as other processes share the machine; those of Redis are by the
-clock.
+A decision is the look-up, the comparison and the choice, before workers of which half prefill and half
+decode. Times of the index and of decisions are this process's CPU time, as other processes share the
+machine; those of Redis are by the clock.
 """
 
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from random import Random
 from statistics import median, quantiles
 from time import perf_counter, process_time, thread_time_ns
 from typing import Final
 
+import msgspec
 import numpy as np
 
-from baton.bench.machine import machine_description, one_line
-from baton.bench.report import RESULTS, Row, at_least, at_most, format_number, print_table, write_json
+from baton.bench.processes import resident_mib
+from baton.bench.report import (
+    Report,
+    Row,
+    add_output_option,
+    at_least,
+    at_most,
+    format_number,
+    run_command,
+    run_suite,
+)
 from baton.clock import ManualClock
-from baton.messages.control import KvEventBatch
+from baton.messages.bounds import Kind
+from baton.messages.codec import AnyMessage
+from baton.messages.control import Hello, KvEventBatch
 from baton.messages.workers import Address, Worker, WorkerRole
 from baton.pages import KEY_BYTES
+from baton.request import Request, SamplingParams
+from baton.router.in_flight import InFlight
 from baton.router.index.prefix_index import PrefixIndex
+from baton.router.index.prompt_keys import Family, PromptKeys
+from baton.router.membership import Member
+from baton.router.policies.base import ClusterView, KnownWorkers, PolicyContext
+from baton.router.policies.cost import CostPolicy
+from baton.router.policies.cost_model import CostModel
+from baton.router.policies.costs import WorkerPool
 from baton.router.redis.link import RedisLink, RedisMatcher
 from baton.router.redis.messages import Codec
 from baton.router.redis.server import PrivateRedis, find_program
 
 PROMPT_PAGES: Final = 752  # 12,000 tokens
-SHARED_PAGES: Final = 200  # of every prompt: what an operator's instructions take
+SHARED_PAGES: Final = 200  # of every prompt, as of an operator's instructions
 SIBLING_PAGES: Final = 300  # of a prompt that a second worker has too
 LIMIT_BYTES: Final = 1.5e9
 MESSAGE_PAGES: Final = (752, 64)
 REDIS_PROMPTS: Final = 200
+SMALL: Final = 4  # workers of the second cluster in which decisions are timed
+DECISION_BARS_US: Final = (100.0, 500.0)  # p50, p99
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """A filled index, its workers, and prompts to look up, as joined page keys."""
+
     index: PrefixIndex
     workers: list[Worker]
     prompts: list[bytes]
     events_per_s: float
-    index_bytes: int
+    index_bytes: float
 
 
 class Teller:
-    """Workers' messages, numbered as theirs are."""
+    """Sends the index changes of pages, numbered as those of workers; `seconds` is their CPU time."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.num_events = 0
@@ -57,6 +84,7 @@ class Teller:
         self._next: dict[str, int] = {}
 
     def stores(self, worker: Worker, keys: bytes) -> KvEventBatch:
+        """Have the index apply that a worker stores these pages."""
         events = self.message(worker, keys)
         started_s = process_time()
         self._index.apply(worker.id, events)
@@ -65,6 +93,7 @@ class Teller:
         return events
 
     def message(self, worker: Worker, keys: bytes) -> KvEventBatch:
+        """Return the next message of a worker."""
         num_pages = len(keys) // KEY_BYTES
         first = self._next.get(worker.id, 0)
         self._next[worker.id] = first + num_pages
@@ -77,6 +106,7 @@ class Teller:
 
 
 def workers_with(num_workers: int, num_pages: int) -> list[Worker]:
+    """Return workers with so many pages each."""
     return [
         Worker(
             id=f"{number:032x}",
@@ -96,8 +126,8 @@ def workers_with(num_workers: int, num_pages: int) -> list[Worker]:
 
 
 def load(num_workers: int, num_pages: int, rng: np.random.Generator) -> Loaded:
-    """Every worker holds the shared pages; each prompt's rest is on one, and a part of every 40th on two."""
-    before_bytes = resident_bytes()
+    """Fill an index: all workers hold the shared pages, one the rest of a prompt, two some of every 40th."""
+    before_bytes = _resident_bytes()
     index = PrefixIndex(ManualClock(), num_pages * 5 // 4)
     workers = workers_with(num_workers, 2 * num_pages // num_workers)
     shared, teller, prompts = rng.bytes(KEY_BYTES * SHARED_PAGES), Teller(index), []
@@ -113,10 +143,11 @@ def load(num_workers: int, num_pages: int, rng: np.random.Generator) -> Loaded:
         if number % 40 == 0:
             sibling = workers[(number * 7 + 1) % num_workers]
             teller.stores(sibling, own[: KEY_BYTES * (SIBLING_PAGES - SHARED_PAGES)])
-    return Loaded(index, workers, prompts, teller.events_per_s, resident_bytes() - before_bytes)
+    return Loaded(index, workers, prompts, teller.events_per_s, _resident_bytes() - before_bytes)
 
 
 def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -> list[float]:
+    """Return the CPU time of each look-up of a whole prompt."""
     times_us = []
     for number in rng.integers(0, len(loaded.prompts), num_matches).tolist():
         started_ns = thread_time_ns()
@@ -127,7 +158,7 @@ def match_times_us(loaded: Loaded, num_matches: int, rng: np.random.Generator) -
 
 
 def ingest_rates(num_pages: int, rng: np.random.Generator) -> Iterator[tuple[int, float]]:
-    """Events a second, by how many come in a message: a prompt's pages, and what a busy step changes."""
+    """Yield events a second by how many a message has: a prompt's pages, and the changes of a busy step."""
     for message_pages in MESSAGE_PAGES:
         index = PrefixIndex(ManualClock(), 2 * num_pages)
         workers = workers_with(100, num_pages // 50)
@@ -140,22 +171,22 @@ def ingest_rates(num_pages: int, rng: np.random.Generator) -> Iterator[tuple[int
 
 
 def growth_percent(num_prefixes: int, rng: np.random.Generator) -> float:
-    """Of resident memory, while distinct prefixes go through an index with room for a twentieth of them."""
+    """Return how much memory grows while prefixes go through an index with room for a twentieth of them."""
     index = PrefixIndex(ManualClock(), num_prefixes // 20)
     workers = workers_with(8, num_prefixes)
     for worker in workers:
         index.join(worker)
     teller = Teller(index)
-    num_messages, settled_bytes = num_prefixes // 500, 0
+    num_messages, settled_bytes = num_prefixes // 500, 0.0
     for number in range(num_messages):
         teller.stores(workers[number % 8], rng.bytes(KEY_BYTES * 500))
         if number == num_messages // 4:
-            settled_bytes = resident_bytes()
-    return 100 * (resident_bytes() / settled_bytes - 1)
+            settled_bytes = _resident_bytes()
+    return 100 * (_resident_bytes() / settled_bytes - 1)
 
 
 async def redis_times_ms(num_matches: int, rng: np.random.Generator) -> list[float]:
-    """One after another over one connection, each one round trip."""
+    """Return the times of look-ups, one after another over one connection, one round trip each."""
     async with PrivateRedis() as redis:
         index = PrefixIndex(ManualClock())
         link = RedisLink(redis.url, "bench", Codec(bytes(32)), "0" * 32, index, lambda message: None)
@@ -189,14 +220,78 @@ async def _ask(matcher: RedisMatcher, prompts: list[bytes], num_matches: int) ->
     return times_ms
 
 
-def resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes() -> float:
+    return (resident_mib(os.getpid()) or 0.0) * 2**20
 
 
-def index_rows(num_pages: int, num_workers: int, num_matches: int) -> list[Row]:
+class _ClosedPeer:
+    """A peer that nothing is sent to."""
+
+    silence_s = 0.0
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+
+    def send(self, message: AnyMessage) -> None:
+        raise AssertionError(message)
+
+    def close(self) -> None:
+        raise AssertionError("a decision closes nothing")
+
+
+class _KnownKeys(PromptKeys):
+    """Returns the keys of one prompt, made beforehand."""
+
+    now = b""
+
+    def keys(self, family: Family, request: Request) -> bytes:
+        return self.now
+
+
+def decision_times_us(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[float]:
+    """Return the CPU time of each decision, 100 a second by the virtual clock."""
+    clock, keys = ManualClock(1.0), _KnownKeys()
+    known = KnownWorkers(InFlight(clock), loaded.index, CostModel(), keys)
+    policy = CostPolicy(PolicyContext(clock, known, Random(0)))
+    members: dict[WorkerRole, list[Member]] = {role: [] for role in WorkerRole}
+    for number, worker in enumerate(loaded.workers):
+        role = WorkerRole.PREFILL if number % 2 else WorkerRole.DECODE
+        worker = msgspec.structs.replace(worker, role=role)
+        hello = Hello(process=Kind.WORKER, id=worker.id, worker=worker)
+        members[role].append(Member(worker, _ClosedPeer(hello), 0.0))
+    decode, prefill = (WorkerPool(members[role]) for role in (WorkerRole.DECODE, WorkerRole.PREFILL))
+    everyone = frozenset(member.id for member in prefill.members)
+    view = ClusterView(decode, prefill, {member.id: everyone for member in decode.members})
+    prompt, sampling = tuple(range(PROMPT_PAGES * 16)), SamplingParams(max_tokens=100)
+    request = Request(request_id="0" * 32, token_ids=prompt, sampling=sampling)
+    times_us = []
+    for number in rng.integers(0, len(loaded.prompts), num_decisions).tolist():
+        keys.now = loaded.prompts[number]
+        begun_ns = thread_time_ns()
+        choice = policy.choose(request, view)
+        times_us.append((thread_time_ns() - begun_ns) / 1e3)
+        policy.expect(choice, request.num_tokens)
+        clock.advance(0.01)
+        loaded.index.tick()
+    return times_us
+
+
+def decision_rows(loaded: Loaded, num_decisions: int, rng: np.random.Generator) -> list[Row]:
+    """Time decisions among the workers of this index."""
+    times_us, (p50_us, p99_us) = decision_times_us(loaded, num_decisions, rng), DECISION_BARS_US
+    name, note = f"decision, {len(loaded.workers):,} workers", f"{loaded.index.num_pages:,} pages"
+    return [
+        at_most(f"{name}: p50", median(times_us), "us", p50_us, note),
+        at_most(f"{name}: p99", quantiles(times_us, n=100)[98], "us", p99_us),
+    ]
+
+
+def index_rows(num_pages: int, num_workers: int, num_matches: int, report: Report) -> list[Row]:
+    """Time look-ups, decisions and changes, and measure memory."""
     rng = np.random.default_rng(0)
+    report.tell("filling the index")
     loaded = load(num_workers, num_pages, rng)
+    report.tell("look-ups")
     times_us = match_times_us(loaded, num_matches, rng)
     note = f"{num_workers:,} workers, {loaded.index.num_pages:,} pages"
     name = f"match of {PROMPT_PAGES} pages"
@@ -208,12 +303,14 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int) -> list[Row]:
             "events, while filling", loaded.events_per_s / 1e6, "M/s", 0.5, "a prompt's pages a message"
         ),
     ]
+    report.tell("decisions")
+    rows += decision_rows(loaded, num_matches, rng)
     del loaded
+    rows += decision_rows(load(SMALL, num_pages // 50, rng), num_matches, rng)
+    report.tell("changes")
     for message_pages, events_per_s in ingest_rates(min(num_pages, 1_000_000), rng):
         bar = 0.5 if message_pages == PROMPT_PAGES else None
-        name = f"events, {message_pages} a message"
-        value = events_per_s / 1e6
-        rows.append(Row(name, value, "M/s") if bar is None else at_least(name, value, "M/s", bar))
+        rows.append(at_least(f"events, {message_pages} a message", events_per_s / 1e6, "M/s", bar))
     growth = growth_percent(min(num_pages, 1_000_000), rng)
     rows.append(
         at_most("growth over 1 M prefixes", growth, "%", 2.0, "room for 50,000; after the first quarter")
@@ -222,6 +319,7 @@ def index_rows(num_pages: int, num_workers: int, num_matches: int) -> list[Row]:
 
 
 def redis_rows(num_matches: int) -> list[Row]:
+    """Time look-ups in Redis."""
     if find_program() is None:
         return [Row("Redis", None, "", note="there is no redis-server on PATH")]
     times_ms = asyncio.run(redis_times_ms(num_matches, np.random.default_rng(0)))
@@ -234,21 +332,26 @@ def redis_rows(num_matches: int) -> list[Row]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the prefix index, in memory and in Redis.")
-    parser.add_argument("--pages", type=int, default=10_000_000)
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--matches", type=int, default=3000)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--pages", type=int, default=10_000_000, help="in the index (10 million)")
+    parser.add_argument("--workers", type=int, default=1000, help="that hold them (1000)")
+    parser.add_argument(
+        "--matches", type=int, default=3000, help="look-ups and decisions that are timed (3000)"
+    )
     parser.add_argument("--without-redis", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "prefix_index.json")
-    options = parser.parse_args()
-    rows = index_rows(options.pages, options.workers, options.matches)
-    if not options.without_redis:
-        rows += redis_rows(options.matches)
-    title = f"prefix index · {one_line(machine_description())}"
-    print_table(title, rows)
-    write_json(options.output, title, rows, {})
+    add_output_option(parser)
 
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Measure the index in memory, then in Redis."""
+    report.rows += index_rows(options.pages, options.workers, options.matches, report)
+    if not options.without_redis:
+        report.tell("Redis")
+        report.rows += redis_rows(options.matches)
+
+
+run = partial(run_suite, measure, name="prefix_index", title="prefix index")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, add_options, run))

@@ -1,57 +1,88 @@
-"""How long hostile bodies hold a gateway's event loop, and how much memory they take.
+"""The time for which hostile bodies hold a gateway's event loop, and the memory that they take.
 
-    python -m baton.bench.serve.gateway_loop [--generated 200] [--seed 1] [--out
-    bench/results/gateway_loop.json]
+    python -m baton.bench.serve.gateway_loop [--generated 200] [--seed 1] [--output FOLDER]
 
 A real gateway process with a Qwen-style chat template and a context of 131,072 tokens, a real router, and a
-decode worker that computes nothing. Two tenants: one sends hostile bodies, one after the other and four at a
-time, the other one short chat after another. bench/serve/gateway_loop_host.py watches the loop from inside
-the gateway: each time is how late a timer of 2 ms was, less the time for which the loop's thread waited for a
-core.
+decode worker that computes nothing. Two tenants: one sends hostile bodies, one after the other and then four
+at a time; the other sends one short chat after another. bench/serve/gateway_loop_host.py watches the loop
+from inside the gateway: a hold is how late a timer of 2 ms was, less the time for which the loop's thread
+waited for a core.
 """
 
 import argparse
 import asyncio
 import contextlib
-import hashlib
 import json
 import multiprocessing
 import os
 import random
-import secrets
 import shutil
 import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import psutil
 
-from baton.bench.report import RESULTS, Row, at_most, print_table, write_json
-from baton.bench.serve.figures import quantile
+from baton.bench.processes import resident_mib
+from baton.bench.report import Report, Row, add_output_option, at_most, run_command, run_suite
+from baton.bench.serve.client import Address, Client
+from baton.bench.serve.figures import Slo, quantile
 from baton.bench.serve.gateway_loop_host import FILE_VARIABLE, Held
-from baton.bench.serve.stub import StubConfig
+from baton.bench.serve.overhead import Plane, started
+from baton.bench.tenants.real import tenants_yaml
 from baton.cluster.model_directory import resolve_model
-from baton.cluster.process_spec import ProcessSpec
-from baton.cluster.runtimes.local import LocalRuntime
 from baton.config.gateway import GatewayConfig
-from baton.config.router import RouterConfig
-from baton.messages.workers import Address, WorkerRole
+from baton.errors import PeerGone
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 MAX_BYTES: Final = 4 * 2**20
 CALL: Final = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+CONTEXT_TOKENS: Final = 131_072
+HELD_BAR_MS: Final = 50.0
+P99_BAR: Final = 2.0
+MEMORY_BAR_MB: Final = 100.0
+ALONE_S: Final = 8.0
+NUM_AT_ONCE: Final = 4
+FAST_STEP_S: Final = 0.01  # of a decode step with four calls of eight choices, on the fastest of GPUs
+NUM_CLIENTS: Final = 40  # that do not read
+KEYS: Final = {"hostile": "hostile-key-0123456789", "quiet": "quiet-key-0123456789"}
+SHORT_CHAT: Final = json.dumps(
+    {"messages": [{"role": "user", "content": "sort(3 1 2)="}], "max_tokens": 16}
+).encode()
+TEMPLATE: Final = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nYou may call tools.\\n<tools>' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\n<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 
 
 class Hostile(NamedTuple):
-    """Hostile bodies: those that a review has found, and any number of generated ones."""
+    """A body that costs the gateway much, and where it is sent."""
 
     name: str
     path: str
@@ -59,7 +90,7 @@ class Hostile(NamedTuple):
 
 
 def reviewed() -> Iterator[Hostile]:
-    """Bodies that held the loop for 0.16 to 3.3 s."""
+    """Yield bodies that held the loop of an early gateway for 0.16 to 3.3 s."""
     calls = {"role": "assistant", "content": None, "tool_calls": [CALL] * 25_000}
     yield _chat("1.8 MiB of tool calls", [calls])
     empty = {"role": "assistant", "content": "", "tool_calls": [{}] * 50_000}
@@ -71,7 +102,7 @@ def reviewed() -> Iterator[Hostile]:
 
 
 def others() -> Iterator[Hostile]:
-    """Bodies that a reader of the code would try next."""
+    """Yield bodies that a reader of the code would try next."""
     yield _completion("500,000 biases", prompt="a", logit_bias={str(index): 1 for index in range(300_000)})
     unknown = {f"k{index}": 1 for index in range(300_000)}
     yield _completion("300,000 unknown keys", prompt="a", **unknown)
@@ -94,14 +125,14 @@ def others() -> Iterator[Hostile]:
 
 
 def generated(num: int, seed: int) -> Iterator[Hostile]:
-    """Drawn by shape and size; one seed gives one list."""
+    """Yield bodies drawn by shape and size; a tenth is damaged."""
     draw = random.Random(seed)
     for index in range(num):
         size = int(2 ** draw.uniform(10, 21.5))
         path, fields = draw.choice(SHAPES)(draw, size)
         fields |= draw.choice(({}, {"stream": True}, {"n": draw.randint(1, 8)}, {"max_tokens": 1}))
         data = json.dumps(fields).encode()[:MAX_BYTES]
-        if draw.random() < 0.1:  # damaged
+        if draw.random() < 0.1:
             data = data[: draw.randrange(len(data))]
         yield Hostile(f"generated {index}", path, data)
 
@@ -149,7 +180,10 @@ def _text_routes(draw: random.Random, size: int) -> tuple[str, dict[str, Any]]:
     return "/detokenize", {"tokens": [draw.randrange(60)] * (size // 4)}
 
 
-SHAPES: Final = (_messages, _tool_calls, _other_keys, _texts, _token_ids, _tools, _text_routes)
+Shape = Callable[[random.Random, int], tuple[str, dict[str, Any]]]
+SHAPES: Final[Sequence[Shape]] = (
+    *(_messages, _tool_calls, _other_keys, _texts, _token_ids, _tools, _text_routes),
+)
 
 
 def _chat(name: str, messages: list[Any]) -> Hostile:
@@ -164,320 +198,208 @@ def _body(name: str, path: str, fields: dict[str, Any]) -> Hostile:
     return Hostile(name, path, json.dumps(fields).encode())
 
 
-TITLE: Final = "Event loop of a gateway under hostile bodies"
-CONTEXT_TOKENS: Final = 131_072
-HELD_BAR_MS: Final = 50.0
-P99_BAR: Final = 2.0
-MEMORY_BAR_MB: Final = 100.0
-ALONE_S: Final = 8.0
-NUM_AT_ONCE: Final = 4
-FAST_STEP_S: Final = 0.01  # of a decode step with four calls of eight choices, on the fastest of GPUs
-NUM_CLIENTS: Final = 40  # that do not read
-MB: Final = 1e6
-KEYS: Final = {"hostile": "hostile-key-0123456789", "quiet": "quiet-key-0123456789"}
-SHORT_CHAT: Final = json.dumps(
-    {"messages": [{"role": "user", "content": "sort(3 1 2)="}], "max_tokens": 16}
-).encode()
-TEMPLATE: Final = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\nYou may call tools.\\n<tools>' }}
-    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-    {{- '\\n</tools>\\n<tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' and message.tool_calls %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+class Gateway(NamedTuple):
+    """A running gateway, by the addresses of its tenants, and the file of its loop's holds."""
 
-
-class Served(NamedTuple):
-    address: Address
+    hostile: Address
+    quiet: Address
     pid: int
     held_file: Path
 
-
-class Phase(NamedTuple):
-    """The longest time between two moments for which the loop was held."""
-
-    held_ms: float
-    late_ms: float  # of the same tick, with its wait for a core
-
-
-def model_directory(folder: Path) -> Path:
-    """The tiny tokenizer with a Qwen-style template and a long context."""
-    for file in resolve_model("tiny").glob("*.json"):
-        shutil.copy(file, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
-    return folder
-
-
-def tenants_file(folder: Path) -> Path:
-    path = folder / "tenants.yaml"
-    lines = ["tenants:"]
-    for name, key in KEYS.items():
-        lines += [f"  {name}:", f'    keys: ["sha256:{hashlib.sha256(key.encode()).hexdigest()}"]']
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    def longest_hold(self, since_s: float, until_s: float) -> Held:
+        """Return the longest hold between two moments of the monotonic clock."""
+        lines = self.held_file.read_text().splitlines() if self.held_file.exists() else []
+        holds = [msgspec.json.decode(line, type=Held) for line in lines]
+        between = [each for each in holds if since_s <= each.at_s <= until_s + 0.1]
+        return max(between, key=lambda each: each.held_s, default=Held(0, 0, 0))
 
 
 @contextlib.asynccontextmanager
-async def served(folder: Path, step_s: float = 0.0) -> AsyncIterator[Served]:
-    """The gateway before a worker whose steps take `step_s`."""
-    directory = folder / "qwen-like"
+async def running(folder: Path, step_s: float = 0.0) -> AsyncIterator[Gateway]:
+    """Run the gateway before a worker whose steps take `step_s`."""
+    directory, held_file, tenants = folder / "qwen-like", folder / "held", folder / "tenants.yaml"
     directory.mkdir(exist_ok=True)
-    model_directory(directory)
-    key = secrets.token_bytes(32)
-    held_file = folder / "held"
-    runtime = LocalRuntime(key)
-    stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve.stub"))
+    for file in resolve_model("tiny").glob("*.json"):
+        shutil.copy(file, directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    tenants.write_text(tenants_yaml(KEYS, dict.fromkeys(KEYS, Slo())))
     os.environ[FILE_VARIABLE] = str(held_file)
-    hosts = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve.gateway_loop_host"))
-    try:
-        choosing = RouterConfig(redis="none")
-        router = await (
-            await runtime.spawn(ProcessSpec(kind="router", name="router", config=choosing))
-        ).ready()
-        stub = StubConfig(
-            id=secrets.token_hex(16),
-            name="decode-0",
-            role=WorkerRole.DECODE,
-            model="qwen-like",
-            router=router,
-            vocab_size=json.loads((directory / "config.json").read_text())["vocab_size"],
-            max_model_len=CONTEXT_TOKENS,
-            step_s=step_s,
-        )
-        await (await stubs.spawn(ProcessSpec(kind="worker", name="decode-0", config=stub))).ready()
-        config = GatewayConfig(
-            model=str(directory), routers=(router,), port=0, tenants_file=str(tenants_file(folder))
-        )
-        process = await hosts.spawn(ProcessSpec(kind="gateway", name="gateway-0", config=config))
-        address = await process.ready()
-        await _until_it_answers(address)
-        yield Served(address, process.pid, held_file)
-    finally:
-        await hosts.close()
-        await stubs.close()
-        await runtime.close()
+    command = (sys.executable, "-m", "baton.bench.serve.gateway_loop_host")
+    plane = Plane(str(directory), step_s=step_s)
+    async with started(plane, command, tenants_file=str(tenants)) as address:
+        hostile, quiet = (Address(address.url, key) for key in KEYS.values())
+        yield Gateway(hostile, quiet, address.gateway_pid, held_file)
 
 
-async def ask(address: Address, tenant: str, path: str, body: bytes) -> int:
-    """The status; the answer is read and thrown away. 0: the connection ended without one."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS[tenant]}\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
+async def ask(client: Client, path: str, body: bytes) -> int:
+    """Return the status of the answer; 0: the connection ended without one."""
     try:
-        writer.write(head.encode() + body)
-        await writer.drain()
-        line = await reader.readline()
-        while await reader.read(1 << 20):
-            pass
-        return int(line.split(b" ", 2)[1]) if line else 0
-    except ConnectionError:
+        return (await client.post(path, body)).status
+    except (PeerGone, OSError):
         return 0
-    finally:
-        writer.close()
 
 
-async def _until_it_answers(address: Address) -> None:
-    async with asyncio.timeout(60):
-        while await ask(address, "quiet", "/v1/chat/completions", SHORT_CHAT) != 200:
-            await asyncio.sleep(0.1)
+async def chat_until(address: Address, latencies_s: list[float], stop: asyncio.Event) -> None:
+    """Ask one short chat after another until `stop`; a refused chat took forever."""
+    with contextlib.closing(Client(address)) as client:
+        while not stop.is_set():
+            since_s = time.monotonic()
+            status = await ask(client, CHAT, SHORT_CHAT)
+            latencies_s.append(time.monotonic() - since_s if status == 200 else float("inf"))
+            await asyncio.sleep(0.005)
 
 
-async def quiet(address: Address, latencies_s: list[float], stop: asyncio.Event) -> None:
-    """One short chat after another, until `stop`."""
-    while not stop.is_set():
-        since_s = time.monotonic()
-        status = await ask(address, "quiet", "/v1/chat/completions", SHORT_CHAT)
-        latencies_s.append(time.monotonic() - since_s if status == 200 else float("inf"))
-        await asyncio.sleep(0.005)
-
-
-async def quiet_alone(address: Address) -> list[float]:
-    """Latencies of short chats for ALONE_S, in seconds."""
+async def chat_alone(gateway: Gateway) -> list[float]:
+    """Return the latencies of short chats for ALONE_S, in seconds."""
     latencies_s, stop = list[float](), asyncio.Event()
     asyncio.get_running_loop().call_later(ALONE_S, stop.set)
-    await quiet(address, latencies_s, stop)
+    await chat_until(gateway.quiet, latencies_s, stop)
     return latencies_s
 
 
-_prepared: list[Hostile] = []  # of the process that sends them
+_prepared: list[Hostile] = []  # in the process that sends them
 
 
 def prepare(work: Sequence[Hostile]) -> None:
-    """Keep the bodies, in the process that is going to send them."""
+    """Keep the bodies in the process that is going to send them."""
     _prepared[:] = work
 
 
 def send_prepared(address: Address, num_at_once: int) -> Counter[int]:
-    """Send the bodies, so many at once, and count the statuses."""
+    """Send the bodies, so many at once; return the counts of statuses."""
+    queue, statuses = _prepared[::-1], Counter[int]()
 
-    async def send(queue: list[Hostile]) -> Counter[int]:
-        statuses = Counter[int]()
-        while queue:
-            hostile = queue.pop()
-            statuses[await ask(address, "hostile", hostile.path, hostile.body)] += 1
-        return statuses
+    async def send() -> None:
+        with contextlib.closing(Client(address)) as client:
+            while queue:
+                hostile = queue.pop()
+                statuses[await ask(client, hostile.path, hostile.body)] += 1
 
-    async def send_all() -> Counter[int]:
-        queue = _prepared[::-1]
-        return sum(await asyncio.gather(*(send(queue) for _ in range(num_at_once))), Counter[int]())
+    async def send_all() -> None:
+        await asyncio.gather(*(send() for _ in range(num_at_once)))
 
-    return asyncio.run(send_all())
+    asyncio.run(send_all())
+    return statuses
 
 
-async def beside_quiet(
-    address: Address, work: Sequence[Hostile], num_at_once: int, sender: Executor, statuses: Counter[int]
+async def chat_beside(
+    gateway: Gateway, work: Sequence[Hostile], num_at_once: int, sender: Executor, statuses: Counter[int]
 ) -> list[float]:
-    """Latencies of the quiet tenant while the other sends `work` from a process of its own."""
+    """Return the latencies of the quiet tenant while another process sends `work`."""
     latencies_s, stop = list[float](), asyncio.Event()
     loop = asyncio.get_running_loop()
     await loop.run_in_executor(sender, prepare, work)
-    watching = asyncio.create_task(quiet(address, latencies_s, stop))
-    statuses.update(await loop.run_in_executor(sender, send_prepared, address, num_at_once))
+    watching = asyncio.create_task(chat_until(gateway.quiet, latencies_s, stop))
+    statuses.update(await loop.run_in_executor(sender, send_prepared, gateway.hostile, num_at_once))
     stop.set()
     await watching
     return latencies_s
 
 
-def phase(served: Served, since_s: float, until_s: float) -> Phase:
-    lines = served.held_file.read_text().splitlines() if served.held_file.exists() else []
-    late = [msgspec.json.decode(line, type=Held) for line in lines]
-    between = [each for each in late if since_s <= each.at_s <= until_s + 0.1]
-    longest = max(between, key=lambda each: each.late_s - each.waited_s, default=Held(0, 0, 0))
-    return Phase(max(0.0, longest.late_s - longest.waited_s) * 1e3, longest.late_s * 1e3)
+@contextlib.asynccontextmanager
+async def watched_growth(pid: int) -> AsyncIterator[list[float]]:
+    """Yield a list; at the end of the block it has the most memory, in MB, beyond that at the beginning."""
+    found, sizes = list[float](), [resident_mib(pid) or 0.0]
 
-
-class Peak:
-    """The most memory that a process has had while this was watched, beyond what it had before."""
-
-    def __init__(self, pid: int) -> None:
-        self._process = psutil.Process(pid)
-        self._before = self._most = self._process.memory_info().rss
-        self._task = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
+    async def watch() -> None:
         while True:
-            self._most = max(self._most, self._process.memory_info().rss)
+            sizes.append(resident_mib(pid) or 0.0)
             await asyncio.sleep(0.02)
 
-    def end(self) -> float:
-        """In MB."""
-        self._task.cancel()
-        return (self._most - self._before) / MB
+    task = asyncio.create_task(watch())
+    yield found
+    task.cancel()
+    found.append((max(sizes) - sizes[0]) * 2**20 / 1e6)
 
 
-async def growth_without_readers(served: Served) -> float:
-    """40 clients ask `/detokenize` and `/tokenize` for the largest answers and read nothing."""
-    peak, clients = Peak(served.pid), list[socket.socket]()
-    bodies = [
+async def ask_without_reading(gateway: Gateway) -> None:
+    """Ask for the largest answers of `/detokenize` and `/tokenize`, and read nothing."""
+    requests = [
         ("/detokenize", json.dumps({"tokens": [300] * CONTEXT_TOKENS}).encode()),
         ("/tokenize", json.dumps({"prompt": "a " * 400_000, "return_token_strs": True}).encode()),
     ]
-    loop = asyncio.get_running_loop()
-    for index in range(NUM_CLIENTS):
-        path, body = bodies[index % 2]
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        await loop.sock_connect(client, (served.address.host, served.address.port))
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS['hostile']}\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
-        clients.append(client)
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(10):
-                await loop.sock_sendall(client, head.encode() + body)
-    await asyncio.sleep(5)
-    for client in clients:
-        client.close()
-    return peak.end()
+    loop, address = asyncio.get_running_loop(), gateway.hostile
+    with contextlib.ExitStack() as stack:
+        for index in range(NUM_CLIENTS):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, (address.host, address.port))
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(10):
+                    await loop.sock_sendall(client, address.post(*requests[index % 2]))
+        await asyncio.sleep(5)
 
 
-async def growth_of_logprobs(served: Served, statuses: Counter[int]) -> float:
-    """Whole answers of 20 log probabilities a token, four calls at once."""
-    peak = Peak(served.pid)
+async def ask_for_logprobs(gateway: Gateway, statuses: Counter[int]) -> None:
+    """Ask for whole answers of 20 log probabilities a token, four calls at once."""
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
     max_tokens = GatewayConfig(model="tiny", routers=()).max_answer_entries // (8 * 21)  # eight choices
     body = json.dumps(fields | {"n": 8, "max_tokens": max_tokens, "ignore_eos": True}).encode()
-    found = await asyncio.gather(
-        *(ask(served.address, "hostile", "/v1/chat/completions", body) for _ in range(4))
-    )
-    statuses.update(found)
-    return peak.end()
+    with contextlib.closing(Client(gateway.hostile)) as client:
+        statuses.update(await asyncio.gather(*(ask(client, CHAT, body) for _ in range(4))))
 
 
-async def measure(num_generated: int, seed: int) -> tuple[list[Row], dict[str, object]]:
-    rows, extra = list[Row](), dict[str, object]()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the suite's options."""
+    parser.add_argument("--generated", type=int, default=200, help="bodies that are drawn (200)")
+    parser.add_argument("--seed", type=int, default=1)
+    add_output_option(parser)
+
+
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Send every hostile body beside the quiet tenant, then measure memory."""
     statuses = Counter[int]()
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as sender,
     ):
-        async with served(Path(folder)) as gateway:
+        asyncio.run(_measure(options, report, Path(folder), sender, statuses))
+    report.rows.append(at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0))
+    counts = {str(status): num for status, num in sorted(statuses.items())}
+    report.extra = {"statuses": counts, "seed": options.seed}
+
+
+async def _measure(
+    options: argparse.Namespace, report: Report, folder: Path, sender: Executor, statuses: Counter[int]
+) -> None:
+    async with running(folder) as gateway:
+        since_s = time.monotonic()
+        alone = await chat_alone(gateway)
+        hold = gateway.longest_hold(since_s, time.monotonic())
+        report.rows.append(Row("held with short chats alone", 1e3 * hold.held_s, "ms"))
+        parts = [(each.name, [each], 1) for each in (*reviewed(), *others())]
+        drawn = list(generated(options.generated, options.seed))
+        beside = list[float]()
+        for name, work, at_once in [*parts, (f"{len(drawn)} generated bodies", drawn, NUM_AT_ONCE)]:
+            report.tell(name)
             since_s = time.monotonic()
-            alone = await quiet_alone(gateway.address)
-            calm = phase(gateway, since_s, time.monotonic())
-            rows.append(Row("held with short chats alone", calm.held_ms, "ms"))
-            kinds: list[tuple[str, Iterable[Hostile], int]] = [
-                ("bodies of the review", reviewed(), 1),
-                ("further bodies", others(), 1),
-                (f"{num_generated} generated bodies", generated(num_generated, seed), NUM_AT_ONCE),
-            ]
-            sticky_worker = list[float]()
-            for name, bodies, num_at_once in kinds:
-                work = list(bodies)
-                for part in [[one] for one in work] if num_at_once == 1 else [work]:
-                    since_s = time.monotonic()
-                    sticky_worker += await beside_quiet(gateway.address, part, num_at_once, sender, statuses)
-                    found = phase(gateway, since_s, time.monotonic())
-                    note = f"{found.late_ms:.1f} ms with the wait for a core"
-                    label = part[0].name if num_at_once == 1 else name
-                    rows.append(at_most(f"loop held: {label}", found.held_ms, "ms", HELD_BAR_MS, note))
-                    print(f"{label}: {found.held_ms:.1f} ms ({note})", file=sys.stderr, flush=True)
-            alone += await quiet_alone(gateway.address)  # before and after: what else the machine does varies
-            alone_ms, beside_ms = quantile(alone, 99) * 1e3, quantile(sticky_worker, 99) * 1e3
-            note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
-            rows.append(at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note))
-            grown = await growth_without_readers(gateway)
-            rows.append(at_most("RSS growth, 40 clients that do not read", grown, "MB", MEMORY_BAR_MB))
-        async with served(Path(folder), step_s=FAST_STEP_S) as gateway:
-            grown = await growth_of_logprobs(gateway, statuses)
-            rows.append(at_most("RSS growth, four calls of 20 logprobs", grown, "MB", MEMORY_BAR_MB))
-            extra["statuses"] = {str(status): num for status, num in sorted(statuses.items())}
-            rows.append(at_most("answers of status 500 or none", statuses[500] + statuses[0], "", 0))
-    return rows, extra
+            beside += await chat_beside(gateway, work, at_once, sender, statuses)
+            hold = gateway.longest_hold(since_s, time.monotonic())
+            note = f"{1e3 * hold.late_s:.1f} ms with the wait for a core"
+            report.rows.append(at_most(f"loop held: {name}", 1e3 * hold.held_s, "ms", HELD_BAR_MS, note))
+        alone += await chat_alone(gateway)  # before and after: the machine's other load varies
+        alone_ms, beside_ms = quantile(alone, 99) * 1e3, quantile(beside, 99) * 1e3
+        note = f"{alone_ms:.1f} ms alone, {beside_ms:.1f} ms beside"
+        report.rows.append(at_most("other tenant's p99", beside_ms / alone_ms, "times", P99_BAR, note))
+        report.tell("clients that do not read")
+        async with watched_growth(gateway.pid) as grown:
+            await ask_without_reading(gateway)
+        report.rows.append(_memory_row(f"{NUM_CLIENTS} clients that do not read", grown))
+    async with running(folder, step_s=FAST_STEP_S) as gateway:
+        report.tell("log probabilities")
+        async with watched_growth(gateway.pid) as grown:
+            await ask_for_logprobs(gateway, statuses)
+        report.rows.append(_memory_row("four calls of 20 logprobs", grown))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--generated", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gateway_loop.json")
-    arguments = parser.parse_args()
-    rows, extra = asyncio.run(measure(arguments.generated, arguments.seed))
-    print_table(TITLE, rows)
-    write_json(arguments.out, TITLE, rows, {**extra, "seed": arguments.seed})
-    return 1 if any(row.met is False for row in rows) else 0
+def _memory_row(name: str, grown_mb: list[float]) -> Row:
+    return at_most(f"RSS growth, {name}", grown_mb[0], "MB", MEMORY_BAR_MB)
 
+
+run = partial(run_suite, measure, name="gateway_loop", title="Event loop of a gateway under hostile bodies")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(__doc__, add_options, run, fails_on_miss=True))

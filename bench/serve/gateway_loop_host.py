@@ -1,11 +1,8 @@
-"""A real gateway process that writes down how long its event loop was held.
-
-    python -m baton.bench.serve.gateway_loop_host    started by bench/serve/gateway_loop.py, reads its
-    assignment
+"""A real gateway process, started by bench/serve/gateway_loop.py, that records how long its loop was held.
 
 A timer is due every TICK_S. A tick that is late by more than REPORTED_S becomes a line of the file that the
-environment names: when the tick ran, how late it was, and how long the loop's thread meanwhile waited for a
-core that other processes had. That wait is the machine's, and no hold of the loop.
+environment names: when the tick ran, how late it was, and how long the loop's thread waited meanwhile for a
+core that other processes had. That wait is not a hold of the loop.
 """
 
 import asyncio
@@ -33,11 +30,15 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
     at_s: float  # of the monotonic clock, which all processes of a machine share
     late_s: float
-    waited_s: float  # for a core, since the tick before, as the kernel counts it for the loop's thread
+    waited_s: float  # for a core since the tick before, as the kernel counts it for the loop's thread
+
+    @property
+    def held_s(self) -> float:
+        return max(0.0, self.late_s - self.waited_s)
 
 
 class LoopMonitor:
-    """Watches the loop on which it is made."""
+    """Records the late ticks of the running loop."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -61,6 +62,7 @@ class LoopMonitor:
 
 
 def main() -> None:
+    """Run the gateway of the assignment on stdin."""
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     with open(os.environ[FILE_VARIABLE], "a", encoding="utf-8") as file:
         given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)

@@ -1,9 +1,9 @@
-"""The least that a server can do: what Python, uvicorn or a bare socket reach without any serving.
+"""A server that does the least possible: the rate of uvicorn or of a bare socket without any serving.
 
     python -m baton.bench.serve.limit uvicorn|asyncio
 
-Any POST is answered with one completion, or, if its body asks for a stream, with as many events as tokens,
-each written by itself as a stream of tokens is. It prints its port, and ends when its stdin does.
+Every POST is answered with one completion, or, if its body asks for a stream, with as many events as tokens,
+each written by itself. The server prints its port, and ends when its stdin does.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def _wishes(body: bytes) -> tuple[int, bool]:
 
 
 async def application(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-    """ASGI, without a framework."""
+    """Answer as an ASGI application without a framework."""
     body = b""
     while True:
         message = await receive()
@@ -128,7 +128,7 @@ async def _serve(kind: str) -> None:
         await server.serve_forever()
     config = uvicorn.Config(application, host="127.0.0.1", port=0, log_level="warning", http="httptools")
     listener = config.bind_socket()
-    listener.listen(1024)  # so that who comes early waits
+    listener.listen(1024)
     print(listener.getsockname()[1], flush=True)
     await uvicorn.Server(config).serve(sockets=[listener])
 

@@ -1,4 +1,8 @@
-"""Load on a server: closed-loop for throughput, open-loop for latency."""
+"""Load on a server: closed-loop for throughput, open-loop for latency.
+
+The jobs of a load are random tokens with lengths between bounds, or a trace: lengths, moments and shared
+prefixes of a real service (bench/traces.py).
+"""
 
 import asyncio
 import itertools
@@ -13,24 +17,18 @@ from baton.bench.serve.figures import Bad, Sample, Slo, Summary, streamed, summa
 from baton.bench.traces import TraceRequest
 from baton.errors import ConfigError, PeerGone
 
-# Requests that a load consists of: how long, and when.
-#
-# - Random tokens, lengths between bounds. By default 32 requests of 16 to 256 tokens in and 16 to 128 out,
-#   with another seed each round: the work that other engines were measured with.
-# - A trace: lengths, moments and shared prefixes of a real service (traces.py).
-
 FIRST_TOKEN: Final = 4  # below are the special ones
 
 
 class Lengths(NamedTuple):
-    """Both bounds are reached."""
+    """Bounds of a length, both included."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """ "16-256" or "64". ConfigError for anything else."""
+        """Read "16-256" or "64". ConfigError: the text is anything else."""
         low, _, high = text.partition("-")
         try:
             lengths = cls(int(low), int(high or low))
@@ -46,12 +44,14 @@ OUTPUT: Final = Lengths(16, 128)
 
 
 class Job(NamedTuple):
+    """A prompt, and the length of its answer."""
+
     prompt: tuple[int, ...]
     num_tokens: int  # of the answer
-    arrival_s: float = 0.0  # after the load begins; for open-loop load
+    arrival_s: float = 0.0  # after the load begins, for open-loop load
 
     def body(self, model: str, *, stream: bool, as_text: bool = False) -> bytes:
-        """Of a request to /v1/completions. as_text: a word a token, for servers that take no token ids."""
+        """Return the body of a completion. as_text: a word a token, for servers that take no token ids."""
         fields: dict[str, object] = {
             "model": model,
             "prompt": " ".join(f"w{token}" for token in self.prompt) if as_text else self.prompt,
@@ -72,6 +72,7 @@ def random_jobs(
     num_input: Lengths = INPUT,
     num_output: Lengths = OUTPUT,
 ) -> list[Job]:
+    """Return random prompts; one seed gives one list."""
     source = random.Random(seed)
     jobs = []
     for _ in range(num_jobs):
@@ -82,7 +83,7 @@ def random_jobs(
 
 
 def trace_jobs(requests: Sequence[TraceRequest], *, vocab_size: int, speed: float = 1.0) -> list[Job]:
-    """Prompts whose leading blocks are equal where the trace says so. speed: 2.0 plays it twice as fast."""
+    """Return prompts with equal leading blocks where the trace says so. speed: 2.0 halves the time."""
     return [
         Job(_trace_prompt(request, number, vocab_size), request.output_tokens, request.arrival_s / speed)
         for number, request in enumerate(requests)
@@ -101,7 +102,7 @@ def _trace_prompt(request: TraceRequest, number: int, vocab_size: int) -> tuple[
 
 
 def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
-    """The same jobs, `rate` a second on average, at moments that know nothing of each other."""
+    """Return the same jobs with Poisson arrivals, `rate` a second on average."""
     source, moment_s, timed = random.Random(f"arrivals {seed}"), 0.0, []
     for job in jobs:
         timed.append(job._replace(arrival_s=moment_s))
@@ -110,7 +111,7 @@ def poisson(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
 
 
 class Server(Protocol):
-    """What a load is put on: `Client` documents it."""
+    """A server under load; see `Client`."""
 
     @property
     def address(self) -> Address: ...
@@ -123,23 +124,25 @@ class Server(Protocol):
 
 
 class Shape(NamedTuple):
-    """How the jobs are asked for."""
+    """The form of the requests."""
 
     stream: bool = True
     as_text: bool = False
-    concurrency: int | None = None  # closed loop, with as many at once; None: each at its own moment
+    concurrency: int | None = None  # closed loop with so many at once; None: open loop
     slo: Slo = Slo()
 
 
 class Run(NamedTuple):
+    """The result of one load."""
+
     summary: Summary
     samples: list[Sample]
-    max_lag_s: float  # by which the client came late with a request, at worst
-    said: str = ""  # by the server of the first answer that does not count
+    max_lag_s: float  # the most by which the client sent a request late
+    said: str = ""  # the server's words about the first failure
 
 
 class Load:
-    """One target's."""
+    """Puts jobs on one server."""
 
     def __init__(self, client: Server, model: str, shape: Shape) -> None:
         self._client = client
@@ -152,7 +155,7 @@ class Load:
         self._ended_s = 0.0
 
     async def run(self, jobs: Sequence[Job]) -> Run:
-        """Every job once, to its end. The duration is from the load's begin to the last answer's end."""
+        """Run every job once, to its end. The duration is from the load's begin to the last answer's end."""
         shape = self._shape
         bodies = [job.body(self._model, stream=shape.stream, as_text=shape.as_text) for job in jobs]
         begin_s = time.perf_counter()
@@ -190,14 +193,14 @@ class Load:
 
 
 class Model(NamedTuple):
-    """As a server lists it."""
+    """The first model that a server lists; `vocab_size` None: the server does not list it."""
 
     name: str
-    vocab_size: int | None  # None: the server does not say
+    vocab_size: int | None
 
 
 async def model_of(client: Server) -> Model:
-    """The first that the server lists. ConfigError when it lists none, or wants a key."""
+    """Ask for the model. ConfigError: the server lists none, or wants a key."""
     try:
         answer = await client.get("/v1/models")
         if answer.status not in (401, 403):
@@ -210,17 +213,14 @@ async def model_of(client: Server) -> Model:
     raise ConfigError(f"{client.address.url} wants a key that it knows: --api-key KEY, or BATON_API_KEY")
 
 
-# As many requests as a server takes, from a fixed number of connections, for a fixed time.
-#
-# No task, and nothing read of an answer, until the time is over: the client shares the machine with the
-# server.
-
 PATH: Final = "/v1/completions"
 NUM_WORDS: Final = 32
-PATIENCE_S: Final = 30.0  # for what is under way when the time is over
+PATIENCE_S: Final = 30.0  # with requests under way when the time is over
 
 
 class Point(NamedTuple):
+    """A load of one kind of request from a fixed number of connections."""
+
     num_tokens: int
     stream: bool
     num_connections: int
@@ -232,17 +232,17 @@ class Point(NamedTuple):
 
 
 class Hammered(NamedTuple):
-    """What one run at one point has given."""
+    """The result of one run at one point."""
 
     requests_per_s: float
     tokens_per_s: float
     samples: list[Sample]
     failures: list[str]
-    cpu_s: float = 0.0  # of the server's processes; 0 where they are not known
+    cpu_s: float = 0.0  # of the server's processes; 0: not known
 
 
 def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:
-    """Prompts of words that do not repeat soon."""
+    """Yield requests with prompts of words that do not repeat soon."""
     for number in itertools.count():
         words = " ".join(f"w{(number * 7919 + place * 31) % 1000}" for place in range(NUM_WORDS))
         fields: dict[str, object] = {"model": model, "prompt": words, "max_tokens": point.num_tokens}
@@ -253,6 +253,8 @@ def requests_to(address: Address, model: str, point: Point) -> Iterator[bytes]:
 
 
 class Hammer:
+    """Sends as many requests as a server takes. Answers are parsed when the time is over, not before."""
+
     def __init__(self, address: Address, model: str, point: Point) -> None:
         self._address = address
         self._point = point
@@ -264,7 +266,7 @@ class Hammer:
         self._all_done = asyncio.Event()
 
     async def run(self, seconds: float) -> Hammered:
-        """Every connection asks on until the time is over; the rate is over the time until the last end."""
+        """Have every connection ask on until the time is over; rates are over the time until the last end."""
         connections = [await Connection.open(self._address) for _ in range(self._point.num_connections)]
         begin_s = time.perf_counter()
         self._until_s, self._num_active = begin_s + seconds, len(connections)
@@ -320,12 +322,10 @@ _REMOTE_DECODE: Final = {
 
 
 class VllmPair:
-    """vLLM's own disaggregation, of which the client is a part: a prefill and a decode server, joined by a
-    proxy.
+    """vLLM's own disaggregation: a prefill and a decode server, joined by the client instead of a proxy.
 
-    Each request goes to the prefill server for one token first; what that says of where its KV is goes to the
-    decode server with the request. Here the client does what the proxy would, which costs the rival one hop
-    less.
+    Each request goes to the prefill server for one token first; the location of its KV in that answer goes to
+    the decode server with the request. Without the proxy the rival has one hop less.
     """
 
     def __init__(self, prefill: Address, decode: Address) -> None:
@@ -340,7 +340,7 @@ class VllmPair:
         return await self._decode.get(path)
 
     async def post(self, path: str, body: bytes) -> Answer:
-        """The decode server's answer; the prefill server's, where that is not 200."""
+        """Return the decode server's answer, or that of a prefill server that did not answer 200."""
         fields = json.loads(body)
         first = {**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": _REMOTE_DECODE}
         first.pop("stream_options", None)

@@ -1,12 +1,12 @@
-"""What the control plane costs: gateways and a router in front of workers that compute nothing.
+"""The cost of the control plane: gateways and a router in front of workers that compute nothing.
 
-All of it runs on this machine, the client too. Beside it, by the same client in the same rounds: a bare
-uvicorn and a bare socket that give the same answers, which nothing made of the same parts can pass; any
-rival's front end that is named; and the control plane of an earlier checkout, compared by CPU time a request,
-which other programs on the machine disturb less than they disturb rates.
+Everything runs on this machine, the client too. Beside the control plane the same client measures, in the
+same rounds, a bare uvicorn and a bare socket that give the same answers, any rival's front end that is
+named, and the control plane of an earlier checkout. The checkouts are compared by CPU time a request, which
+other programs on the machine disturb less than rates.
 
 Every round starts the processes anew: of two that run the same code, one takes up to a tenth more CPU time
-than the other, for as long as they live.
+than the other for as long as they live.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import psutil
 
+from baton.bench.processes import Child
 from baton.bench.report import Row, at_least, at_most, format_number
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import quantile
@@ -55,7 +56,7 @@ PREFILLED: Final = re.compile(
 PREFILLED_BAR: Final = 0.99
 CPU_BAR: Final = 1.03  # CPU time a request, over that of the checkout before
 START_TIMEOUT_S: Final = 60.0
-# What a checkout runs to serve its own plane: it needs `Plane` and `served`, and nothing newer.
+# Runs in a checkout and serves its control plane; the checkout needs `Plane` and `served`.
 HOST: Final = """
 import asyncio, json, sys
 try:
@@ -73,22 +74,35 @@ Results = Mapping[tuple[str, Point], Sequence[Hammered]]
 
 
 class Plane(NamedTuple):
-    """How much there is of each."""
+    """How many processes of each kind there are. Without prefill workers decode workers prefill too."""
 
     model: str
     num_gateways: int = 1
-    num_prefill: int = 0  # 0: decode workers compute prompts too
+    num_prefill: int = 0
     num_decode: int = 1
     step_s: float = 0.0
     policy: str = RouterConfig().policy
 
 
+class PlaneAddress(NamedTuple):
+    """The port of the gateways, and the process id of the last one."""
+
+    url: str
+    gateway_pid: int
+
+
 @contextlib.asynccontextmanager
-async def served(plane: Plane) -> AsyncIterator[str]:
-    """The URL of a gateway port that answers."""
+async def started(
+    plane: Plane, gateway_command: tuple[str, ...] = (), **gateway_settings: Any
+) -> AsyncIterator[PlaneAddress]:
+    """Run the router, the stub workers and the gateways.
+
+    gateway_command: in place of the gateway's own. gateway_settings: further fields of GatewayConfig.
+    """
     key = secrets.token_bytes(32)
     runtime = LocalRuntime(key)
     stubs = LocalRuntime(key, command=(sys.executable, "-m", "baton.bench.serve.stub"))
+    gateways = LocalRuntime(key, command=gateway_command) if gateway_command else runtime
     try:
         choosing = RouterConfig(policy=plane.policy, redis="none")
         router = await (await _spawn(runtime, "router", "router", choosing)).ready()
@@ -107,18 +121,30 @@ async def served(plane: Plane) -> AsyncIterator[str]:
                 step_s=plane.step_s,
             )
             await (await _spawn(stubs, "worker", config.name, config)).ready()
-        port = 0
+        port = pid = 0
         for number in range(plane.num_gateways):
             gateway = GatewayConfig(
-                model=str(directory), routers=(router,), port=port, shares_port=plane.num_gateways > 1
+                model=str(directory),
+                routers=(router,),
+                port=port,
+                shares_port=plane.num_gateways > 1,
+                **gateway_settings,
             )
-            port = (await (await _spawn(runtime, "gateway", f"gateway-{number}", gateway)).ready()).port
+            process = await _spawn(gateways, "gateway", f"gateway-{number}", gateway)
+            port, pid = (await process.ready()).port, process.pid
         url = f"http://127.0.0.1:{port}"
         await _until_it_answers(url, plane.num_gateways)
-        yield url
+        yield PlaneAddress(url, pid)
     finally:
-        await stubs.close()
-        await runtime.close()
+        for each in dict.fromkeys((gateways, stubs, runtime)):
+            await each.close()
+
+
+@contextlib.asynccontextmanager
+async def served(plane: Plane) -> AsyncIterator[str]:
+    """Run a control plane; yield the URL of its gateways. HOST calls this in every checkout."""
+    async with started(plane) as address:
+        yield address.url
 
 
 async def _spawn(runtime: LocalRuntime, kind: ProcessKind, name: str, config: msgspec.Struct) -> LocalProcess:
@@ -126,7 +152,7 @@ async def _spawn(runtime: LocalRuntime, kind: ProcessKind, name: str, config: ms
 
 
 async def _until_it_answers(url: str, num_gateways: int) -> None:
-    """TimeoutError when it never does. Connections are spread over gateways by chance: many are tried."""
+    """Try many connections, which are spread over gateways by chance. TimeoutError: some answer never."""
     address, num_good = Address(url), 0
     async with asyncio.timeout(START_TIMEOUT_S):
         while num_good < (1 if num_gateways == 1 else 16 * num_gateways):
@@ -139,7 +165,7 @@ async def _until_it_answers(url: str, num_gateways: int) -> None:
 
 
 async def prefilled(url: str) -> int:
-    """How many prompts prefill workers have computed so far; what is told is up to STATUS_S old."""
+    """Return how many prompts prefill workers have computed; the count is up to STATUS_S old."""
     await asyncio.sleep(STATUS_S)
     with contextlib.closing(Client(Address(url))) as client:
         scrape = (await client.get("/metrics")).body.decode()
@@ -147,11 +173,13 @@ async def prefilled(url: str) -> int:
 
 
 class Target(NamedTuple):
+    """A server to measure, and the process that has started its processes; None: not known."""
+
     url: str
-    pid: int | None = None  # of the process that has started all others; None where it is not known
+    pid: int | None = None
 
     def cpu_s(self) -> float:
-        """CPU time that the gateways, the router and their helpers have taken so far: all but the stubs."""
+        """Return the CPU time so far of gateways, router and their helpers: all but the stubs."""
         if self.pid is None:
             return 0.0
         total = 0.0
@@ -162,48 +190,31 @@ class Target(NamedTuple):
         return total
 
 
-@contextlib.asynccontextmanager
-async def hosted(plane: Plane, checkout: Path | None = None) -> AsyncIterator[Target]:
-    """A plane of this code, or of the code of another checkout. ConfigError where that does not start."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", HOST, json.dumps(plane._asdict())),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=checkout,
-        env=os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())}),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        url = (await process.stdout.readline()).decode().strip()
+@contextlib.contextmanager
+def hosted(plane: Plane, checkout: Path | None = None) -> Iterator[Target]:
+    """Run a control plane of this code, or of the code of another checkout.
+
+    ConfigError: it does not start.
+    """
+    environment = os.environ | ({} if checkout is None else {"PYTHONPATH": str(checkout.resolve())})
+    with Child("-c", HOST, json.dumps(plane._asdict()), cwd=checkout, environment=environment) as child:
+        url = child.read()
         if not url:
             raise ConfigError(f"the control plane of {checkout or 'this code'} does not start")
-        yield Target(url, process.pid)
-    finally:
-        process.stdin.close()
-        await process.communicate()
+        yield Target(url, child.pid)
 
 
-@contextlib.asynccontextmanager
-async def limit(kind: str) -> AsyncIterator[str]:
-    """The URL of a server that does nothing but answer: see bench/serve/limit.py."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.bench.serve.limit", kind),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        port = int(await process.stdout.readline())
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.stdin.close()
-        await process.communicate()
+@contextlib.contextmanager
+def limit(kind: str) -> Iterator[str]:
+    """Run a server that does nothing but answer (bench/serve/limit.py); yield its URL."""
+    with Child("-m", "baton.bench.serve.limit", kind) as child:
+        yield f"http://127.0.0.1:{child.read()}"
 
 
-async def measure(
+async def measure_round(
     servers: Mapping[str, Target], points: Sequence[Point], seconds: float, progress: Callable[[str], None]
 ) -> dict[tuple[str, Point], Hammered]:
-    """One round, by server name: at every point the servers take turns, in their order."""
+    """Measure one round: at every point the servers take turns, in their order."""
     results, models = {}, {}
     for name, target in servers.items():
         with contextlib.closing(Client(Address(target.url))) as client:
@@ -220,7 +231,7 @@ async def measure(
 
 
 def cpu_rows(results: Results) -> list[Row]:
-    """CPU time a request at each point, over that of the checkout before; none where there is no such one."""
+    """Return the CPU time a request at each point over that of the checkout before, if there is one."""
     rows = []
     for name, point in results:
         if name == BEFORE:
@@ -235,31 +246,28 @@ def _cpu_us(hammered: Sequence[Hammered]) -> float:
 
 
 def path_row(plane: Plane, results: Results, num_prefilled: int) -> Row:
-    """How many prompts took the way through both kinds of workers: all, but where the router weighs whether
-    the decode worker is quicker alone. The warm-up's are not among the answers.
+    """Return the share of prompts that prefill workers computed.
+
+    There is no limit for the policy `cost`, which leaves some prompts to the decode worker.
     """
     num_answers = sum(
         len(each.samples) for (name, _), hammered in results.items() if name == BATON for each in hammered
     )
-    share = min(1.0, num_prefilled / num_answers) if num_answers else 0.0
-    name = "prompts by way of prefill workers"
-    if plane.policy == "cost":
-        return Row(name, share, "of 1")
-    return at_least(name, share, "of 1", PREFILLED_BAR)
+    share = min(1.0, num_prefilled / num_answers) if num_answers else 0.0  # prompts of the warm-up count too
+    bar = None if plane.policy == "cost" else PREFILLED_BAR
+    return at_least("prompts by way of prefill workers", share, "of 1", bar)
 
 
 def overhead_rows(results: Results, servers: Sequence[str]) -> list[Row]:
+    """Return latency without load and rates at every point, beside those of the other servers."""
     rows = [_ttft(results, percent) for percent in TTFT_BARS_MS]
     for points, unit, bar in ((UNARY, "requests/s", UNARY_BAR), (SSE, "tokens/s", SSE_BAR)):
         for point in points:
             if (BATON, point) not in results:
                 continue
             rate = _rate(results[BATON, point])
-            note = _sticky_worker(results, servers, point, rate)
-            if point is points[-1]:
-                rows.append(at_least(point.name, rate, unit, bar, note))
-            else:
-                rows.append(Row(point.name, rate, unit, note=note))
+            note = _beside(results, servers, point, rate)
+            rows.append(at_least(point.name, rate, unit, bar if point is points[-1] else None, note))
     failures = [failure for hammered in results.values() for each in hammered for failure in each.failures]
     why = "; ".join(sorted(set(failures)))[:200]
     rows.append(at_most("answers that do not count", len(failures), "", 0, why))
@@ -287,7 +295,7 @@ def _rate(hammered: Sequence[Hammered]) -> float:
     return median(each.tokens_per_s if is_sse else each.requests_per_s for each in hammered)
 
 
-def _sticky_worker(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
+def _beside(results: Results, servers: Sequence[str], point: Point, rate: float) -> str:
     samples = [sample for each in results[BATON, point] for sample in each.samples]
     notes = []
     if samples:
@@ -303,6 +311,7 @@ def _sticky_worker(results: Results, servers: Sequence[str], point: Point, rate:
 
 
 def as_json(results: Results) -> list[dict[str, object]]:
+    """Return what the JSON keeps of every point."""
     return [
         {
             "server": name,

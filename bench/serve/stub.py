@@ -1,11 +1,9 @@
-"""A worker that computes nothing: what is left of serving when the model takes no time.
+"""A worker that computes nothing, so that only the cost of the control plane is left.
 
-To the router and to gateways it is a worker like any other, prefill or decode: the same messages over the
-same hub. A decode stub answers every attempt with the tokens of a hash, one a step for all that run, in one
-message a gateway as the real one does; steps follow each other at once. No pages move, and torch is not
-imported.
-
-    python -m baton.bench.serve.stub    started by bench/serve/overhead.py, reads its assignment from stdin
+To routers and gateways a stub is a worker like any other, prefill or decode, with the same messages over the
+same server. A decode stub answers every attempt with the tokens of a hash, one a step for all attempts, in
+one message a gateway as the real worker does. No pages move, and torch is not imported.
+bench/serve/overhead.py starts stubs and writes the assignment to their stdin.
 """
 
 import asyncio
@@ -43,12 +41,14 @@ from baton.rpc.reports import WorkerReports
 from baton.rpc.server import RpcServer
 
 FIRST_TOKEN: Final = 10
-UNUSED_PORT: Final = 9  # nobody moves pages
+UNUSED_PORT: Final = 9  # no pages move
 MAX_NUM_SEQS: Final = 256
 NUM_PAGES: Final = 1 << 20
 
 
 class StubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one stub."""
+
     id: str  # 32 hex digits
     name: str
     role: WorkerRole
@@ -60,7 +60,9 @@ class StubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclass(slots=True)
-class Answer:
+class _Answer:
+    """An attempt, and the index of its next token."""
+
     request: Request
     gateway: str
     index: int
@@ -68,7 +70,7 @@ class Answer:
 
 
 class StubWorker:
-    """See node.Node. A decode stub asks a prefill stub for the first token when it is told to."""
+    """The node of a stub. A decode stub asks a prefill stub for the first token when the router says so."""
 
     def __init__(self, config: StubConfig, hello: Hello, dial: Dial) -> None:
         self.hello = hello
@@ -77,8 +79,8 @@ class StubWorker:
         self._config = config
         self._peer_registry = PeerRegistry(hello, (config.router,), dial, wanted)
         self._reports = WorkerReports(self._peer_registry, SystemClock())
-        self._asked: dict[str, Answer] = {}  # their first token is a prefill stub's
-        self._running: dict[str, Answer] = {}
+        self._asked: dict[str, _Answer] = {}  # their first token is a prefill stub's
+        self._running: dict[str, _Answer] = {}
         self._is_stepping = False
         self._num_tokens = 0
 
@@ -126,7 +128,7 @@ class StubWorker:
                 raise ProtocolError(f"a {type(message).__name__} is nothing for a stub")
 
     def _report(self) -> None:
-        """A prefill stub could send pages to every decode worker, if there were any."""
+        """Report the workers that this stub reaches."""
         is_prefill = self._config.role is WorkerRole.PREFILL
         others = (
             self._peer_registry.of_role(WorkerRole.DECODE) if is_prefill else self._peer_registry.connected()
@@ -135,7 +137,7 @@ class StubWorker:
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         request = dispatch.request
-        answer = Answer(request, dispatch.gateway, len(request.generated_token_ids), dispatch.prefill)
+        answer = _Answer(request, dispatch.gateway, len(request.generated_token_ids), dispatch.prefill)
         if not dispatch.prefill:
             self._run(answer)
             return
@@ -144,7 +146,7 @@ class StubWorker:
         self._peer_registry.tell(dispatch.prefill, prefill)
 
     def _prefill(self, decode: Peer, prefill: Prefill) -> None:
-        answer = Answer(prefill.request, prefill.gateway, len(prefill.request.generated_token_ids))
+        answer = _Answer(prefill.request, prefill.gateway, len(prefill.request.generated_token_ids))
         event = self._next(answer)
         self._peer_registry.emit(answer.gateway, event)
         self._peer_registry.flush()
@@ -156,7 +158,7 @@ class StubWorker:
             answer.index = event.index + 1
             self._run(answer)
 
-    def _run(self, answer: Answer) -> None:
+    def _run(self, answer: _Answer) -> None:
         self._running[answer.request.request_id] = answer
         if not self._is_stepping:
             self._is_stepping = True
@@ -173,7 +175,7 @@ class StubWorker:
         if self._is_stepping:
             asyncio.get_running_loop().call_later(self._config.step_s, self._step)
 
-    def _next(self, answer: Answer) -> TokenEvent:
+    def _next(self, answer: _Answer) -> TokenEvent:
         request, index = answer.request, answer.index
         answer.index += 1
         self._num_tokens += 1
@@ -192,7 +194,7 @@ class StubWorker:
 
 
 def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:
-    """As many as were asked for, of any value."""
+    """Return as many log probabilities as were asked for, of any value."""
     if num_top is None:
         return None
     top = tuple((index, -0.123456789 * (index + 1)) for index in range(num_top))
@@ -200,6 +202,7 @@ def _logprobs(token_id: int, num_top: int | None) -> TokenLogprobs | None:
 
 
 def hello_of(config: StubConfig, address: Address) -> Hello:
+    """Return how the stub introduces itself."""
     worker = Worker(
         id=config.id,
         name=config.name,
@@ -217,7 +220,7 @@ def hello_of(config: StubConfig, address: Address) -> Hello:
 
 
 async def serve(given: Assignment) -> None:
-    """Until SIGTERM."""
+    """Serve until SIGTERM."""
     config = msgspec.json.decode(given.config, type=StubConfig)
     rpc_server = RpcServer(KeyRing(Kind.WORKER, given.generations))
     address = await rpc_server.listen()
@@ -231,6 +234,7 @@ async def serve(given: Assignment) -> None:
 
 
 def main() -> None:
+    """Run the stub of the assignment on stdin."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Assignment)
     threading.Thread(target=hear_parent, args=(ring_of(given),), name="parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a client sees of a server: throughput and latency over HTTP, beside other servers; and the overhead.
+"""Throughput and latency of a server over HTTP, beside other servers; the cost of the control plane alone.
 
     baton bench serve --target URL                   32 requests at once, as other engines were measured
     baton bench serve --target URL --rival vllm=URL  the same, in turns with another OpenAI server
@@ -7,13 +7,12 @@
     baton bench serve --overhead                     gateway and router before workers of no model
 
 Without --rate and --trace the load is closed-loop: --concurrency requests at once, for throughput only. An
-answer counts if it says why it ended and has all its tokens. Columns are explained in bench/README.md.
+answer counts if it has a finish reason and all its tokens. bench/README.md explains the columns.
 """
 
 import argparse
 import asyncio
 import contextlib
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,8 +22,7 @@ from typing import Final, NamedTuple
 
 import uvloop
 
-from baton.bench.machine import machine_description, one_line
-from baton.bench.report import Row, at_least, at_most, can_plot, format_number, print_table, write_json
+from baton.bench.report import Report, Row, add_output_option, at_least, at_most, format_number, run_suite
 from baton.bench.serve.client import Address, Client
 from baton.bench.serve.figures import Sample, Slo
 from baton.bench.serve.load import (
@@ -52,13 +50,12 @@ from baton.bench.serve.overhead import (
     SOCKET,
     UVICORN,
     Plane,
-    Results,
     Target,
     as_json,
     cpu_rows,
     hosted,
     limit,
-    measure,
+    measure_round,
     overhead_rows,
     path_row,
     prefilled,
@@ -69,21 +66,23 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.router.policies.registry import POLICIES
 
-# The table of bench/serve/suite.py.
-
 LATENCIES: Final = ("ttft", "tpot", "itl", "tbt", "e2el")
 MIN_FOR_P99: Final = 1000
+NUM_REQUESTS: Final = 32
+WARM_UP_SEED: Final = 999
+NUM_WARM_UP: Final = 4
+VOCAB_SIZE: Final = 32_000  # of models whose servers do not list it
 
 
 class Bars(NamedTuple):
-    """What the first target's throughput and median TTFT, over each rival's, are held to; None: nothing."""
+    """Limits of the first target's throughput and median TTFT over each rival's; None: no limit."""
 
     throughput: float | None = None
     ttft: float | None = None
 
 
 def rows_of(runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
-    """runs: by target, ours first. Figures are medians over the rounds."""
+    """Return medians over the rounds. runs: by target, ours first."""
     ours, *rivals = runs
     rows = [row for name in runs for row in _target_rows(name, runs[name])]
     for rival in rivals:
@@ -105,21 +104,15 @@ def _target_rows(name: str, runs: Sequence[Run]) -> list[Row]:
     rates = [summary.tokens_per_s for summary in summaries]
     spread = f"{format_number(min(rates))} to {format_number(max(rates))} in {len(rates)} rounds"
     requests = median(summary.requests_per_s for summary in summaries)
-    rows.append(
-        Row(
-            f"{name}: output",
-            median(rates),
-            "tokens/s",
-            note=f"{spread}, {format_number(requests)} requests/s",
-        )
-    )
+    note = f"{spread}, {format_number(requests)} requests/s"
+    rows.append(Row(f"{name}: output", median(rates), "tokens/s", note=note))
     goodputs = [summary.goodput for summary in summaries if summary.goodput is not None]
     if goodputs:
         rows.append(Row(f"{name}: goodput", median(goodputs), "requests/s"))
     rows += [_latency_row(name, figure, runs) for figure in LATENCIES if _has(runs, figure)]
     lag_ms = 1e3 * max(run.max_lag_s for run in runs)
     if lag_ms:
-        rows.append(Row(f"{name}: client's lag at worst", lag_ms, "ms", note="it counts as latency"))
+        rows.append(Row(f"{name}: client's lag at worst", lag_ms, "ms", note="the lag counts as latency"))
     return rows
 
 
@@ -128,7 +121,7 @@ def _has(runs: Sequence[Run], figure: str) -> bool:
 
 
 def _of(runs: Sequence[Run], figure: str, percent: int) -> float:
-    """Milliseconds: the median over the rounds."""
+    """Return the median over the rounds, in milliseconds."""
     return 1e3 * median(run.summary.quantiles[figure, percent] for run in runs)
 
 
@@ -144,7 +137,7 @@ def _latency_row(name: str, figure: str, runs: Sequence[Run]) -> Row:
 
 def _ratio_rows(ours: str, rival: str, runs: Mapping[str, Sequence[Run]], bars: Bars) -> list[Row]:
     if not all(run.summary.num_ok for name in (ours, rival) for run in runs[name]):
-        return [Row(f"{ours} / {rival}", None, "", note="one of them has answered nothing", met=False)]
+        return [Row(f"{ours} / {rival}", None, "", note="one target has answered nothing", met=False)]
     pairs = list(zip(runs[ours], runs[rival], strict=True))
     throughput = median(mine.summary.tokens_per_s / theirs.summary.tokens_per_s for mine, theirs in pairs)
     ttft = median(
@@ -152,23 +145,17 @@ def _ratio_rows(ours: str, rival: str, runs: Mapping[str, Sequence[Run]], bars: 
     )
     name = f"{ours} / {rival}"
     return [
-        Row(f"{name}: output", throughput, "x")
-        if bars.throughput is None
-        else at_least(f"{name}: output", throughput, "x", bars.throughput),
-        Row(f"{name}: TTFT p50", ttft, "x")
-        if bars.ttft is None
-        else at_most(f"{name}: TTFT p50", ttft, "x", bars.ttft),
+        at_least(f"{name}: output", throughput, "x", bars.throughput),
+        at_most(f"{name}: TTFT p50", ttft, "x", bars.ttft),
     ]
 
-
-# The plot of bench/serve/suite.py: how latencies are spread, target beside target.
 
 PANELS: Final = ("TTFT", "TPOT", "ITL", "E2EL")
 LEAST_MS: Final = 1e-3
 
 
 def values_ms(samples: Sequence[Sample], panel: str) -> list[float]:
-    """Ranked. What came in the same moment is LEAST_MS apart: a logarithmic axis has no zero."""
+    """Return the ranked values of a panel, at least LEAST_MS: a logarithmic axis has no zero."""
     seconds = {
         "TTFT": lambda: [sample.ttft_s for sample in samples],
         "TPOT": lambda: [sample.tpot_s for sample in samples if sample.tpot_s is not None],
@@ -179,7 +166,7 @@ def values_ms(samples: Sequence[Sample], panel: str) -> list[float]:
 
 
 def plot_latencies(samples: Mapping[str, Sequence[Sample]], path: Path) -> None:
-    """samples: by target, of all rounds. A panel a figure, with the share of answers over milliseconds."""
+    """Draw the share of answers over milliseconds, a panel a latency. samples: by target, of all rounds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(PANELS), 3.5), layout="constrained")
@@ -197,19 +184,13 @@ def plot_latencies(samples: Mapping[str, Sequence[Sample]], path: Path) -> None:
         if axes.lines:
             axes.legend(fontsize="small")
     figure.supylabel("share that was no slower")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-NUM_REQUESTS: Final = 32
-WARM_UP_SEED: Final = 999
-NUM_WARM_UP: Final = 4
-VOCAB_SIZE: Final = 32_000  # of models whose servers say nothing of it
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="URL", help="of the server to measure, as http://127.0.0.1:8000")
-    parser.add_argument("--name", default="baton", help="of the target, in the table (baton)")
+    """Add the suite's options."""
+    parser.add_argument("--target", metavar="URL", help="the server to measure, as http://127.0.0.1:8000")
+    parser.add_argument("--name", default="baton", help="of the target in the table (baton)")
     parser.add_argument(
         "--rival",
         action="append",
@@ -217,7 +198,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=URL",
         help="measured in turns with the target; PREFILL_URL+DECODE_URL are vLLM's, joined here",
     )
-    parser.add_argument("--model", help="as requests name it; without it the first that each server lists")
+    parser.add_argument("--model", help="named in requests (the first that each server lists)")
     parser.add_argument("--api-key", default=api_key() or "", help="for all servers (BATON_API_KEY)")
     load = parser.add_argument_group("load")
     load.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"a round ({NUM_REQUESTS})")
@@ -253,13 +234,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     overhead.add_argument("--policy", choices=POLICIES, default=policy, help=f"({policy})")
     overhead.add_argument("--step-ms", type=float, default=0.0, help="a stub's step (0)")
     overhead.add_argument("--seconds", type=float, default=3.0, help="a point, a round (3)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(), metavar="FOLDER", help="for JSON and plots (.)"
-    )
+    add_output_option(parser, Path())
 
 
-def run(options: argparse.Namespace) -> None:
-    """ConfigError for options that mean nothing together, or a server that does not answer."""
+def measure(options: argparse.Namespace, report: Report) -> None:
+    """Measure servers, or the control plane. ConfigError: options do not fit, or a server does not answer."""
     if options.rounds < 1 or options.requests < 1:
         raise ConfigError("--rounds and --requests: expected 1 or more")
     for name in ("rate", "scale", "speed", "seconds", "concurrency"):
@@ -270,11 +249,10 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("give --target URL, or --overhead, which starts what it measures")
     if options.before is not None and not (options.overhead and (options.before / "bench").is_dir()):
         raise ConfigError("--before: expected the folder of a Baton checkout, and --overhead")
-    print(one_line(machine_description()), flush=True)
     if options.overhead:
-        run_overhead(options)
+        _measure_overhead(options, report)
     else:
-        run_load(options)
+        _measure_servers(options, report)
 
 
 def _lengths(text: str) -> Lengths:
@@ -284,25 +262,22 @@ def _lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-# Load on servers that run.
-def run_load(options: argparse.Namespace) -> None:
-    servers = {options.name: options.target} | _rivals(options.rival)
-    runs = uvloop.run(_load(servers, options))
-    rows = rows_of(runs, Bars(options.bar_throughput, options.bar_ttft))
-    title = f"Serving over HTTP, {_describe(options)}"
-    print_table(title, rows)
-    summaries = {name: [run.summary.as_json() for run in of_one] for name, of_one in runs.items()}
-    _keep(options, "serve", title, rows, {"options": _options_json(options), "rounds": summaries})
-    if can_plot():
-        samples: dict[str, list[Sample]] = {
-            name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()
-        }
-        plot_latencies(samples, options.output / "serve.png")
-    else:
-        print("no plot: pip install matplotlib")
+def _measure_servers(options: argparse.Namespace, report: Report) -> None:
+    report.title = f"Serving over HTTP, {_describe(options)}"
+    runs = uvloop.run(_load({options.name: options.target} | _rivals(options.rival), options, report))
+    report.rows += rows_of(runs, Bars(options.bar_throughput, options.bar_ttft))
+    given = {name: value for name, value in vars(options).items() if name != "api_key"}
+    report.extra = {
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
+        "rounds": {name: [run.summary.as_json() for run in of_one] for name, of_one in runs.items()},
+    }
+    samples = {name: [sample for run in of_one for sample in run.samples] for name, of_one in runs.items()}
+    report.plot = partial(plot_latencies, samples)
 
 
-async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict[str, list[Run]]:
+async def _load(
+    servers: Mapping[str, str], options: argparse.Namespace, report: Report
+) -> dict[str, list[Run]]:
     clients = {name: _client(url, options.api_key) for name, url in servers.items()}
     models = await _find_models(clients, options)
     shape = _shape(options)
@@ -315,18 +290,16 @@ async def _load(servers: Mapping[str, str], options: argparse.Namespace) -> dict
     runs: defaultdict[str, list[Run]] = defaultdict(list)
     for number in range(options.rounds):
         jobs = _jobs(options, options.seed + number)
-        names = list(clients) if number % 2 == 0 else list(reversed(clients))
-        for name in names:
-            _progress(f"round {number + 1} of {options.rounds}: {name}")
+        for name in list(clients)[:: 1 if number % 2 == 0 else -1]:
+            report.tell(f"round {number + 1} of {options.rounds}: {name}", number / options.rounds)
             runs[name].append(await Load(clients[name], models[name], shape).run(jobs))
-    _progress("")
     for client in clients.values():
         client.close()
     return {name: runs[name] for name in servers}
 
 
 async def _find_models(clients: Mapping[str, Server], options: argparse.Namespace) -> dict[str, str]:
-    """By server, the model's name. Where no vocabulary is given, it is set to the smallest that one lists."""
+    """Return model names by server. An absent --vocab-size becomes the smallest that a server lists."""
     if options.model is None:
         listed = {name: await model_of(client) for name, client in clients.items()}
     else:
@@ -374,8 +347,7 @@ def _describe(options: argparse.Namespace) -> str:
     )
 
 
-# The control plane alone.
-def run_overhead(options: argparse.Namespace) -> None:
+def _measure_overhead(options: argparse.Namespace, report: Report) -> None:
     plane = Plane(
         model="tiny",
         num_gateways=options.gateways,
@@ -384,43 +356,35 @@ def run_overhead(options: argparse.Namespace) -> None:
         step_s=options.step_ms / 1e3,
         policy=options.policy,
     )
-    results, names, num_prefilled = asyncio.run(_overhead(plane, _rivals(options.rival), options))
-    rows = overhead_rows(results, names) + cpu_rows(results)
-    if plane.num_prefill:
-        rows.append(path_row(plane, results, num_prefilled))
-    title = (
+    report.name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
+    report.title = (
         f"Control plane: {plane.num_gateways} gateways, a router, {plane.num_prefill} prefill and "
         f"{plane.num_decode} decode workers of no model, and the client"
     )
-    print_table(title, rows)
-    name = "serve-overhead-pd" if plane.num_prefill else "serve-overhead"
-    extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
-    _keep(options, name, title, rows, extra)
-
-
-async def _overhead(
-    plane: Plane, rivals: Mapping[str, str], options: argparse.Namespace
-) -> tuple[Results, Sequence[str], int]:
-    """The third: prompts that prefill workers have computed."""
     results: defaultdict[tuple[str, Point], list[Hammered]] = defaultdict(list)
     num_prefilled = 0
     for number in range(options.rounds):
-        async with contextlib.AsyncExitStack() as stack:
-            ours = await stack.enter_async_context(hosted(plane))
-            servers = {BATON: ours} | {name: Target(url) for name, url in rivals.items()}
+        with contextlib.ExitStack() as stack:
+            ours = stack.enter_context(hosted(plane))
+            servers = {BATON: ours} | {name: Target(url) for name, url in _rivals(options.rival).items()}
             for name, kind in ((UVICORN, "uvicorn"), (SOCKET, "asyncio")):
-                servers[name] = Target(await stack.enter_async_context(limit(kind)))
+                servers[name] = Target(stack.enter_context(limit(kind)))
             if options.before is not None:
-                servers[BEFORE] = await stack.enter_async_context(hosted(plane, options.before))
+                servers[BEFORE] = stack.enter_context(hosted(plane, options.before))
             in_turn = dict(list(servers.items())[:: 1 if number % 2 == 0 else -1])
-            tell = partial(_progress, f"round {number + 1} of {options.rounds}: ")
-            load = measure(in_turn, POINTS, options.seconds, tell)
-            # uvloop cannot watch the processes as a plain loop does, so the client has a thread with its own.
-            for at, hammered in (await asyncio.to_thread(uvloop.run, load)).items():
+            tell = partial(_tell_round, report, number, options.rounds)
+            measured = uvloop.run(measure_round(in_turn, POINTS, options.seconds, tell))
+            for at, hammered in measured.items():
                 results[at].append(hammered)
-            num_prefilled += await prefilled(ours.url) if plane.num_prefill else 0
-    _progress("")
-    return results, list(servers), num_prefilled
+            num_prefilled += asyncio.run(prefilled(ours.url)) if plane.num_prefill else 0
+    report.rows += overhead_rows(results, list(servers)) + cpu_rows(results)
+    if plane.num_prefill:
+        report.rows.append(path_row(plane, results, num_prefilled))
+    report.extra = {"plane": plane._asdict(), "rounds": options.rounds, "points": as_json(results)}
+
+
+def _tell_round(report: Report, number: int, num_rounds: int, text: str) -> None:
+    report.tell(f"round {number + 1} of {num_rounds}: {text}", number / num_rounds)
 
 
 def _rivals(given: Sequence[str]) -> dict[str, str]:
@@ -431,21 +395,4 @@ def _rivals(given: Sequence[str]) -> dict[str, str]:
     return rivals
 
 
-def _options_json(options: argparse.Namespace) -> dict[str, object]:
-    kept = {name: value for name, value in vars(options).items() if name != "api_key"}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}
-
-
-def _keep(
-    options: argparse.Namespace, name: str, title: str, rows: list[Row], extra: Mapping[str, object]
-) -> None:
-    path = options.output / f"{name}.json"
-    write_json(path, title, rows, extra)
-    print(f"kept in {path}", flush=True)
-
-
-def _progress(*texts: str) -> None:
-    """What is being measured, on one line of a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K" + "".join(texts))
-        sys.stderr.flush()
+run = partial(run_suite, measure, name="serve", title="Serving over HTTP")

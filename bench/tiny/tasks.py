@@ -1,8 +1,8 @@
-"""The tasks that the tiny model knows: generated, and with answers that can be checked.
+"""The tasks of the tiny model: generated, with answers that can be checked.
 
-1. A `Case` is one prompt and the only right continuation; after it the model ends its turn.
-2. An `Episode` is what training reads: text in segments, the answers among them marked. One episode holds
-   many questions, so that nearly every row of a batch teaches something.
+1. A `Case` is one prompt and the only right continuation, after which the model ends its turn.
+2. An `Episode` is text for training in segments, of which answers are marked. One episode holds many
+   questions, so that nearly every row of a batch teaches something.
 
 Pure and free of torch: tests and benchmarks use the same cases as training does.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# What the tiny model can say about Baton: (ways to ask, the one answer).
+# Facts about Baton: (ways to ask, the one answer).
 
 FACTS: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (
@@ -92,7 +92,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of text that starts and ends between tokens; `is_answer` marks what the model must say."""
+    """A run of text that starts and ends between tokens;
+
+    `is_answer` marks the text that the model must say.
+    """
 
     text: str
     is_answer: bool = False
@@ -102,13 +105,13 @@ Episode = list[Segment]
 
 
 def chat_prompt(user: str, system: str | None = None) -> str:
-    """One user turn as the chat template of the tiny model writes it, ready for the answer."""
+    """Return one user turn as the chat template writes it, ready for the answer."""
     opening = "" if system is None else f"{SYSTEM}{system}{END}"
     return f"{opening}{USER}{user}{END}{ASSISTANT}"
 
 
 def recall_cases(num_cases: int, num_tokens: int, seed: int, *, chat: bool = False) -> list[Case]:
-    """Associative recall over prompts of at least `num_tokens` tokens (at most three more, in chat six).
+    """Return associative recall over prompts of `num_tokens` tokens, up to three more, in chat six.
 
     A prompt is `k7=blue k31=fox ... k31?` and its answer ` fox`. The keys of a prompt are distinct.
     Raises ValueError when so many tokens need more than NUM_KEYS keys.
@@ -121,28 +124,32 @@ def recall_cases(num_cases: int, num_tokens: int, seed: int, *, chat: bool = Fal
 
 
 def task_cases(task: str, num_cases: int, seed: int, *, chat: bool = False) -> list[Case]:
-    """Cases of one of TASKS, as bare completions or as chat turns. Raises KeyError for an unknown task."""
+    """Return cases of one of TASKS, bare or as chat turns. Raises KeyError for an unknown task."""
     rng = random.Random(seed)
     cases = [TASKS[task](rng) for _ in range(num_cases)]
     return [Case(case.task, chat_prompt(case.prompt), case.answer) for case in cases] if chat else cases
 
 
 def copy_case(rng: random.Random) -> Case:
+    """Return a case that repeats words."""
     words = " ".join(rng.choices(VALUES, k=rng.randint(1, 8)))
     return Case("copy", f"copy({words})=", words)
 
 
 def sort_case(rng: random.Random) -> Case:
+    """Return a case that sorts digits."""
     digits = [str(rng.randrange(10)) for _ in range(rng.randint(2, 6))]
     return Case("sort", f"sort({' '.join(digits)})=", " ".join(sorted(digits)))
 
 
 def addition_case(rng: random.Random) -> Case:
+    """Return a case that adds two numbers."""
     left, right = (rng.randrange(rng.choice((10, 100))) for _ in range(2))
     return Case("addition", f"{left}+{right}=", str(left + right))
 
 
 def brackets_case(rng: random.Random) -> Case:
+    """Return a case that closes brackets."""
     opened = rng.choices(list(BRACKETS), k=rng.randint(1, 6))
     return Case(
         "brackets", f"close {''.join(opened)} =", "".join(BRACKETS[mark] for mark in reversed(opened))
@@ -161,14 +168,14 @@ SYSTEM_PROMPTS: Final = ("You are the tiny model of Baton.", "You are a helpful 
 
 
 def fact_cases() -> list[Case]:
-    """Every question about Baton that the model was taught, as chat turns."""
+    """Return every question about Baton as a chat turn."""
     return [
         Case("facts", chat_prompt(question), answer) for questions, answer in FACTS for question in questions
     ]
 
 
 def recall_episode(rng: random.Random, num_tokens: int) -> Episode:
-    """Pairs and then questions about them, close to `num_tokens` tokens in all, in one of four styles."""
+    """Return pairs and questions about them, close to `num_tokens` tokens in all, in one of four styles."""
     num_pairs = max(1, min(NUM_KEYS, int(num_tokens * rng.uniform(0.4, 0.9)) // TOKENS_PER_PAIR))
     num_questions = max(1, num_tokens // TOKENS_PER_PAIR - num_pairs)
     pairs = _draw_pairs(rng, num_pairs, _draw_num_keys(rng, num_pairs))
@@ -180,7 +187,7 @@ def recall_episode(rng: random.Random, num_tokens: int) -> Episode:
 
 
 def short_episode(rng: random.Random) -> Episode:
-    """One short task or one question about Baton, the task bare or as a chat turn."""
+    """Return one short task, bare or as a chat turn, or one question about Baton."""
     if rng.random() < FACT_FRACTION:
         case = rng.choice(fact_cases())
     else:
@@ -192,7 +199,7 @@ def short_episode(rng: random.Random) -> Episode:
 
 
 def _draw_system(rng: random.Random) -> str | None:
-    """A system turn now and then: it changes no answer."""
+    """Return a system turn now and then, which changes no answer."""
     return rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.2 else None
 
 
@@ -206,7 +213,7 @@ def _recall_case(rng: random.Random, num_pairs: int, *, chat: bool) -> Case:
 
 
 def _draw_num_keys(rng: random.Random, num_pairs: int) -> int:
-    """How many keys an episode draws from: few when it is short, so that matching a key is learnt early."""
+    """Return how many keys an episode draws from: few in a short one, so that matching is learnt early."""
     return NUM_KEYS if rng.random() < 0.2 else min(NUM_KEYS, max(16, 4 * num_pairs))
 
 
@@ -219,7 +226,7 @@ def _pair_text(pairs: dict[str, str], separator: str) -> str:
 
 
 def _plain_questions(text: str, asked: Sequence[tuple[str, str]], mark: str) -> Episode:
-    """`k7? blue` or `k7=blue`, one a line."""
+    """Return `k7? blue` or `k7=blue`, one a line."""
     episode = [Segment(text)]
     space = " " if mark == "?" else ""
     for key, value in asked:
@@ -228,7 +235,7 @@ def _plain_questions(text: str, asked: Sequence[tuple[str, str]], mark: str) -> 
 
 
 def _chat_questions(text: str, asked: Sequence[tuple[str, str]], lead: str, system: str | None) -> Episode:
-    """A conversation: the pairs stand in the first turn, every turn asks for one key."""
+    """Return a conversation with all pairs in the first turn and one question in every turn."""
     episode = []
     for turn, (key, value) in enumerate(asked):
         prompt = chat_prompt(f"{lead}{key}?") if turn else chat_prompt(f"{text}{lead}{key}?", system)

@@ -1,9 +1,9 @@
 """Trains the tiny model: `python -m baton.bench.tiny.train --out engine/tiny`, 15 minutes on one core.
 
 1. Rows start short; when recall is nearly always right at one length, the curriculum moves to the next.
-   Heads start half made (bench/tiny/network.py), learn to match a key on short rows, then on long ones.
+   Heads start half made (bench/tiny/model.py), learn to match a key on short rows, then on long ones.
 2. Every step takes one batch of recall and one of short tasks; only answers count in the loss.
-3. A checkpoint and the exported directory are written every 250 steps; `--resume` goes on from there.
+3. A checkpoint and the exported directory are written every 250 steps; `--resume` continues from there.
 
 The same seed gives the same run on the same machine and torch.
 """
@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import random
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,11 +25,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-from baton.bench.tiny.network import build_model, export
+from baton.bench.report import Progress
+from baton.bench.tiny.model import PAD, build_model, build_tokenizer, export, special_id
 from baton.bench.tiny.tasks import END, Episode, recall_episode, short_episode
-from baton.bench.tiny.tokenizer import PAD, build_tokenizer, special_id
-
-# A training run on disk: weights and optimizer moments as safetensors, the rest as JSON in its header.
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps per parameter
 
@@ -37,7 +35,7 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq", "step")  # what AdamW keeps per param
 def save_checkpoint(
     path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Replace `path` at once: a reader finds the old file or the new one, never half of either."""
+    """Replace `path` at once by weights and optimizer moments, with `state` as JSON in the header."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[name] = parameter.detach()
@@ -50,9 +48,9 @@ def save_checkpoint(
 
 @torch.no_grad()
 def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Fill `model` and `optimizer` from what `save_checkpoint` wrote; returns its state.
+    """Fill `model` and `optimizer` from a checkpoint; return its state.
 
-    A parameter that had not been trained yet has no moments; its first step makes them.
+    A parameter that has not been trained yet has no moments; its first step makes them.
     """
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
@@ -65,17 +63,14 @@ def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.
     return state
 
 
-# Turns episodes into rows of token ids and labels.
-#
-# B rows, L tokens a row. `labels[b, i]` is the token that must follow `ids[b, i]`, or IGNORED where the text
-# is not the model's to say. After the last token of an answer the label is the end token, whatever comes
-# next.
+# Rows of token ids and labels: B rows, L tokens a row. `labels[b, i]` is the token that must follow `ids[b,
+# i]`, or IGNORED outside answers. The label of an answer's last token is the end token.
 
 IGNORED: Final = -100
 
 
 def encode_episode(tokenizer: Tokenizer, episode: Episode) -> tuple[list[int], list[int]]:
-    """The ids of an episode and their labels, equally many."""
+    """Return the ids of an episode and their labels, equally many."""
     end_id = special_id(tokenizer, END)
     encodings = tokenizer.encode_batch([segment.text for segment in episode])
     ids: list[int] = []
@@ -90,7 +85,7 @@ def encode_episode(tokenizer: Tokenizer, episode: Episode) -> tuple[list[int], l
 
 
 class BatchSource:
-    """Draws batches without end; `rng` alone decides what they hold. Each is ids and labels, both [B, L]."""
+    """Draws batches of ids and labels, both [B, L]; `rng` alone decides their content."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.rng = rng
@@ -98,10 +93,11 @@ class BatchSource:
         self._pad_id = special_id(tokenizer, PAD)
 
     def draw_recall(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Draw rows of recall."""
         return _stack([self._recall_row(length) for _ in range(max(1, num_tokens // length))])
 
     def draw_short(self, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
-        """Many short rows rather than few long ones: a short task is mostly asked at position 0."""
+        """Draw many short rows rather than few long ones: a short task is mostly asked at position 0."""
         return _stack([self._short_row(length) for _ in range(max(1, num_tokens // length))])
 
     def _recall_row(self, length: int) -> tuple[list[int], list[int]]:
@@ -139,13 +135,12 @@ FINAL_RATE: Final = 5e-5
 WARMUP_STEPS: Final = 50
 HOLD_STEPS: Final = 150  # until the values flow, noise would undo the attention that `initialise` set up
 PROMOTION_ACCURACY: Final = 0.95
-STEPS_PER_LOG: Final = 25
 STEPS_PER_CHECKPOINT: Final = 250
 
 
 @dataclass
-class Progress:
-    """Where a run stands. `level` indexes LENGTHS; accuracies are running means over answer tokens."""
+class Curriculum:
+    """The state of a run. `level` indexes LENGTHS; accuracies are running means over answer tokens."""
 
     step: int = 0
     level: int = 0
@@ -164,12 +159,12 @@ class Progress:
             self.level, self.steps_at_level, self.recall_accuracy = self.level + 1, 0, 0.0
 
     def draw_length(self, rng: random.Random) -> int:
-        """Mostly the current length; any earlier one too, so that none is forgotten."""
+        """Return mostly the current length, and earlier ones too, so that none is forgotten."""
         return LENGTHS[self.level if rng.random() < 0.5 else rng.randint(0, self.level)]
 
 
 def learning_rate(step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine from PEAK_RATE down to FINAL_RATE."""
+    """Return a linear warm-up, then a cosine from PEAK_RATE down to FINAL_RATE."""
     if step < WARMUP_STEPS:
         return PEAK_RATE * (step + 1) / WARMUP_STEPS
     progress = min(1.0, (step - WARMUP_STEPS) / max(1, num_steps - WARMUP_STEPS))
@@ -177,29 +172,27 @@ def learning_rate(step: int, num_steps: int) -> float:
 
 
 class Trainer:
-    """One run: the model, its optimizer, its batches and its progress."""
+    """One training run: the model, its optimizer, its batches and its progress."""
 
     def __init__(self, folder: Path, num_steps: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = build_model()
-        self.progress = Progress()
+        self.progress = Curriculum()
         self._folder = folder
         self._num_steps = num_steps
         self._source = BatchSource(build_tokenizer(), random.Random(seed))
         self._optimizer = _build_optimizer(self.model)
 
-    def run(self, checkpoint: Path) -> None:
-        started_s = time.monotonic()
+    def run(self, checkpoint: Path, tell: Callable[[str, float], None]) -> None:
+        """Train to the last step; save now and then."""
         while self.progress.step < self._num_steps:
-            loss = self.step()
-            if self.progress.step % STEPS_PER_LOG == 0:
-                print(self._report(loss, time.monotonic() - started_s), flush=True)
+            tell(self._describe(self.step()), self.progress.step / self._num_steps)
             if self.progress.step % STEPS_PER_CHECKPOINT == 0:
                 self.save(checkpoint)
         self.save(checkpoint)
 
     def step(self) -> float:
-        """One update on one batch; returns its loss."""
+        """Update on one batch; return its loss."""
         length = self.progress.draw_length(self._source.rng)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self.progress.step, self._num_steps)
@@ -215,34 +208,34 @@ class Trainer:
         return loss.item()
 
     def _hold_attention(self, is_held: bool) -> None:
-        """Keep where the heads look as it is, or let it learn."""
+        """Freeze the projections that decide where heads look, or let them learn."""
         for layer in self.model.model.layers:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 projection.requires_grad_(not is_held)
 
     def save(self, checkpoint: Path) -> None:
-        """Write the checkpoint for `resume`, then the exported model."""
+        """Write the checkpoint and the exported model."""
         state = {"progress": asdict(self.progress), "rng": self._source.rng.getstate()}
         save_checkpoint(checkpoint, self.model, self._optimizer, state)
         export(self.model, self._folder)
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint that `save` wrote on this machine."""
+        """Continue from a checkpoint that `save` wrote on this machine."""
         state = load_checkpoint(checkpoint, self.model, self._optimizer)
         version, internal, gauss = state["rng"]
-        self.progress = Progress(**state["progress"])
+        self.progress = Curriculum(**state["progress"])
         self._source.rng.setstate((version, tuple(internal), gauss))
 
-    def _report(self, loss: float, elapsed_s: float) -> str:
+    def _describe(self, loss: float) -> str:
         progress = self.progress
         return (
             f"step {progress.step}/{self._num_steps} length {LENGTHS[progress.level]} loss {loss:.3f} "
-            f"recall {progress.recall_accuracy:.3f} short {progress.short_accuracy:.3f} {elapsed_s:.0f} s"
+            f"recall {progress.recall_accuracy:.3f} short {progress.short_accuracy:.3f}"
         )
 
 
 def _build_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
-    """Weight decay on matrices only: it would pull the norms towards zero."""
+    """Return AdamW with weight decay on matrices only: decay would pull norms towards zero."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -251,7 +244,7 @@ def _build_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Measure:
-    """Mean loss over the labels of a batch; accuracy leaves the end tokens out, which are soon all right."""
+    """Mean loss over the labels of a batch, and accuracy over the labels that are no end tokens."""
 
     loss: Tensor
     accuracy: float
@@ -269,10 +262,11 @@ def _measure(model: LlamaForCausalLM, ids_BL: Tensor, labels_BL: Tensor) -> Meas
 
 
 def main() -> None:
+    """Train, or continue a training run."""
     parser = argparse.ArgumentParser(description="Train the tiny model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the exported model")
     parser.add_argument("--checkpoint", type=Path, default=Path("tiny-checkpoint.safetensors"))
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--steps", type=int, default=1250)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -281,7 +275,8 @@ def main() -> None:
     trainer = Trainer(arguments.out, arguments.steps, arguments.seed)
     if arguments.resume:
         trainer.resume(arguments.checkpoint)
-    trainer.run(arguments.checkpoint)
+    with Progress() as tell:
+        trainer.run(arguments.checkpoint, tell)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How the tiny model is trained: what is labelled, where it starts, when rows grow, how a run goes on."""
+"""The training of the tiny model: labels, starting weights, growing rows, and a resumed run."""
 
 from pathlib import Path
 
@@ -7,10 +7,9 @@ import torch
 from tokenizers import Tokenizer
 
 from baton.bench.tiny import train
-from baton.bench.tiny.network import build_model
+from baton.bench.tiny.model import build_model, build_tokenizer, special_id
 from baton.bench.tiny.tasks import END, Segment
-from baton.bench.tiny.tokenizer import build_tokenizer, special_id
-from baton.bench.tiny.train import IGNORED, LENGTHS, Progress, Trainer, encode_episode, learning_rate
+from baton.bench.tiny.train import IGNORED, LENGTHS, Curriculum, Trainer, encode_episode, learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_learning_rate_rises_then_falls() -> None:
 
 
 def test_rows_grow_only_when_recall_is_right() -> None:
-    progress = Progress()
+    progress = Curriculum()
     for _ in range(200):
         progress.record(0.5, 1.0)
     assert progress.level == 0
@@ -56,7 +55,7 @@ def test_rows_grow_only_when_recall_is_right() -> None:
 
 
 def test_rows_never_outgrow_the_last_length() -> None:
-    progress = Progress()
+    progress = Curriculum()
     for _ in range(2000):
         progress.record(1.0, 1.0)
     assert progress.level == len(LENGTHS) - 1

@@ -1,34 +1,36 @@
-"""The KV part of the GPU bench, with its stand-ins on a CPU."""
+"""The KV part of the GPU suite, with its stand-ins on a CPU."""
+
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from baton.bench.gpu import kv
 from baton.bench.gpu.kv import Move, Moved, measure
-from baton.bench.gpu.session import FULL, TOY, Session
-from baton.bench.gpu.suite import STAGES, Progress, run_stages
+from baton.bench.gpu.session import FULL, Session
+from baton.bench.gpu.suite import STAGES
 from baton.kvtransfer.protocol.transfer_plan import Offsets, TransferPlan
 from baton.kvtransfer.ranks.pages import HostPages
 from baton.pages import PageLayout
+from tests.unit.bench.gpu.toy import run_toy
 
 KV_STAGES = [stage for stage in STAGES if stage.name in ("kv gather", "kv scatter", "cuda_ipc", "nccl")]
 MOVED = Moved(num_units=4, num_bytes=2**23, seconds=2e-3, copy_s=1e-3)
 
 
-def run() -> Progress:
-    return run_stages(KV_STAGES, Session(torch.device("cpu"), TOY), 60, lambda line, progress: None)
-
-
-def test_every_row_says_what_stands_in_for_the_gpu() -> None:
-    progress = run()
-    assert not progress.failures
-    assert len(progress.rows) == 12
-    for row in progress.rows:
+def test_every_row_says_what_stands_in_for_the_gpu(tmp_path: Path) -> None:
+    report = run_toy(KV_STAGES, tmp_path)
+    assert not report.extra["failures"]
+    assert len(report.rows) == 12
+    for row in report.rows:
         assert row.value is not None and row.limit is None and "stands in" in row.note
-    assert [row.note for row in progress.rows if "gloo" in row.note]
+    assert [row.note for row in report.rows if "gloo" in row.note]
 
 
-def test_pages_that_arrive_wrong_have_no_figure_and_cost_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_arrive_wrong_have_no_figure_and_cost_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def pack(self: HostPages, plan: TransferPlan, offset_N: Offsets, staging: torch.Tensor) -> None:
         staging.zero_()
 
@@ -39,15 +41,15 @@ def test_pages_that_arrive_wrong_have_no_figure_and_cost_no_other(monkeypatch: p
 
     monkeypatch.setattr(HostPages, "pack", pack)
     monkeypatch.setattr(kv, "measure", move)
-    progress = run()
-    assert set(progress.failures) == {"kv gather", "cuda_ipc"}
-    failed = {row.name: row.note for row in progress.rows if row.value is None}
+    report = run_toy(KV_STAGES, tmp_path)
+    assert cast(dict[str, str], report.extra["failures"]).keys() == {"kv gather", "cuda_ipc"}
+    failed = {row.name: row.note for row in report.rows if row.value is None}
     assert failed == {
         "kv gather": "WrongResult: gather of pages: the bytes differ",
         "cuda_ipc": "RuntimeError: shm: no door",
     }
-    assert progress.rows[-1].name == "nccl, two ranks on one GPU, 8.00 MiB"
-    assert progress.rows[-1].value == pytest.approx(4.19, abs=0.01)
+    assert report.rows[-1].name == "nccl, two ranks on one GPU, 8.00 MiB"
+    assert report.rows[-1].value == pytest.approx(4.19, abs=0.01)
 
 
 def test_the_bar_is_on_the_largest_push_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What the KV bench says of figures, and where its bars are."""
 
 from baton.bench.kv.cases import Fault, Replayed, Streamed
-from baton.bench.kv.rivals import RivalRates
+from baton.bench.kv.limits import RivalRates
 from baton.bench.kv.suite import fault_rows, relayout_rows, rival_rows, stream_rows, sweep_rows, trace_rows
 from baton.bench.kv.sweep import Limits, Point, Relaid
 from baton.bench.report import Row

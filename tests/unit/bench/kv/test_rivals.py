@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.kv import other_library as kv_other_library
-from baton.bench.kv.limits import PageMoves
-from baton.bench.kv.rivals import Contest, Rival, rates_of
+from baton.bench.kv.limits import Contest, PageMoves, Rival, rates_of
 from baton.errors import ConfigError
 
 MOVES = PageMoves(4096, 8, [0, 1, 2], [3, 4, 5])

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from baton.bench.kv import sweep
-from baton.bench.kv.rivals import Rival
-from baton.bench.kv.sweep import SMALL, TRANSPORTS, UNPACED, Rounds, limit_moves, measure, measure_relayout
+from baton.bench.kv.limits import UNPACED, Rival
+from baton.bench.kv.sweep import SMALL, TRANSPORTS, Rounds, limit_moves, measure_relayout, measure_shape
 from baton.pages import PageLayout
 
 LITTLE = 2**22
@@ -29,7 +29,7 @@ def test_a_sweep_has_every_transport_limit_and_rival(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sweep, "LIMIT_BYTES", LITTLE)
     told = "import sys; print('{\"write\": ' + sys.argv[1] + '}')"
     rival = Rival("tcp", "other", shlex.join([sys.executable, "-c", told, "{num_pages}"]))
-    found = measure("tiny", 16, Rounds((100, 512), 1, [rival]), say_nothing)
+    found = measure_shape("tiny", 16, Rounds((100, 512), 1, [rival]), say_nothing)
     assert {(point.transport, point.num_tokens) for point in found.points} == {
         (transport, num_tokens) for transport in TRANSPORTS for num_tokens in (100, 512)
     }

@@ -1,11 +1,11 @@
-"""What bench/prefix/suite.py makes of what it measures, and of answers that differ."""
+"""The prefix suite: costs of decisions, shares, and answers that differ."""
 
 from pathlib import Path
 
 import pytest
 
 from baton.bench.prefix.suite import Compared, Costs, Trial, median_ratio, plot_prefix, rows_of, rows_of_pulls
-from baton.bench.report import Row, can_plot
+from baton.bench.report import Row
 from baton.messages.control import Decision, Weighed
 from baton.messages.workers import PrefillTimes
 
@@ -65,7 +65,6 @@ def test_a_pull_from_elsewhere_or_none_at_all_is_a_miss() -> None:
     assert verdicts(rows_of_pulls([nothing], 0))["pull: rate p50"] is False
 
 
-@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
-def test_the_picture_is_drawn_beside_the_figures(tmp_path: Path) -> None:
-    plot_prefix({"documents": ([0.1, 0.2], [0.5, 0.6])}, [a_trial()], tmp_path / "prefix.json")
+def test_picture_is_drawn(tmp_path: Path) -> None:
+    plot_prefix({"documents": ([0.1, 0.2], [0.5, 0.6])}, [a_trial()], tmp_path / "prefix.png")
     assert (tmp_path / "prefix.png").stat().st_size > 1000

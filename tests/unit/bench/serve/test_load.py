@@ -114,9 +114,8 @@ class TestClient:
 def test_a_closed_loop_asks_for_everything_once(kind: str, stream: bool) -> None:
     async def run() -> None:
         jobs, shape = random_jobs(20, 1, vocab_size=100), Shape(stream, concurrency=3, slo=Slo(e2el_s=60.0))
-        async with limit(kind) as url:
-            with closing(Client(Address(url))) as client:
-                ran = await Load(client, "m", shape).run(jobs)
+        with limit(kind) as url, closing(Client(Address(url))) as client:
+            ran = await Load(client, "m", shape).run(jobs)
         assert ran.summary.num_ok == ran.summary.num_good == 20 and not ran.summary.failures
         assert ran.summary.num_tokens == sum(job.num_tokens for job in jobs)
         assert ran.max_lag_s == 0.0
@@ -128,9 +127,8 @@ def test_a_closed_loop_asks_for_everything_once(kind: str, stream: bool) -> None
 def test_an_open_loop_keeps_to_its_moments() -> None:
     async def run() -> None:
         jobs = poisson(random_jobs(10, 1, vocab_size=100), rate=100.0, seed=2)
-        async with limit("asyncio") as url:
-            with closing(Client(Address(url))) as client:
-                ran = await Load(client, "m", Shape()).run(jobs)
+        with limit("asyncio") as url, closing(Client(Address(url))) as client:
+            ran = await Load(client, "m", Shape()).run(jobs)
         assert ran.summary.num_ok == 10
         assert ran.summary.duration_s >= jobs[-1].arrival_s
         assert ran.max_lag_s > 0
@@ -194,7 +192,7 @@ def test_a_server_without_models_is_an_error_that_says_so() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_hammer_counts_whole_answers(stream: bool) -> None:
     async def run() -> None:
-        async with limit("asyncio") as url:
+        with limit("asyncio") as url:
             point = Point(num_tokens=5, stream=stream, num_connections=4)
             hammered = await Hammer(Address(url), "m", point).run(0.2)
         assert not hammered.failures and len(hammered.samples) >= 4

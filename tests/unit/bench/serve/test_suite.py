@@ -1,10 +1,7 @@
-"""The command: a server measured beside another, the control plane measured alone, and mistakes."""
+"""The serving suite: a server beside another, the control plane alone, and wrong options."""
 
-import asyncio
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -27,24 +24,8 @@ from baton.bench.serve.suite import Bars, plot_latencies, rows_of, values_ms
 from baton.cluster.cli.main import main
 
 
-@contextmanager
-def serving(kind: str) -> Iterator[str]:
-    """The URL of a bare server, whose process a loop on another thread watches."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    server = limit(kind)
-    try:
-        yield asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(30)
-    finally:
-        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
 def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving("asyncio") as ours, serving("uvicorn") as theirs:
+    with limit("asyncio") as ours, limit("uvicorn") as theirs:
         status = main(
             f"bench serve --target {ours} --rival bare={theirs} --model m --requests 6 --rounds 2 "
             f"--bar-throughput 0.0001 --output {tmp_path}".split()
@@ -63,7 +44,7 @@ def test_a_target_is_measured_beside_a_rival(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_an_open_loop_and_answers_in_one_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving("asyncio") as url:
+    with limit("asyncio") as url:
         main(
             f"bench serve --target {url} --model m --requests 5 --rounds 1 --rate 200 --unary "
             f"--slo-ttft-ms 60000 --output {tmp_path}".split()
@@ -85,7 +66,7 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with serving("asyncio") as url:
+    with limit("asyncio") as url:
         main(
             f"bench serve --target {url} --model m --trace {trace} --scale 4 --speed 2 --requests 4 "
             f"--rounds 1 --output {tmp_path}".split()
@@ -98,20 +79,8 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_control_plane_is_measured_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a prefill and a decode worker that compute nothing."""
-    options = [
-        "--overhead",
-        "--prefill",
-        "1",
-        "--policy",
-        "least-loaded",
-        "--gateways",
-        "2",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0.2",
-    ]
-    status = main(["bench", "serve", *options, "--output", str(tmp_path)])
+    options = "--overhead --prefill 1 --policy least-loaded --gateways 2 --rounds 1 --seconds 0.2"
+    status = main(["bench", "serve", *options.split(), "--output", str(tmp_path)])
     assert status == 0
     kept = json.loads((tmp_path / "serve-overhead-pd.json").read_text())
     rows = {row["name"]: row for row in kept["rows"]}
@@ -147,10 +116,10 @@ def test_mistakes_are_named(options: list[str], message: str, capsys: pytest.Cap
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Lists a model of a small vocabulary, and tells the largest id that it is asked about."""
+    """Lists a model of a small vocabulary, and refuses prompts with their largest id."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Write nothing."""
 
     def do_GET(self) -> None:
         self._answer(200, {"data": [{"id": "m", "vocab_size": 9}]})
@@ -213,7 +182,7 @@ class TestRows:
         (failed, *_) = rows_of({"baton": [a_run(0.1), run]}, Bars())
         assert failed.met is False and failed.value == 2 and failed.note == "2 x late: come again"
 
-    def test_who_answered_nothing_is_no_rival(self) -> None:
+    def test_target_that_answered_nothing_is_no_rival(self) -> None:
         rows = rows_of({"baton": [a_run(0.1)], "rival": [a_run(0.1, num_ok=0)]}, Bars())
         assert rows[-1].value is None and rows[-1].met is False
 

@@ -1,33 +1,122 @@
-"""The tiny model's shape and its files: a Hugging Face Llama directory in bfloat16."""
+"""The tiny model: its tokenizer, its shape, its starting weights, and its files.
+
+The tokenizer is byte-level BPE in which a key and a value are one token each. A pair such as `k7=blue` must
+take the same number of tokens whatever its key, so the merges that make `k0` to `k399` come first; the rest
+are trained on the words of the tasks.
+
+The starting weights lie near the weights that recall needs, so training takes minutes instead of hours.
+Recall is an induction circuit: one layer copies the key to the position of its value (two tokens on) and to
+the end of the question (one token on); the next layer attends from the second position to the first. From
+random weights that pair of layers takes tens of millions of tokens to appear, because neither half is of use
+without the other. So both start half made:
+
+1. Every embedding shares one direction, the only one through which a head without biases can read a distance.
+   The rest of an embedding is the token's own, and its row of the output starts there too.
+2. The heads of layer 0 look 1, 2, 3 and 4 tokens back; each writes into its own subspace.
+3. The heads of layer 1 compare the token 1 or 3 back of the query with the token 2 back of the key, and copy
+   the vector at the match.
+
+E hidden size, D head dim, F half of it, H query heads, K kv heads, V vocabulary.
+"""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import PreTokenizer
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.nn.init import normal_, orthogonal_
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from baton.bench.tiny.tasks import END
-from baton.bench.tiny.tokenizer import PAD, VOCAB_SIZE, build_tokenizer, special_id, tokenizer_config
+from baton.bench.tiny.tasks import ASSISTANT, END, FACTS, NUM_KEYS, SYSTEM, USER, VALUES
 
-# Starting weights that lie near what recall needs, so that training takes minutes instead of hours.
-#
-# Recall is an induction circuit: one layer copies the key to where its value stands (two tokens on) and to
-# where the question ends (one token on), the next attends from the second to the first. From random weights
-# that pair of layers takes tens of millions of tokens to appear, because neither half is of use without the
-# other. So both start half made, and training does the rest:
-#
-# 1. Every embedding shares one direction, the only thing a head without biases can read a distance through;
-# what is left is the token's own, and its row of the output starts there too.
-# 2. The heads of layer 0 look 1, 2, 3 and 4 tokens back; each writes what it sees in its own subspace.
-# 3. The heads of layer 1 compare the token 1 or 3 back of the query with the token 2 back of the key, and
-# copy what stands at the match.
-#
-# E hidden size, D head dim, F half of it, H query heads, K kv heads, V vocabulary.
+PAD: Final = "<|pad|>"
+SPECIAL_TOKENS: Final = (PAD, END, USER, ASSISTANT, SYSTEM)
+VOCAB_SIZE: Final = 1024
+
+# A key stays whole, digits stand alone, a word takes the space before it unless digits follow.
+PATTERN: Final = r"[a-z]\d{1,3}(?!\d)|\d| ?\p{L}+(?!\p{N})|[^\s\p{L}\p{N}]|\s"
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_tokenizer() -> Tokenizer:
+    """Return the same tokenizer every time: at most VOCAB_SIZE tokens, special ones first."""
+    word_merges = _train_word_merges()
+    merges = _key_merges() + word_merges
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = dict.fromkeys([*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)])
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of one of SPECIAL_TOKENS."""
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, f"{token} is missing from the vocabulary"
+    return token_id
+
+
+def tokenizer_config(max_length: int) -> dict[str, object]:
+    """Return the content of tokenizer_config.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": PAD,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _pre_tokenizer() -> PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _key_merges() -> list[tuple[str, str]]:
+    """Return `k` + `1`, then `k1` + `2`, then `k12` + `3`: every key is a shorter key and a digit."""
+    return [(f"k{index}"[:-1], f"k{index}"[-1]) for index in range(NUM_KEYS)]
+
+
+def _train_word_merges() -> list[tuple[str, str]]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = _pre_tokenizer()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - NUM_KEYS - len(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return [(left, right) for left, right in merges]
+
+
+def _corpus() -> list[str]:
+    """Return texts in which values weigh most, so that each becomes one token before any other word."""
+    values = [f"{left} {right}" for left, right in pairwise((*VALUES, VALUES[0]))] * 100
+    tasks = ["What is ", "copy(", "sort(", "close "] * 50
+    facts = [text for questions, answer in FACTS for text in (*questions, answer)]
+    return values + tasks + facts
+
 
 EMBEDDING_NORM: Final = 5.5
 LOOK_BACK_SCALE: Final = 0.8
@@ -50,7 +139,7 @@ def initialise(model: LlamaForCausalLM) -> None:
 
 
 def _scale_matrices(model: LlamaForCausalLM) -> None:
-    """Random matrices that keep the scale of what they read; what the layers add starts small."""
+    """Draw matrices that keep the scale of their input; the outputs of layers start small."""
     damping = (2 * model.config.num_hidden_layers) ** -0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -59,7 +148,7 @@ def _scale_matrices(model: LlamaForCausalLM) -> None:
 
 
 def _draw_embeddings(common_E: Tensor, vocab_size: int) -> Tensor:
-    """Random unit vectors [V, E] at right angles to the common one."""
+    """Return random unit vectors [V, E] at right angles to the common one."""
     own_VE = torch.randn(vocab_size, len(common_E))
     own_VE -= (own_VE @ common_E)[:, None] * common_E
     return normalize(own_VE, dim=1)
@@ -88,7 +177,7 @@ def _look_back(model: LlamaForCausalLM, common_E: Tensor) -> None:
 
 
 def _match(model: LlamaForCausalLM) -> None:
-    """Layer 1: queries and keys read what layer 0 wrote, in the dimensions that hardly turn over a prompt.
+    """Layer 1: queries and keys read the output of layer 0, in the dimensions that hardly turn over a prompt.
 
     The output undoes the values: together, one query head of each kv head copies the whole vector it found.
     """
@@ -109,13 +198,13 @@ def _match(model: LlamaForCausalLM) -> None:
 
 
 def _heads(projection: torch.nn.Linear, model: LlamaForCausalLM) -> list[Tensor]:
-    """Views of the rows of each head [D, E]."""
+    """Return views of the rows of each head [D, E]."""
     head_dim: int = model.config.head_dim
     return [projection.weight[row : row + head_dim] for row in range(0, projection.out_features, head_dim)]
 
 
 def _rope_angles(model: LlamaForCausalLM) -> Tensor:
-    """Radians that one position turns each pair of dimensions [F], fastest first."""
+    """Return the radians that one position turns each pair of dimensions [F], fastest first."""
     head_dim: int = model.config.head_dim
     base: float = model.config.rope_parameters["rope_theta"]
     return torch.pow(base, -torch.arange(0, head_dim, 2) / head_dim)
@@ -131,7 +220,7 @@ CONFIG_KEYS: Final = (
 
 
 def build_model() -> LlamaForCausalLM:
-    """Random weights in float32, 1.1 M parameters.
+    """Return a model with starting weights in float32, 1.1 M parameters.
 
     A large rope base leaves half of each head's dimensions nearly unrotated over 2,000 tokens: a head
     needs fast ones to find "the token before" and slow ones to find "the same key, anywhere".
@@ -172,7 +261,7 @@ def export(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def _write_config(config: LlamaConfig, folder: Path) -> None:
-    """Both spellings of the rope base and the dtype: that of transformers 5 and the older one."""
+    """Write the rope base and the dtype in the spellings of transformers 5 and of older versions."""
     values = config.to_dict()
     shape = {name: values[name] for name in CONFIG_KEYS}
     dtype = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
