@@ -15,5 +15,5 @@ CPU = torch.device("cpu")
 def run_toy(stages: Sequence[Stage], folder: Path) -> Report:
     """Run the stages on the CPU; toy.json in the folder has the figures."""
     report = Report("toy", "toy", folder)
-    run_stages(stages, Session(CPU, TOY), 60, report)
+    run_stages(stages, Session(CPU, TOY), 600, report)
     return report
