@@ -1,7 +1,10 @@
-"""Weighted fair shares among opaque keys: of waiting work (`FairShare`) and of cached items (`FairLru`).
+"""Weighted fair shares among opaque keys.
 
-The router's queues and the gateway's tokenising share work by `FairShare`; the page pool, the prefix cache
-and the host tier evict by `FairLru`. Neither knows tenants: a key is a string or bytes.
+- `FairShare` orders work that waits: the router's queues and the gateway's tokenising.
+- `DecayedShares` orders keys by their recent work: the steps of an engine.
+- `FairLru` evicts: the page pool, the prefix cache and the host tier.
+
+None of them knows tenants: a key is a string or bytes.
 
 `FairShare` is start-time fair queueing (Goyal, Vin, Cheng 1996) with the corrections of the virtual token
 counter (Sheng et al. 2024):
@@ -22,7 +25,9 @@ operation takes O(log keys) and moves at most eight bytes a key.
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from typing import Final, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 MAX_CLOCK: Final = float(2**44)  # beyond this, sums of small and large numbers would be coarse
 CREDIT_AGES: Final = 12  # some seconds: an age is a tick of the router
@@ -150,6 +155,137 @@ class FairShare:
         self._turns = sorted(account.turn for account in self._accounts.values() if account.turn is not None)
         self._past = deque((past - self.present for past in self._past), maxlen=CREDIT_AGES)
         self.present = 0.0
+
+
+# Recent work.
+
+HALF_LIFE_S: Final = 3.0  # the router's credit reaches as far back
+NEWCOMER_PART: Final = 1 / 64  # of all recent work: a key that joins has had at least this much
+FORGET_S: Final = 6 * HALF_LIFE_S  # by then a key that left has had less than a newcomer
+MAX_AWAY: Final = 4096  # keys without sequences that are remembered
+EXCESS: Final = 0.1  # of the other keys' due: keys that alternate do not differ as much
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """One key of `DecayedShares`; read only outside this module."""
+
+    key: str
+    weight: float = 1.0
+    work: float = 0.0  # recent work, divided by the weight
+    num_users: int = 0  # joins without a leave
+
+
+class _Away(NamedTuple):
+    weight: float
+    work: float  # recent work when the key left, not divided
+    left_s: float
+
+
+class DecayedShares:
+    """Recent work of each key, divided by its weight; the key with the least comes next.
+
+    1. `join` counts one more user of a key. The weight given last holds.
+    2. `charge` adds the work of one step. Work counts half as much HALF_LIFE_S later, whether the key has
+       users or not. A burst is therefore served at once while the key has had less recent work than keys that
+       always want more, and no key pays for old work that no other key wanted.
+    3. `leave` removes a user. The work of a key without users is remembered while it counts.
+    4. A key that joins starts with NEWCOMER_PART of all recent work or its own remembered work, whichever is
+       more. A key that had all the work, and still wants more, comes next after at most log2(1 /
+       NEWCOMER_PART) half-lives, however many newcomers of its weight join; after log2(1 + n) half-lives with
+       n newcomers.
+    5. `is_beyond_share` names the keys that used much of what was due to other keys.
+    """
+
+    def __init__(self) -> None:
+        self.active: dict[str, Share] = {}  # the keys with users
+        self._away: OrderedDict[str, _Away] = OrderedDict()  # in the order in which they left
+        self.clear()
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one key has users; with one key, no share makes a difference."""
+        return len(self.active) > 1
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of the keys with users."""
+        return sum(share.weight for share in self.active.values())
+
+    @property
+    def num_remembered(self) -> int:
+        """Keys without users whose work still counts."""
+        return len(self._away)
+
+    def clear(self) -> None:
+        """Forget all keys and all work."""
+        self.active.clear()
+        self._away.clear()
+        self._charged_s = 0.0  # the time of the last charge; all work is decayed to this time
+        self._work = 0.0  # recent work of all keys
+        self._away_weight = 0.0
+
+    def join(self, key: str, weight: float) -> Share:
+        """Add a user of `key`."""
+        share = self.active.get(key)
+        if share is None:
+            share = self.active[key] = Share(key, weight, self._remembered_work(key) / weight)
+        share.work *= share.weight / weight  # the undivided work is the same
+        share.weight = weight
+        share.num_users += 1
+        return share
+
+    def leave(self, share: Share) -> None:
+        """Remove a user."""
+        share.num_users -= 1
+        if not share.num_users:
+            del self.active[share.key]
+            self._away[share.key] = _Away(share.weight, share.work * share.weight, self._charged_s)
+            self._away_weight += share.weight
+
+    def charge(self, work: Iterable[tuple[Share, int]], now_s: float) -> None:
+        """Add the work of one step. A clock that goes back decays nothing."""
+        decay, self._charged_s = _decay(now_s - self._charged_s), max(self._charged_s, now_s)
+        self._work *= decay
+        for share in self.active.values():
+            share.work *= decay
+        for share, amount in work:
+            share.work += amount / share.weight
+            self._work += amount
+        self._forget()
+
+    def charge_only(self, amount: int, now_s: float) -> None:
+        """Charge the only key with users."""
+        self.charge(((share, amount) for share in self.active.values()), now_s)
+
+    def is_beyond_share(self, share: Share) -> bool:
+        """Whether the key's recent work exceeds its share among all remembered keys by EXCESS of the rest."""
+        if not self._away and not self.are_several:
+            return False
+        due = share.weight / (self.total_weight + self._away_weight)
+        return share.work * share.weight > (due + EXCESS * (1 - due)) * self._work
+
+    def _remembered_work(self, key: str) -> float:
+        away, least = self._drop(key), NEWCOMER_PART * self._work
+        return least if away is None else max(least, away.work * _decay(self._charged_s - away.left_s))
+
+    def _drop(self, key: str) -> _Away | None:
+        away = self._away.pop(key, None)
+        if away is not None:
+            self._away_weight = max(0.0, self._away_weight - away.weight) if self._away else 0.0
+        return away
+
+    def _forget(self) -> None:
+        while self._away:
+            key, away = next(iter(self._away.items()))
+            if len(self._away) <= MAX_AWAY and self._charged_s - away.left_s <= FORGET_S:
+                return
+            self._drop(key)
+
+
+def _decay(seconds: float) -> float:
+    """The part of any work that still counts after so long."""
+    return float(0.5 ** max(0.0, seconds / HALF_LIFE_S))
 
 
 Item = TypeVar("Item")

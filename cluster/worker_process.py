@@ -26,8 +26,7 @@ from baton.cluster.process_spec import Progress
 from baton.config.cluster import DRAIN_NOTICE_S, Ready, WorkerConfig
 from baton.config.environment import node_name
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.errors import BatonError
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import KvLinks, Link
@@ -142,7 +141,7 @@ class HostedWorker:
             agents=agents,
             steps=self.engine.runner.steps,
         )
-        endpoint.lend = self.engine.lend
+        endpoint.lend = self.engine.pin
         return endpoint
 
     def _make_node(self, thread: RpcThread) -> PrefillWorker | DecodeWorker:

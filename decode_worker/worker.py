@@ -28,7 +28,6 @@ from baton.decode_worker.attempt import Attempt, AttemptStage, DecodeAdmission
 from baton.decode_worker.remote_prompts import RemotePrompts
 from baton.decode_worker.reports import DecodeReports
 from baton.engine.replica import Replica
-from baton.engine.scheduler.step_planner import pressure_mode_at
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
@@ -214,7 +213,7 @@ class DecodeWorker(WorkerNode):
         super().tick()
 
     def _pressed(self, level: OverloadLevel) -> None:
-        self._engine.relieve(pressure_mode_at(level))
+        self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     def _reachable(self) -> list[str]:
         return self._peer_registry.connected()

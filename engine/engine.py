@@ -1,87 +1,90 @@
-"""One model replica: requests in, tokens out.
-
-1. `add` checks a request and makes one sequence a choice.
-2. `step` plans, runs the model on all ranks, samples, and returns one StepOutput for each new token.
-3. A request ends when every choice has had an output with a finish reason; `abort` ends it at any time.
-
-For KV that comes from elsewhere or goes there:
-
-4. `claim_prefix` holds what is known of a prompt; `make_room` clears pages for a reservation in `pages`, the
-   ledger, for the rest. `add` takes both as FilledPages and goes on from there.
-5. `add` returns how to follow each sequence. With `keeps_pages` its pages stay after its last token, until
-   `release_kept`.
-
-The engine knows nothing of prefill and decode as roles, of text, tenants or peers.
-"""
+"""One model replica on this machine's devices: `load_engine` makes an Engine, which is a `Replica`."""
 
 import logging
+import os
 import random
 from collections.abc import Callable
-from collections.abc import Sequence as Ordered
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Final
 
 import msgspec
+import torch
 from torch import Tensor
 
-from baton.clock import Clock
-from baton.engine.cache.host_tier import HostTier
-from baton.engine.cache.page_events import PageChanges
+from baton.clock import Clock, SystemClock
+from baton.config.engine import EngineConfig, RankSidecar
+from baton.config.environment import cache_directory, prepare_nccl
+from baton.engine.cache.host_tier import HostTier, PageCopy
+from baton.engine.cache.kv_pool import KvPool, ZerosOnCpu
 from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.models.parameters import attention_mlp_crossover
-from baton.engine.replica import EngineStats, LayerWatch, StepFigures, take_stats
-from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.runner.sampler import Sampled, Sampler
-from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.models.checkpoint import fingerprint
+from baton.engine.models.model import attention_mlp_crossover, parameter_bytes
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.registry import ModelConfig, check_split, read_model_config
+from baton.engine.models.weights import Progress
+from baton.engine.replica import LayerWatch, Replica, last_output, step_output
+from baton.engine.runner.model_input import encode
+from baton.engine.runner.model_runner import ModelRunner, choose_device, choose_dtype
+from baton.engine.runner.sampler import Sampler
+from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.runner.tp_worker import STOP_COMMAND, TpWorkers
-from baton.engine.scheduler.plan import Advance, Batch
-from baton.engine.scheduler.preemption import PreemptionMeter
+from baton.engine.scheduler.plan import Batch
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceProgress
-from baton.engine.scheduler.step_planner import PressureMode
-from baton.engine.scheduler.validation import check_request
-from baton.errors import WorkerLost
+from baton.engine.scheduler.sequence import Sequence, SequenceProgress
+from baton.engine.scheduler.step_planner import PreemptionRates
+from baton.errors import ConfigError, ModelError, WorkerLost
+from baton.kernels import native
+from baton.kernels.huge_pages import huge_zeros
 from baton.pages import PageKeys
-from baton.request import Request, StepOutput
-
-# What the engine says of its sequences.
-
-
-def output_of(advance: Advance, sampled: Sampled) -> StepOutput:
-    sequence = advance.sequence
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=advance.index,
-        token_id=advance.token_id,
-        logprobs=sampled.logprobs.get(sequence.key),
-        prompt_logprobs=sampled.prompt_logprobs.get(sequence.key),
-        finish_reason=advance.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )
-
-
-def last_output_of(sequence: Sequence, error: str | None = None) -> StepOutput:
-    """Of a sequence that has ended without another token."""
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=sequence.num_generated_tokens,
-        token_id=None,
-        finish_reason=sequence.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        error=error,
-    )
-
+from baton.request import FilledPages, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 BAD_LOGITS: Final = "the model's logits are not numbers: its KV pages or its weights are damaged"
 
 
-class Engine:
-    """`runner` is loaded and has its pool; it is rank 0 of its tensor-parallel group."""
+def load_engine(
+    config: EngineConfig,
+    *,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+    zeros_on_cpu: ZerosOnCpu = huge_zeros,
+    sidecar: RankSidecar | None = None,
+) -> "Engine":
+    """Load the model on all ranks; ranks other than 0 are processes that end when the engine is closed.
+
+    Raises ModelError for an invalid model directory, ConfigError for a configuration that does not fit the
+    machine, and WorkerLost when another rank ends or hangs. On a CPU rank 0's KV pool lies in `zeros_on_cpu`.
+    Each of the other ranks has a `sidecar` of its own, which gives its pool's memory; all have started on
+    return.
+    """
+    native.keep_builds_in(cache_directory())
+    prepare_nccl()
+    directory = Path(config.model).resolve()
+    config = msgspec.structs.replace(config, model=str(directory))  # other ranks start in another folder
+    model_config = read_model_config(directory)
+    check_split(model_config, config.tensor_parallel_size)
+    _check_memory(model_config, config)
+    tp_workers = TpWorkers(config, sidecar) if config.tensor_parallel_size > 1 else None
+    try:
+        runner = ModelRunner(config, model_config, tp_workers.tp if tp_workers else TensorParallel())
+        with tp_workers.explains_loss() if tp_workers else nullcontext():
+            runner.load(progress)
+            _allocate(runner, zeros_on_cpu)
+            if sidecar is not None:
+                runner.tp.smallest(0)  # the ranks meet here once their sidecars have started
+        name = fingerprint(directory, dummy_seed=config.seed if config.load_format == "dummy" else None)
+        return Engine(runner, clock or SystemClock(), name, tp_workers)
+    except BaseException:
+        if tp_workers:
+            tp_workers.close(timeout_s=0.0)
+        raise
+
+
+class Engine(Replica):
+    """A replica with a model. `runner` is rank 0 of its group, is loaded and has its pool."""
 
     def __init__(
         self,
@@ -90,19 +93,7 @@ class Engine:
         model_fingerprint: str,
         tp_workers: TpWorkers | None = None,
     ) -> None:
-        self.runner = runner
-        self.fingerprint = model_fingerprint
-        self._clock = clock
-        self._tp_workers = tp_workers
-        self._why_lost: str | None = None  # what left the ranks out of step with each other
-        self.wait_s: float | None = None  # after a step that did nothing: how long until one can
-        self.on_batch: Callable[[int], None] = lambda num_tokens: None  # told of each that is about to run
-        self._last_step: tuple[Batch, float] | None = None
-        self._busy_since_s: float | None = None  # the end of the last step, if there was more to do
-        self._seeds = random.Random(runner.config.seed)
-        self._meter = PreemptionMeter(runner.pool)
-        self._num_steps = 0  # that ran, of whatever kind
-        config, layout = runner.config, runner.layout
+        config, layout, model_config = runner.config, runner.layout, runner.model_config
         keys = None
         if config.cache.enable_prefix_caching:
             keys = PageKeys(
@@ -110,33 +101,33 @@ class Engine:
             )
         pool = PagePool(len(runner.pool.device), layout.page_size, runner.steps)
         cache = PrefixCache(pool, keys, HostTier(len(runner.pool.host)))
-        self.scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(runner.model))
+        scheduler = Scheduler(config.scheduler, cache, clock, attention_mlp_crossover(model_config))
+        super().__init__(
+            scheduler, clock, vocab_size=model_config.vocab_size, max_model_len=runner.max_model_len
+        )
+        self.runner = runner
+        self.fingerprint = model_fingerprint
+        self.wait_s: float | None = None  # after a step that computed nothing: the time until one can
+        self.on_batch: Callable[[int], None] = lambda num_tokens: None  # called before each batch runs
+        self._tp_workers = tp_workers
+        self._why_lost: str | None = None  # the reason why the ranks are out of step with each other
+        self._busy_since_s: float | None = None  # the end of the last step, if there was more work
+        self._seeds = random.Random(config.seed)
+        self._meter = PreemptionMeter(runner.pool)
+        self._num_steps = 0
         self._start_steps()
 
     def _start_steps(self) -> None:
-        """With nothing remembered of earlier ones."""
+        """Reset everything that is remembered from step to step."""
         layout, max_num_seqs = self.runner.layout, self.runner.config.scheduler.max_num_seqs
         self._busy_since_s = None
         self._builder = StepBuilder(layout.page_size, max_num_seqs, layout.num_pages(self.max_model_len))
         self._sampler = Sampler(self.runner.device)
 
-    @property
-    def max_model_len(self) -> int:
-        return self.runner.max_model_len
-
-    def check(self, request: Request) -> None:
-        """Raises InvalidRequest for what `add` would refuse because of the request itself."""
-        check_request(request, vocab_size=self.runner.model.vocab_size, max_model_len=self.max_model_len)
-
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
     ) -> tuple[SequenceProgress, ...]:
-        """Accept a request: one Progress a choice, to be read between steps.
-
-        filled: KV that it brings, for one choice alone; the pages are the engine's once it is accepted.
-        Raises InvalidRequest when it cannot run, ValueError for pages that cannot be what it starts with and
-        IntegrityError when their owner does not use them all; nothing is kept or changed then.
-        """
+        """As `Replica.add`; draws missing seeds. Raises WorkerLost when the ranks are apart."""
         if self._why_lost is not None:
             raise WorkerLost(f"{self._why_lost} and left the ranks apart: the engine must be loaded again")
         self.check(request)
@@ -144,119 +135,15 @@ class Engine:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
-        if filled is not None and sampling.n > 1:
-            raise ValueError(f"request {request.request_id}: {sampling.n} choices cannot share brought pages")
-        sequences = []
-        for choice in request.choices:
-            sequence = Sequence.from_request(
-                request,
-                choice,
-                max_model_len=self.max_model_len,
-                eos_token_ids=self.runner.model.eos_token_ids,
-            )
-            sequence.keeps_pages = keeps_pages
-            self.scheduler.add(sequence, filled)
-            sequences.append(sequence)
-        return tuple(sequences)
-
-    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
-        """End the request, or one choice of it: a last output, without a token, for each that was alive."""
-        ended = self.scheduler.abort(request_id, choice)
-        for sequence in ended:
-            self._sampler.forget(sequence)
-        return [last_output_of(sequence) for sequence in ended]
-
-    def relieve(self, pressure_mode: PressureMode) -> None:
-        """What the steps from now on do because the machine is overloaded."""
-        self.scheduler.pressure_mode = pressure_mode
-
-    # KV that comes from elsewhere or goes there.
-
-    @property
-    def pages(self) -> PagePool:
-        """The ledger of pages: the same one as long as the engine lives. Leases end at the clock's time."""
-        return self.scheduler.pool
-
-    def claim_prefix(
-        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
-    ) -> FilledPages:
-        """Hold the device's pages of the longest known prefix, whole pages that leave a token to compute and
-        have a multiple of so many tokens; perhaps none. ValueError when the owner has a claim already.
-
-        They are given to `add`, alone or followed by others that `owner` uses, or to `release`.
-        """
-        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
-
-    def release(self, filled: FilledPages) -> None:
-        """Let go of pages that were not added. IntegrityError when they are not all the owner's."""
-        self.scheduler.outside.release(filled.pages, filled.owner)
-
-    def release_kept(self, request_id: str, choice: int = 0) -> None:
-        """Let go of the pages that the sequence keeps since its last token, if it does."""
-        self.scheduler.outside.release_kept((request_id, choice))
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that `make_room` grants now."""
-        self._expire()
-        return self.scheduler.outside.num_reservable()
-
-    def make_room(self, num_pages: int) -> bool:
-        """Have so many pages free in the ledger, to be reserved at once; False when that cannot be granted.
-
-        See engine/scheduler/page_holds.py for what is left to running sequences.
-        """
-        if num_pages > self.num_available_pages:
-            return False
-        self.scheduler.cache.make_room(num_pages, keep=False)
-        return True
-
-    def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
-        """What replicas of this model with pages of that size call those that these tokens fill."""
-        return self.scheduler.cache.name(token_ids, salt, page_size)
-
-    def lend(self, keys: Ordered[bytes], borrower: Owner) -> list[int] | None:
-        """Pages of the device with what these keys name, which the borrower uses until it releases them in
-        the ledger; what is on the host alone is copied there. None: it is not all here, or has no room.
-        """
-        self._expire()
-        loan = self.scheduler.outside.lend(keys, borrower)
-        if loan is not None and loan.copies:
-            try:
-                self._run(Batch(chunks=(), num_decodes=0, copies_to_device=loan.copies), None)
-            except BaseException as error:
-                self.pages.release(loan.pages, borrower)
-                self._fall_apart(error)
-                raise
-        return None if loan is None else loan.pages
-
-    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
-        """What others could find here and could not when this was last called; is_afresh: all of it."""
-        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
-
-    def stats(self) -> EngineStats:
-        self._expire()
-        return take_stats(self.scheduler)
-
-    def last_step(self) -> StepFigures | None:
-        """Of the latest step that computed anything; it is worked out now, so ask for few of them."""
-        return None if self._last_step is None else StepFigures.of(*self._last_step)
-
-    # Steps.
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self._add(request, filled, keeps_pages, self.runner.model_config.eos_token_ids)
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
-        """Advance every scheduled sequence; the list is empty while prompts are still being computed.
+        """As `Replica.step`.
 
-        watch: asked what it wants to know of the step, and told while that runs.
-
-        A sequence whose logits are not numbers ends in an error, alone, and its pages are not found again.
-        When anything else goes wrong on the way, an interrupt included, all requests are lost: pages may be
-        known by now whose contents were never written, so nothing that was known is trusted again. Pages that
-        others hold, claimed, kept or leased, stay theirs. Several ranks are apart then, and `add` raises
-        WorkerLost.
+        A sequence whose logits are not numbers ends in an error, alone, and its pages become unknown. Any
+        other failure, an interrupt included, loses all requests: pages may be known by now whose contents
+        were never written, so all contents become unknown. Pages that are claimed, kept or leased stay with
+        their holders. With several ranks, `add` then raises WorkerLost.
         """
         self._expire()
         keys = self.scheduler.keys()
@@ -265,7 +152,7 @@ class Engine:
         except BaseException as error:
             self.scheduler.lose(keys)
             self._start_steps()
-            self._fall_apart(error)
+            self._note_loss(error)
             raise
 
     def _step(self, watch: LayerWatch | None) -> list[StepOutput]:
@@ -274,7 +161,7 @@ class Engine:
         plan = self.scheduler.plan()
         self.wait_s = plan.wait_s
         batch = self.scheduler.apply(plan)
-        self.on_batch(sum(chunk.num_tokens for chunk in batch.chunks))
+        self.on_batch(batch.num_tokens)
         started_s = perf_counter()
         sampled = self._sampler.sample(batch, self._run(batch, watch))
         ended_s = perf_counter()
@@ -287,29 +174,45 @@ class Engine:
             self.scheduler.fail(sequence)
         advances = self.scheduler.commit(batch, sampled.token_ids, ended_s - began_s)
         self._busy_since_s = ended_s if self.scheduler.has_work() else None
-        outputs = [output_of(advance, sampled) for advance in advances]
-        return outputs + [last_output_of(sequence, BAD_LOGITS) for sequence in sampled.failed]
+        outputs = [
+            step_output(
+                each, sampled.logprobs.get(each.sequence.key), sampled.prompt_logprobs.get(each.sequence.key)
+            )
+            for each in advances
+        ]
+        return outputs + [last_output(sequence, BAD_LOGITS) for sequence in sampled.failed]
 
     def close(self) -> None:
-        """Let the other ranks go and wait until they have."""
+        """Stop the other ranks and wait until they have ended."""
         tp_workers, self._tp_workers = self._tp_workers, None
         if tp_workers is None:
             return
         if self._why_lost is not None:
             tp_workers.close(timeout_s=0.0)
             return
-        with suppress(WorkerLost):  # a rank that is gone already needs no telling
+        with suppress(WorkerLost):  # a rank that has ended already needs no command
             self.runner.tp.send_command(STOP_COMMAND)
         tp_workers.close()
 
-    def _fall_apart(self, error: BaseException) -> None:
-        """Several ranks no longer do the same, once one of them has not come to the end of a step."""
+    def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:
+        ended = super()._abort(request_id, choice)
+        for sequence in ended:
+            self._sampler.forget(sequence)
+        return ended
+
+    def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
+        try:
+            self._run(Batch(chunks=(), num_decodes=0, copies_to_device=copies), None)
+        except BaseException as error:
+            self.pages.release(pages, reader)
+            self._note_loss(error)
+            raise
+
+    def _note_loss(self, error: BaseException) -> None:
+        """With several ranks: they may differ after a step that one rank has not completed."""
         if self.runner.tp.size > 1:
             interrupted = isinstance(error, KeyboardInterrupt)
             self._why_lost = "an interrupt ended a step" if interrupted else "a step failed"
-
-    def _expire(self) -> None:
-        self.scheduler.pool.expire(self._clock.now_s())
 
     def _run(self, batch: Batch, watch: LayerWatch | None) -> Tensor:
         num_groups = watch.begin(batch.chunks) if watch is not None and batch.chunks else 0
@@ -320,3 +223,70 @@ class Engine:
         if watch is None:
             return self.runner.execute(arrays)
         return self.runner.execute(arrays, watch.layers_written)
+
+
+WEIGHT: Final = 0.2  # of a new observation in the running mean
+MIN_PREFILL_TOKENS: Final = 16  # fewer tokens say little about the cost of a token
+NUM_PROBE_PAGES: Final = 4
+
+
+class PreemptionMeter:
+    """Measures the costs of preemption on this machine while the engine runs.
+
+    `rates` is None until a prefill has been seen, and without host pages, where there is no choice of modes.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self.rates: PreemptionRates | None = None
+        self._recompute_s_per_token: float | None = None
+        self._num_seen = 0
+        self._swap_s_per_page = _time_swap(pool) if len(pool.host) else None
+
+    def observe(self, batch: Batch, step_s: float) -> None:
+        """Learn the cost of a recomputed token from a step that computed prompts in `step_s` seconds."""
+        num_tokens = sum(chunk.num_tokens for chunk in batch.prompt_chunks)
+        if self._swap_s_per_page is None or num_tokens < MIN_PREFILL_TOKENS:
+            return
+        self._num_seen += 1
+        if self._num_seen == 1:
+            return  # the first prefill compiles kernels
+        cost_s = step_s / (num_tokens + batch.num_decodes)
+        mean_s = self._recompute_s_per_token
+        self._recompute_s_per_token = cost_s if mean_s is None else mean_s + WEIGHT * (cost_s - mean_s)
+        self.rates = PreemptionRates(self._recompute_s_per_token, self._swap_s_per_page)
+
+
+def _time_swap(pool: KvPool) -> float:
+    """Seconds a page takes one way, from a round trip of empty pages."""
+    num_pages = min(NUM_PROBE_PAGES, len(pool.host), len(pool.device))
+    copies = [(page, page) for page in range(num_pages)]
+    pool.copy(copies, copies)  # excludes the first touch of the memory
+    started_s = perf_counter()
+    pool.copy(copies, copies)
+    return (perf_counter() - started_s) / (2 * num_pages)
+
+
+def _check_memory(model_config: ModelConfig, config: EngineConfig) -> None:
+    """ModelError when a CPU has less memory in all than the weights of its ranks.
+
+    A kernel reports that only after it has filled the memory. A GPU refuses by itself.
+    """
+    device = choose_device(config.device, 0)
+    if device.type != "cpu":
+        return
+    needed = parameter_bytes(model_config, choose_dtype(config.dtype, model_config, device))
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise ModelError(
+            f"{config.model}: {needed:,} bytes of weights; this machine has {present:,} of memory"
+        )
+
+
+def _allocate(runner: ModelRunner, zeros_on_cpu: ZerosOnCpu) -> None:
+    try:
+        runner.allocate(zeros_on_cpu)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device has no memory for the largest step: lower scheduler.max_num_batched_tokens or "
+            f"scheduler.max_num_seqs: {error}"
+        ) from error

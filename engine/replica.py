@@ -1,44 +1,49 @@
-"""What the loops of workers ask of an engine; `Engine` documents it, and the simulator has one of its own."""
+"""A model replica without its model: requests, pages and their scheduling.
 
-from collections.abc import Sequence
+`Replica` is the interface that workers use. `Engine` (engine/engine.py) adds a model on this machine's
+devices; the simulator adds a model of numbers.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from baton.engine.cache.page_events import PageChanges
+from baton.clock import Clock
+from baton.engine.cache.host_tier import PageCopy
 from baton.engine.cache.page_pool import Owner, PagePool, PageState
-from baton.engine.scheduler.plan import Batch, ScheduledChunk
+from baton.engine.cache.prefix_cache import PageChanges
+from baton.engine.scheduler.plan import Advance, Batch, ScheduledChunk
 from baton.engine.scheduler.scheduler import Scheduler
-from baton.engine.scheduler.sequence import SequenceProgress
+from baton.engine.scheduler.sequence import Sequence, SequenceProgress, check_request
 from baton.engine.scheduler.step_planner import PressureMode
-from baton.request import FilledPages, Request, StepOutput
-
-# Who wants to hear, while a step runs, how far it is: KV can leave while later layers compute.
+from baton.request import FilledPages, Request, StepOutput, TokenLogprobs
 
 
 class LayerWatch(Protocol):
-    """Both calls come from within `Engine.step`, in its thread, and hold it up; what they raise fails it.
+    """Learns, while a step runs, which layers are written, so that KV can be sent while later layers compute.
 
-    Pages of the step's chunks are allocated by then, and nothing moves them before the step ends; page
-    tables and counts are otherwise those of before the step, and the engine is not to be called.
+    Both methods are called from within `Replica.step`, in its thread, and delay it; an exception fails the
+    step. The pages of the step's chunks are allocated by then and stay in place until the step ends. Page
+    tables and counts are otherwise those of before the step. Neither method may call the replica.
     """
 
-    def begin(self, chunks: Sequence[ScheduledChunk]) -> int:
-        """The step computes these. In how many groups of layers to tell of it; 0 for not at all."""
+    def begin(self, chunks: Ordered[ScheduledChunk]) -> int:
+        """The step computes these chunks. Returns the number of layer groups to report; 0 for none."""
         ...
 
     def layers_written(self, first: int, stop: int) -> None:
-        """Layers [first, stop) of all chunks' keys and values are in their pages: on a GPU, for what follows
-        on the current stream."""
+        """The keys and values of layers [first, stop) of all chunks are in their pages.
+
+        On a GPU this holds for work that follows on the current stream.
+        """
         ...
 
 
-# What an engine tells of itself: for load reports and metrics.
-
-
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Sequences and pages as they are now; `total` says since the engine was loaded."""
+    """Sequences and pages at this moment; `total_` fields count since the engine was loaded."""
 
     num_running: int
     num_waiting: int
@@ -49,104 +54,256 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_leased_pages: int
     num_quarantined_pages: int
     num_reservable_pages: int
-    total_queried_tokens: int  # that looked for a prefix in the cache
-    total_hit_tokens: int  # and found it
+    total_queried_tokens: int  # looked up in the prefix cache
+    total_hit_tokens: int  # found there
     total_preemptions: int
 
 
 class StepFigures(NamedTuple):
-    """What a step was made of, and what it took."""
+    """The size and the duration of one step."""
 
     num_sequences: int
     num_new_tokens: int  # of prompts
-    num_context_tokens: int  # that its sequences attend to, their new ones included
+    num_context_tokens: int  # that the sequences attend to, including their new tokens
     step_s: float
 
-    @classmethod
-    def of(cls, batch: Batch, step_s: float) -> "StepFigures":
-        prompts = batch.chunks[batch.num_decodes :]
-        return cls(
+
+class Replica(ABC):
+    """One model replica: requests in, tokens out.
+
+    1. `add` checks a request and makes one sequence for each choice.
+    2. `step` plans, runs the model, samples, and returns one StepOutput for each new token.
+    3. A request ends when every choice has had an output with a finish reason; `abort` ends a request at any
+       time.
+
+    For KV that comes from elsewhere or goes there:
+
+    4. `claim_prefix` holds the known prefix of a prompt. `make_room` frees pages, which the caller reserves
+       in `pages`, the ledger. `add` takes both kinds of pages as FilledPages and continues after them.
+    5. `add` returns the progress of each sequence. With `keeps_pages` the pages stay after the last token,
+       until `release_kept`.
+
+    A replica knows nothing of prefill and decode as roles, of text, tenants or peers.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Clock, *, vocab_size: int, max_model_len: int) -> None:
+        self.scheduler = scheduler
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._clock = clock
+        self._last_step: tuple[Batch, float] | None = None
+
+    # Requests.
+
+    @abstractmethod
+    def add(
+        self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
+    ) -> tuple[SequenceProgress, ...]:
+        """Accept a request; return the progress of each choice, to be read between steps.
+
+        filled: KV that the request brings, for a request of one choice; the pages belong to the replica once
+        the request is accepted. Raises InvalidRequest when the request cannot run, ValueError for pages that
+        the request cannot start with and IntegrityError when their owner does not use them all. Nothing is
+        kept or changed then.
+        """
+
+    @abstractmethod
+    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
+        """Advance every scheduled sequence; the list is empty while prompts are still being computed.
+
+        watch: learns which layers are written while the step runs.
+        """
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest if `add` would refuse the request because of its own values."""
+        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+
+    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
+        """End the request, or one choice; return a last output, without a token, for each live choice."""
+        return [last_output(sequence) for sequence in self._abort(request_id, choice)]
+
+    def set_pressure(self, *, small_chunks: bool, makes_room: bool) -> None:
+        """Set how the next steps behave while the cluster is overloaded; see `PressureMode`."""
+        self.scheduler.pressure_mode = PressureMode(small_chunks=small_chunks, makes_room=makes_room)
+
+    def has_work(self) -> bool:
+        """Whether any sequence is live."""
+        return self.scheduler.has_work()
+
+    # KV that comes from elsewhere or goes there.
+
+    @property
+    def pages(self) -> PagePool:
+        """The ledger of pages, one object for the replica's life. Leases end at the clock's time."""
+        return self.scheduler.pool
+
+    def claim_prefix(
+        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
+    ) -> FilledPages:
+        """Hold the device pages of the longest known prefix; there may be none.
+
+        The prefix ends at a page boundary, leaves one token to compute, and has a multiple of `multiple_of`
+        tokens. The pages are given to `add`, alone or followed by other pages of `owner`, or to `release`.
+        ValueError when the owner has a claim already.
+        """
+        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
+
+    def release(self, filled: FilledPages) -> None:
+        """Release pages that were not added. IntegrityError when the owner does not use them all."""
+        self.scheduler.holds.release(filled.pages, filled.owner)
+
+    def release_kept(self, request_id: str, choice: int = 0) -> None:
+        """Release the pages that are kept since the last token of a sequence, if any."""
+        self.scheduler.holds.release_kept((request_id, choice))
+
+    @property
+    def num_available_pages(self) -> int:
+        """The pages that `make_room` grants now."""
+        self._expire()
+        return self.scheduler.holds.num_reservable()
+
+    def make_room(self, num_pages: int) -> bool:
+        """Free pages in the ledger, to be reserved at once; False when so many cannot be granted.
+
+        engine/scheduler/page_holds.py says which pages are left to running sequences.
+        """
+        if num_pages > self.num_available_pages:
+            return False
+        self.scheduler.cache.make_room(num_pages, keep=False)
+        return True
+
+    def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
+        """The keys of the full pages of these tokens in a replica of this model with `page_size`."""
+        return self.scheduler.cache.name(token_ids, salt, page_size)
+
+    def pin(self, keys: Ordered[bytes], reader: Owner) -> list[int] | None:
+        """Device pages with these keys, which the reader uses until it releases them in the ledger.
+
+        Host pages are copied to the device. None: a page is absent, or there is no room.
+        """
+        self._expire()
+        pinned = self.scheduler.holds.pin(keys, reader)
+        if pinned is None:
+            return None
+        if pinned.copies:
+            self._copy_to_device(pinned.copies, pinned.pages, reader)
+        return pinned.pages
+
+    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
+        """Prefix-cache changes since the last call; with is_afresh, the whole cache."""
+        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
+
+    # Figures.
+
+    def stats(self) -> EngineStats:
+        """Counts for load reports and metrics."""
+        self._expire()
+        scheduler, pool, cache = self.scheduler, self.scheduler.pool, self.scheduler.cache
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pages=pool.num_pages,
+            num_free_pages=pool.count(PageState.FREE),
+            num_active_pages=pool.count(PageState.ACTIVE),
+            num_cached_pages=pool.count(PageState.CACHED),
+            num_leased_pages=pool.count(PageState.LEASED),
+            num_quarantined_pages=pool.count(PageState.QUARANTINED),
+            num_reservable_pages=scheduler.holds.num_reservable(),
+            total_queried_tokens=cache.num_queried_tokens,
+            total_hit_tokens=cache.num_hit_tokens,
+            total_preemptions=scheduler.num_preemptions,
+        )
+
+    def last_step(self) -> StepFigures | None:
+        """The latest step that computed anything. Computed on each call."""
+        if self._last_step is None:
+            return None
+        batch, step_s = self._last_step
+        return StepFigures(
             num_sequences=len(batch.chunks),
-            num_new_tokens=sum(chunk.num_tokens for chunk in prompts),
+            num_new_tokens=sum(chunk.num_tokens for chunk in batch.prompt_chunks),
             num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in batch.chunks),
             step_s=step_s,
         )
 
+    def _add(
+        self,
+        request: Request,
+        filled: FilledPages | None,
+        keeps_pages: bool,
+        eos_token_ids: Collection[int] = (),
+    ) -> tuple[Sequence, ...]:
+        if filled is not None and request.sampling.n > 1:
+            raise ValueError(
+                f"request {request.request_id}: {request.sampling.n} choices cannot share brought pages"
+            )
+        sequences = []
+        for choice in request.choices:
+            sequence = Sequence.from_request(
+                request, choice, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids
+            )
+            sequence.keeps_pages = keeps_pages
+            self.scheduler.add(sequence, filled)
+            sequences.append(sequence)
+        return tuple(sequences)
 
-def take_stats(scheduler: Scheduler) -> EngineStats:
-    pool, cache = scheduler.pool, scheduler.cache
-    return EngineStats(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_pages=pool.num_pages,
-        num_free_pages=pool.count(PageState.FREE),
-        num_active_pages=pool.count(PageState.ACTIVE),
-        num_cached_pages=pool.count(PageState.CACHED),
-        num_leased_pages=pool.count(PageState.LEASED),
-        num_quarantined_pages=pool.count(PageState.QUARANTINED),
-        num_reservable_pages=scheduler.outside.num_reservable(),
-        total_queried_tokens=cache.num_queried_tokens,
-        total_hit_tokens=cache.num_hit_tokens,
-        total_preemptions=scheduler.num_preemptions,
+    def _abort(self, request_id: str, choice: int | None) -> list[Sequence]:
+        return self.scheduler.abort(request_id, choice)
+
+    def _copy_to_device(self, copies: tuple[PageCopy, ...], pages: list[int], reader: Owner) -> None:
+        """Copy host pages to pages that the reader holds."""
+        raise NotImplementedError("this replica has no host tier")
+
+    def _expire(self) -> None:
+        self.pages.expire(self._clock.now_s())
+
+
+def step_output(
+    advance: Advance,
+    logprobs: TokenLogprobs | None = None,
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
+) -> StepOutput:
+    """The output for one new token."""
+    sequence = advance.sequence
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=advance.index,
+        token_id=advance.token_id,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=advance.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
     )
 
 
-class Replica(Protocol):
-    @property
-    def pages(self) -> PagePool: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def num_available_pages(self) -> int: ...
-
-    def check(self, request: Request) -> None: ...
-
-    def add(
-        self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
-    ) -> tuple[SequenceProgress, ...]: ...
-
-    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]: ...
-
-    def relieve(self, pressure_mode: PressureMode) -> None: ...
-
-    def has_work(self) -> bool: ...
-
-    def step(self, watch: LayerWatch | None = None) -> list[StepOutput]: ...
-
-    def claim_prefix(
-        self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
-    ) -> FilledPages: ...
-
-    def release(self, filled: FilledPages) -> None: ...
-
-    def release_kept(self, request_id: str, choice: int = 0) -> None: ...
-
-    def make_room(self, num_pages: int) -> bool: ...
-
-    def page_keys(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]: ...
-
-    def lend(self, keys: Ordered[bytes], borrower: Owner) -> list[int] | None: ...
-
-    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def last_step(self) -> StepFigures | None: ...
+def last_output(sequence: Sequence, error: str | None = None) -> StepOutput:
+    """The last output of a sequence that has ended without another token."""
+    return StepOutput(
+        request_id=sequence.request_id,
+        choice=sequence.choice,
+        index=sequence.num_generated_tokens,
+        token_id=None,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        error=error,
+    )
 
 
 class SoughtPrefix(NamedTuple):
-    """What a request begins with, for whoever might bring its KV from elsewhere."""
+    """A request's prefix whose KV may be pulled from a peer: the `Prefix` of kvtransfer/prefixes.py."""
 
     engine: Replica
     request: Request
-    owner: str  # who has a claim on what is known, and whose the pages are that come
+    owner: str  # has the claim on known pages, and owns the pages that come
 
     @property
     def num_tokens(self) -> int:
-        """That may be brought: not the last, no more than the tenant's quota of pages leaves, and none where
-        the logits of each one are wanted."""
+        """Tokens that may be pulled.
+
+        The last token is never pulled, nor more than the quota of pages leaves, nor any token of a request
+        that asks for prompt logprobs.
+        """
         if self.request.sampling.prompt_logprobs is not None:
             return 0
         most, quota = self.request.num_tokens - 1, self.request.scheduling_key.quotas.max_kv_pages
@@ -156,11 +313,11 @@ class SoughtPrefix(NamedTuple):
         return max(0, min(most, (quota - pages.accounts.held(self.request.tenant)) * pages.page_size))
 
     def claim(self, multiple_of: int) -> FilledPages:
-        """Hold what is known of it here, on the tenant's account; see `Engine.claim_prefix`."""
+        """Hold the known part, on the request's scheduling key; see `Replica.claim_prefix`."""
         self.engine.pages.accounts.book(self.owner, self.request.tenant)
         token_ids, salt = self.request.all_token_ids, self.request.cache_salt
         return self.engine.claim_prefix(token_ids, salt, self.owner, multiple_of=multiple_of)
 
     def keys(self, page_size: int) -> list[bytes]:
-        """Of the pages of that size that it fills."""
+        """The keys of the full pages of that size."""
         return self.engine.page_keys(self.request.all_token_ids, self.request.cache_salt, page_size)

@@ -37,7 +37,7 @@ def pack_linear(weight_NK: Tensor, memory: HugeArena | None = None) -> LinearWei
     """
     num_outputs, num_inputs = weight_NK.shape
     plain = LinearWeight(weight_NK, num_outputs, num_inputs, weight_NK.dtype, is_packed=False)
-    if weight_NK.is_cuda or not native.handles(weight_NK.dtype):
+    if weight_NK.device.type != "cpu" or not native.handles(weight_NK.dtype):
         return plain
     unit_elements = 4 // weight_NK.element_size()
     if num_inputs % unit_elements:

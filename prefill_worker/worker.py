@@ -16,7 +16,6 @@ import msgspec
 
 from baton.clock import Clock
 from baton.engine.replica import Replica, SoughtPrefix
-from baton.engine.scheduler.step_planner import pressure_mode_at
 from baton.errors import InvalidRequest, ProtocolError
 from baton.kvtransfer.links import KvLinks
 from baton.kvtransfer.page_endpoint import PageEndpoint
@@ -103,7 +102,7 @@ class PrefillWorker(WorkerNode):
     # Colleagues.
 
     def _pressed(self, level: OverloadLevel) -> None:
-        self._engine.relieve(pressure_mode_at(level))
+        self._engine.set_pressure(small_chunks=level.small_chunks, makes_room=level.makes_room)
 
     def _reachable(self) -> list[str]:
         return self._links.reachable()

@@ -77,7 +77,7 @@ class SimEndpoint(PageEndpoint):
         )
         self.rank = rank = SimRank(process, engine, settings.layout, self._hear, network, random)
         super().__init__(settings, rank.incarnation, engine.pages, admit, process.clock, rank)
-        self.lend = engine.lend
+        self.lend = engine.pin
         self.process = process
         self.recorder = recorder
         self.hello = settings.hello(rank.incarnation)

@@ -14,16 +14,13 @@ from zlib import crc32
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.host_tier import HostTier
-from baton.engine.cache.page_events import PageChanges
-from baton.engine.cache.page_pool import Owner, PagePool
+from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.replica import EngineStats, LayerWatch, StepFigures, take_stats
+from baton.engine.replica import LayerWatch, Replica, last_output, step_output
 from baton.engine.scheduler.plan import Batch, ScheduledChunk
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence as EngineSequence
 from baton.engine.scheduler.sequence import SequenceProgress
-from baton.engine.scheduler.step_planner import PressureMode
-from baton.engine.scheduler.validation import check_request
 from baton.pages import PageKeys
 from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from baton.sim.process import Crash
@@ -158,68 +155,41 @@ class TokenMachine:
     token_s: float  # for each token of the batch
 
 
-class SimEngine:
-    """A Replica (engine/replica.py); its methods do the same as those of `Engine`."""
+class SimEngine(Replica):
+    """A replica with a model of numbers."""
 
     def __init__(self, machine: TokenMachine, clock: Clock, spend: Callable[[float], None]) -> None:
         """spend: called with the duration of each step."""
         self.machine = machine
         self.memory = KvMemory(machine.num_pages, machine.page_size)
-        self.more_s = 0.0  # that each step takes longer: a fault
-        self._clock = clock
+        self.more_s = 0.0  # a fault: each step takes this much longer
         self._spend = spend
         self._num_steps = 0
-        self._last_step: StepFigures | None = None
         pool = PagePool(machine.num_pages, machine.page_size)
         keys = PageKeys(model_fingerprint=FINGERPRINT, dtype="float32", page_size=machine.page_size)
         config = SchedulerConfig(
             max_num_seqs=machine.max_num_seqs, max_num_batched_tokens=machine.max_num_batched_tokens
         )
-        self.scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
-
-    @property
-    def pages(self) -> PagePool:
-        return self.scheduler.pool
-
-    @property
-    def max_model_len(self) -> int:
-        return self.machine.max_model_len
-
-    @property
-    def num_available_pages(self) -> int:
-        self._expire()
-        return self.scheduler.outside.num_reservable()
-
-    def check(self, request: Request) -> None:
-        check_request(request, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len)
+        scheduler = Scheduler(config, PrefixCache(pool, keys, HostTier()), clock)
+        super().__init__(scheduler, clock, vocab_size=VOCAB_SIZE, max_model_len=machine.max_model_len)
 
     def add(
         self, request: Request, filled: FilledPages | None = None, *, keeps_pages: bool = False
     ) -> tuple[SequenceProgress, ...]:
+        """As `Replica.add`; requests have one choice and a seed."""
         self.check(request)
         assert request.sampling.n == 1, "gateways ask for one choice at a time"
-        sequence = EngineSequence.from_request(request, request.choice, max_model_len=self.max_model_len)
-        sequence.keeps_pages = keeps_pages
-        self.scheduler.add(sequence, filled)
-        return (sequence,)
-
-    def abort(self, request_id: str, choice: int | None = None) -> list[StepOutput]:
-        return [_ended(sequence) for sequence in self.scheduler.abort(request_id, choice)]
-
-    def relieve(self, pressure_mode: PressureMode) -> None:
-        self.scheduler.pressure_mode = pressure_mode
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self._add(request, filled, keeps_pages)
 
     def step(self, watch: LayerWatch | None = None) -> list[StepOutput]:
+        """As `Replica.step`."""
         assert watch is None, "the model has one layer: nothing leaves in groups"
         self._expire()
         batch = self.scheduler.apply(self.scheduler.plan())
         duration_s = self._duration_s(batch)
         self._spend(duration_s)
         if batch.chunks:
-            self._last_step = StepFigures.of(batch, duration_s)
+            self._last_step = batch, duration_s
         failed = [
             chunk.sequence
             for chunk in batch.chunks
@@ -232,52 +202,12 @@ class SimEngine:
         self._num_steps += 1
         if not self._num_steps % STEPS_PER_CHECK:
             self.scheduler.check_integrity()
-        outputs = [_output(each.sequence, each.index, each.token_id, each.finish_reason) for each in advances]
-        return outputs + [_ended(sequence) for sequence in failed]
-
-    def claim_prefix(
-        self, token_ids: Sequence[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
-    ) -> FilledPages:
-        return self.scheduler.claim(token_ids, salt, owner, multiple_of=multiple_of)
-
-    def release(self, filled: FilledPages) -> None:
-        self.scheduler.outside.release(filled.pages, filled.owner)
-
-    def release_kept(self, request_id: str, choice: int = 0) -> None:
-        self.scheduler.outside.release_kept((request_id, choice))
-
-    def make_room(self, num_pages: int) -> bool:
-        if num_pages > self.num_available_pages:
-            return False
-        self.scheduler.cache.make_room(num_pages, keep=False)
-        return True
-
-    def page_keys(self, token_ids: Sequence[int], salt: bytes, page_size: int) -> list[bytes]:
-        return self.scheduler.cache.name(token_ids, salt, page_size)
-
-    def lend(self, keys: Sequence[bytes], borrower: Owner) -> list[int] | None:
-        self._expire()
-        loan = self.scheduler.outside.lend(keys, borrower)
-        return None if loan is None else loan.pages
-
-    def take_page_changes(self, *, is_afresh: bool = False) -> PageChanges:
-        return self.scheduler.cache.take_changes(is_afresh=is_afresh)
-
-    def stats(self) -> EngineStats:
-        self._expire()
-        return take_stats(self.scheduler)
-
-    def last_step(self) -> StepFigures | None:
-        return self._last_step
-
-    def _expire(self) -> None:
-        self.pages.expire(self._clock.now_s())
+        return [step_output(advance) for advance in advances] + [last_output(sequence) for sequence in failed]
 
     def _duration_s(self, batch: Batch) -> float:
         if not batch.chunks:
             return IDLE_STEP_S
-        num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-        return self.machine.step_s + self.machine.token_s * num_tokens + self.more_s
+        return self.machine.step_s + self.machine.token_s * batch.num_tokens + self.more_s
 
     def _run(self, chunk: ScheduledChunk) -> int | None:
         sequence, pool, size = chunk.sequence, self.pages, self.machine.page_size
@@ -290,21 +220,3 @@ class SimEngine:
             assert sequence.key in owners, f"{sequence.key} reads page {page} of {owners}"
             assert not is_written or len(owners) == 1, f"{sequence.key} writes page {page} of {owners}"
         return run_chunk(self.memory, chunk)
-
-
-def _ended(sequence: EngineSequence) -> StepOutput:
-    """Return the output of a sequence that ended without a token."""
-    return _output(sequence, sequence.num_generated_tokens, None, sequence.finish_reason)
-
-
-def _output(
-    sequence: EngineSequence, index: int, token_id: int | None, finish_reason: FinishReason | None
-) -> StepOutput:
-    return StepOutput(
-        request_id=sequence.request_id,
-        choice=sequence.choice,
-        index=index,
-        token_id=token_id,
-        finish_reason=finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )

@@ -229,8 +229,8 @@ def _worker_complaints(life: SimWorker) -> Iterator[str]:
         yield f"{name} still works on {worker.attempts}, {life.endpoint.num_open} transfers are open"
     if engine.has_work():
         yield f"{name}'s engine has {len(engine.scheduler.keys())} sequences"
-    if engine.scheduler.outside.kept:
-        yield f"{name} keeps pages of {list(engine.scheduler.outside.kept)}"
+    if engine.scheduler.holds.kept:
+        yield f"{name} keeps pages of {list(engine.scheduler.holds.kept)}"
     engine.scheduler.check_integrity()
     pool = engine.pages
     num_idle = pool.count(PageState.FREE) + pool.count(PageState.CACHED)

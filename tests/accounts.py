@@ -27,12 +27,12 @@ class AccountHarness(Harness):
         """By account, from nothing but the tables of its sequences."""
         held: dict[str, set[int]] = defaultdict(set)
         for sequence in self.live.values():
-            held[sequence.account_name].update(sequence.page_table)
+            held[sequence.scheduling_key].update(sequence.page_table)
         return held
 
     def shares(self) -> dict[str, float]:
         """Pages that each account with a sequence is due."""
-        weights = {each.account_name: each.account.weight for each in self.live.values()}
+        weights = {each.scheduling_key: each.share.weight for each in self.live.values()}
         return {
             name: self.pool.num_pages * weight / sum(weights.values()) for name, weight in weights.items()
         }
@@ -42,7 +42,7 @@ class AccountHarness(Harness):
         quotas: dict[str, int] = defaultdict(int)
         for each in self.live.values():
             quota = each.max_kv_pages or self.pool.num_pages
-            quotas[each.account_name] = max(quotas[each.account_name], quota)
+            quotas[each.scheduling_key] = max(quotas[each.scheduling_key], quota)
         return quotas
 
     def _check_holdings(self, quotas: dict[str, int]) -> None:
@@ -66,8 +66,8 @@ class AccountHarness(Harness):
     def _may_take(self, taker: Sequence, victim: Sequence, plan: Plan) -> bool:
         if taker.status is not SequenceStatus.RUNNING and taker.key in plan.admitted:
             return False
-        if taker.rank[0] != victim.rank[0] or taker.account is victim.account:
+        if taker.rank[0] != victim.rank[0] or taker.share is victim.share:
             return taker.rank < victim.rank
         held, shares = self.held_pages(), self.shares()
         is_over = {name: len(pages) > shares[name] for name, pages in held.items()}
-        return is_over[victim.account_name] or not is_over[taker.account_name]
+        return is_over[victim.scheduling_key] or not is_over[taker.scheduling_key]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import EngineConfig, SchedulerConfig
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.errors import BatonError, InvalidRequest
 from baton.gateway.streams.request_stream import Sink
 from baton.messages.operations import Status

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from baton.engine.scheduler.plan import Advance, Batch, Plan
-from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.errors import InvalidRequest
-from baton.request import Request, SamplingParams
+from baton.request import FilledPages, Request, SamplingParams
 from tests.fakes import KVEntry
 from tests.scheduling import Harness
 
@@ -31,7 +31,7 @@ class OpenHarness(Harness):
         if claim.pages:
             self.used[name] = set(claim.pages)
         num_pages = self.pool.pages_for(num_tokens) - len(claim.pages)
-        if num_pages > self.scheduler.outside.num_reservable():
+        if num_pages > self.scheduler.holds.num_reservable():
             self._release(claim)
             return None
         self.cache.make_room(num_pages, keep=False)
@@ -54,7 +54,7 @@ class OpenHarness(Harness):
         try:
             self.scheduler.add(sequence, FilledPages(table, delivery.num_tokens, claim.owner))
         except InvalidRequest:
-            self.scheduler.outside.release(table, claim.owner)
+            self.scheduler.holds.release(table, claim.owner)
             return False
         self.live[sequence.key] = sequence
         return True
@@ -75,7 +75,7 @@ class OpenHarness(Harness):
 
     def step(self) -> tuple[Plan, Batch, list[Advance]]:
         stepped = super().step()
-        assert self.scheduler.outside.num_reservable() == self.num_reservable()
+        assert self.scheduler.holds.num_reservable() == self.num_reservable()
         return stepped
 
     def num_reservable(self) -> int:
@@ -114,7 +114,7 @@ class OpenHarness(Harness):
 
     def release_kept(self, sequence: Sequence) -> None:
         self.check_kept(sequence)
-        self.scheduler.outside.release_kept(sequence.key)
+        self.scheduler.holds.release_kept(sequence.key)
         del self.kept[sequence.key]
 
     def begun(self, request_id: str, prompt: list[int], num_generated: int, max_tokens: int) -> Request:
@@ -134,5 +134,5 @@ class OpenHarness(Harness):
         return Sequence.from_request(request, request.choice, max_model_len=1 << 20)
 
     def _release(self, claim: FilledPages) -> None:
-        self.scheduler.outside.release(claim.pages, claim.owner)
+        self.scheduler.holds.release(claim.pages, claim.owner)
         self.used.pop(str(claim.owner), None)

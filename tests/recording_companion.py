@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine.cache.step_marks import StepMarks
+from baton.engine.cache.page_pool import StepMarks
 from baton.errors import ModelError
 
 

@@ -13,7 +13,7 @@ from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.plan import Advance, Batch, Plan
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
-from baton.engine.scheduler.step_planner import CHUNK_SHARE, MAX_STRETCH
+from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, MAX_STRETCH
 from baton.pages import PageKeys
 from baton.request import FinishReason, Request, SamplingParams
 from tests.fakes import HashModel
@@ -28,7 +28,7 @@ class Settings:
     num_host_pages: int = 0
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    attention_parity: float = inf
+    attention_mlp_crossover: float = inf
 
 
 class Harness:
@@ -42,7 +42,9 @@ class Harness:
         keys = PageKeys(model_fingerprint="hash-model", dtype="float32", page_size=settings.page_size)
         self.host = HostTier(settings.num_host_pages)
         self.cache = PrefixCache(self.pool, keys if settings.prefix_caching else None, self.host)
-        self.scheduler = Scheduler(settings.scheduler, self.cache, self.clock, settings.attention_parity)
+        self.scheduler = Scheduler(
+            settings.scheduler, self.cache, self.clock, settings.attention_mlp_crossover
+        )
         self.model = HashModel(self.pool, settings.num_host_pages)
         self.live: dict[SequenceKey, Sequence] = {}
         self.finished: list[Sequence] = []
@@ -162,11 +164,11 @@ class Harness:
             budget = self.settings.scheduler.max_num_batched_tokens
             left = budget - num_decodes
             if num_decodes and self.scheduler.pressure_mode.small_chunks:
-                left = min(left, max(1, budget // CHUNK_SHARE))
+                left = min(left, max(1, budget // CHUNK_DIVISOR))
             share = min(self.live[first].num_uncomputed_tokens, (left + 1) // 2)
             if self._is_beyond_share(self.live[first]):
                 last = self.live[first].num_computed_tokens + (left + 1) // 2
-                cost = 1 + last / self.settings.attention_parity  # of any of these tokens, at most
+                cost = 1 + last / self.settings.attention_mlp_crossover  # of any of these tokens, at most
                 share = min(share, max(1, int(MAX_STRETCH * ((left + 1) // 2) / cost)))
             assert plan.scheduled.get(first, 0) >= share, f"{first} is starved"
 
@@ -176,19 +178,19 @@ class Harness:
         for key, num_tokens in list(plan.scheduled.items())[plan.num_decodes :]:
             start = self.live[key].num_computed_tokens if self.live[key].page_table else 0  # or later
             if self._is_beyond_share(self.live[key]):
-                total += num_tokens * (1 + (start + num_tokens / 2) / self.settings.attention_parity)
-                dearest = max(dearest, 1 + (start + num_tokens) / self.settings.attention_parity)
+                total += num_tokens * (1 + (start + num_tokens / 2) / self.settings.attention_mlp_crossover)
+                dearest = max(dearest, 1 + (start + num_tokens) / self.settings.attention_mlp_crossover)
         assert total <= limit + dearest, f"others would wait for {total} of {limit}"
 
     def _is_beyond_share(self, sequence: Sequence) -> bool:
-        return self.scheduler._queues.accounts.is_beyond_share(sequence.account)
+        return self.scheduler._queues.shares.is_beyond_share(sequence.share)
 
     def _turn_of(self, sequence: Sequence) -> tuple[bool, int, float, SequenceRank]:
         """Ranks alone order one account; of several, who is owed pages comes first."""
-        if len({each.account_name for each in self.live.values()}) == 1:
+        if len({each.scheduling_key for each in self.live.values()}) == 1:
             return False, 0, 0.0, sequence.rank
-        is_owed = sequence is self.scheduler._queues.first_owed
-        return not is_owed, sequence.rank[0], sequence.account.work, sequence.rank
+        is_next = sequence is self.scheduler._queues.next_in
+        return not is_next, sequence.rank[0], sequence.share.work, sequence.rank
 
     def _expected_hits(self, plan: Plan) -> dict[SequenceKey, int]:
         """Tokens of each admitted new sequence that are on the device or the host, by looking at contents."""

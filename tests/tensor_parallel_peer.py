@@ -43,23 +43,26 @@ def smallest(tp: TensorParallel, _: Path, dtype: str) -> Tensor:
 
 
 def embedding(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    layer = VocabParallelEmbedding(dummy_parameters(directory, tp, dtype), "model.embed_tokens.weight")
+    parameters = dummy_parameters(directory, tp, dtype).scope("model")
+    layer = VocabParallelEmbedding(parameters, "embed_tokens", VOCAB_SIZE, 32)
     return layer(torch.arange(VOCAB_SIZE))
 
 
 def head(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
     parameters = dummy_parameters(directory, tp, dtype)
-    layer = VocabParallelHead(parameters, parameters.rows("lm_head.weight"), VOCAB_SIZE)
+    layer = VocabParallelHead(parameters, parameters.rows("lm_head.weight", (VOCAB_SIZE, 32)), VOCAB_SIZE)
     return layer(values(3, 5, 32, dtype=dtype))
 
 
 def columns(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    layer = ColumnParallelLinear(dummy_parameters(directory, tp, dtype), ("model.layers.0.mlp.gate_proj",))
+    mlp = dummy_parameters(directory, tp, dtype).scope("model.layers.0.mlp")
+    layer = ColumnParallelLinear(mlp, {"gate_proj": 48}, 32, bias=True)
     return tp.all_gather(layer(values(3, 5, 32, dtype=dtype)))
 
 
 def rows(tp: TensorParallel, directory: Path, dtype: str) -> Tensor:
-    layer = RowParallelLinear(dummy_parameters(directory, tp, dtype), "model.layers.0.mlp.down_proj")
+    mlp = dummy_parameters(directory, tp, dtype).scope("model.layers.0.mlp")
+    layer = RowParallelLinear(mlp, "down_proj", 32, 48, bias=True)
     start, stop = tp.shard(48, what="inputs")
     return layer(values(3, 5, 48, dtype=dtype)[:, start:stop])
 

@@ -41,8 +41,8 @@ MAY_IMPORT: Final = {
 # benches and the tests may import any module: they replace or measure parts.
 FACADES: Final = {
     "engine": frozenset(
-        {"engine", "loading", "replica", "models.checkpoint", "models.registry", "models.weights"}
-        | {"scheduler.plan", "scheduler.sequence", "scheduler.step_planner", "scheduler.validation"}
+        {"engine", "replica", "models.checkpoint", "models.registry", "models.weights"}
+        | {"scheduler.plan", "scheduler.sequence"}
     ),
     "kvtransfer": frozenset(
         {"endpoint", "links", "page_endpoint", "prefixes", "settings", "ranks.pages", "ranks.remote"}

@@ -8,13 +8,12 @@ import torch
 
 from baton.clock import Clock
 from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
-from baton.engine.models.layers import Parameters
+from baton.engine.engine import Engine, load_engine
+from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.parameters import DummyCheckpoint
 from baton.engine.models.registry import read_model_config
-from baton.engine.models.weights import TORCH_DTYPES
+from baton.engine.models.weights import Parameters
+from baton.kernels.native import TORCH_DTYPES
 from baton.request import Request, SamplingParams, StepOutput
 
 VOCAB_SIZE: Final = 131  # odd: the ranks' parts of the vocabulary differ
@@ -56,8 +55,9 @@ def tiny_engine(directory: Path, clock: Clock | None = None, **settings: Any) ->
 
 
 def dummy_parameters(directory: Path, tp: TensorParallel, dtype: str = "float32") -> Parameters:
-    model = read_model_config(directory)
-    return Parameters(DummyCheckpoint(model, 1), tp, TORCH_DTYPES[dtype], torch.device("cpu"))
+    cpu = torch.device("cpu")
+    checkpoint = dummy_checkpoint(read_model_config(directory), 1, cpu)
+    return Parameters(checkpoint, tp, TORCH_DTYPES[dtype], cpu)
 
 
 def generate(engine: Engine, prompt: list[int], **sampling: Any) -> list[StepOutput]:

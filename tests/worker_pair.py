@@ -12,7 +12,7 @@ from typing import Any, Final
 from baton.clock import SystemClock
 from baton.decode_worker.worker import DecodeWorker
 from baton.engine.cache.page_pool import PageState
-from baton.engine.loading import load_engine
+from baton.engine.engine import load_engine
 from baton.errors import TransferFailed
 from baton.kvtransfer.links import KvLinks, Link
 from baton.kvtransfer.protocol.handoff import Timing
@@ -84,7 +84,7 @@ class Host:
             timing=Timing(lease_s=3.0, heartbeat_s=0.5),
         )
         self.endpoint = HoldingEndpoint(endpoint_settings, pool, ledger, self._admit, shared=self._shared)
-        self.endpoint.lend = self.engine.lend
+        self.endpoint.lend = self.engine.pin
         worker = Worker(
             id=PREFILL if role is WorkerRole.PREFILL else DECODE,
             name=f"{role.value}-0",

@@ -37,6 +37,16 @@ class OverloadLevel(IntEnum):
     CLIP = 5
     SHED = 6
 
+    @property
+    def small_chunks(self) -> bool:
+        """Whether workers compute prompts in smaller chunks."""
+        return self >= OverloadLevel.SMALL_CHUNKS
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether workers preempt sequences of the lowest class while pages are short."""
+        return self >= OverloadLevel.MAKE_ROOM
+
 
 Escalations: TypeAlias = Annotated[
     dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=len(OverloadLevel))

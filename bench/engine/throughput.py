@@ -27,11 +27,11 @@ from baton.bench.report import Report, Row, add_output_option, at_least, at_most
 from baton.bench.serve.load import Job, random_jobs
 from baton.cluster.model_directory import resolve_model
 from baton.config.engine import engine_config
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
+from baton.engine.models.decoder import Decoder
 from baton.engine.models.registry import ModelConfig
-from baton.engine.models.weights import TORCH_DTYPES
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.runner.model_input import StepArrays
+from baton.kernels.native import TORCH_DTYPES
 from baton.pages import DTYPE_BYTES
 from baton.request import Request, SamplingParams
 from baton.rpc import process
@@ -65,14 +65,15 @@ class StepClock:
     def __init__(self, engine: Engine) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.steps: list[StepArrays] = []
-        self._stack = engine.runner.decoder.stack
+        assert isinstance(engine.runner.model, Decoder)
+        self._stack = engine.runner.model.stack
         self._before = self._stack.seconds() if self._stack is not None else {}
         self._wrap(engine.scheduler, "plan", "scheduler")
         self._wrap(engine.scheduler, "apply", "scheduler")
         self._wrap(engine.scheduler, "commit", "scheduler")
         self._wrap(engine._builder, "build", "input arrays")
         self._wrap(engine._sampler, "sample", "sampling")
-        self._wrap(engine.runner.decoder, "logits", "output head")
+        self._wrap(engine.runner.model, "logits", "output head")
         self._wrap(engine.runner, "execute", "forward")
 
     def shares(self, total_s: float) -> dict[str, float]:
@@ -135,7 +136,7 @@ def prefix_cache_cost(load: Callable[[bool], Engine], num_pairs: int, report: Re
     Every other pair runs the cache first, so a machine that slows down or speeds up favours neither.
     """
     engines = {caching: load(caching) for caching in (False, True)}
-    vocab_size = engines[False].runner.model.vocab_size
+    vocab_size = engines[False].vocab_size
     losses = []
     for pair in range(num_pairs + NUM_WARMUP_PAIRS):
         report.tell(f"prefix cache, pair {pair + 1} of {num_pairs + NUM_WARMUP_PAIRS}")
@@ -192,7 +193,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         return load_engine(engine_config({**settings, "cache": cache}))
 
     engine = load(False)
-    jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.runner.model.vocab_size)
+    jobs = random_jobs(NUM_REQUESTS, 0, vocab_size=engine.vocab_size)
     num_tokens = sum(job.num_tokens for job in jobs)
     figures: dict[str, list[float]] = {"baton": [], **{name: [] for name in rivals}}
     with process.freeze_gc():
@@ -204,7 +205,7 @@ def measure(options: argparse.Namespace, report: Report) -> None:
                 figures[name].append(rival_tokens_per_s(command))
         clock = StepClock(engine)
         parts = clock.shares(generate(engine, jobs, "timed"))
-    report.rows += rows_of(figures, measure_limit(engine.runner.model, clock.steps), num_tokens)
+    report.rows += rows_of(figures, measure_limit(engine.runner.model_config, clock.steps), num_tokens)
     total_s = sum(parts.values())
     report.rows += [
         Row(f"  {name}", 100 * seconds / total_s, "% of a run") for name, seconds in sorted(parts.items())

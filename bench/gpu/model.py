@@ -30,9 +30,9 @@ from baton.bench.engine.replica import (
 from baton.bench.gpu.session import TOY_LLAMA, Session, WrongResult, require_close
 from baton.bench.machine import Call, wall_seconds
 from baton.bench.report import Row, format_number
-from baton.engine.models.parameters import DummyCheckpoint
+from baton.engine.models.model import dummy_checkpoint
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.runner.model_input import StepArrays
 from baton.request import Request, SamplingParams, StepOutput
 
 GENERATE_BAR: Final = 8.0  # our throughput / padded generate on ragged requests
@@ -227,13 +227,13 @@ class Rival:
         with TemporaryDirectory() as folder:
             shape.write(Path(folder))
             config = transformers.AutoConfig.from_pretrained(folder)
-            checkpoint = DummyCheckpoint(read_model_config(Path(folder)), 0, device=str(device))
+            checkpoint = dummy_checkpoint(read_model_config(Path(folder)), 0, device)
         with torch.device(device):
             self._model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="sdpa"
             ).eval()
         for name, parameter in self._model.named_parameters():
-            parameter.copy_(checkpoint.tensor(name))
+            parameter.copy_(checkpoint.slice(name, 0, 0, len(parameter)))
 
     def last_logits(self, prompt: list[int]) -> Tensor:
         """Return the logits of the last token, [1, V]."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from baton.bench.processes import Child
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.models.weights import TORCH_DTYPES
 from baton.errors import ConfigError
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import TORCH_DTYPES
 from baton.kvtransfer.endpoint import KvEndpoint
 from baton.kvtransfer.links import Link
 from baton.kvtransfer.protocol.handoff import HandoffOutcome, Owner, Timing, TransferEnded, TransferTimes

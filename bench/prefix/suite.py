@@ -36,7 +36,7 @@ from baton.cluster.runtimes.local import LocalRuntime
 from baton.config.cluster import WorkerConfig
 from baton.config.engine import EngineConfig, engine_config
 from baton.config.router import RouterConfig
-from baton.engine.loading import load_engine
+from baton.engine.engine import load_engine
 from baton.errors import BatonError, WorkerLost
 from baton.gateway.streams.frontend import Frontend
 from baton.messages.control import Decision

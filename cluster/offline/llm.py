@@ -33,10 +33,9 @@ from baton.cluster.offline.prompts import (
     read_prompt,
 )
 from baton.config.engine import engine_config
-from baton.engine.loading import load_engine
+from baton.engine.engine import load_engine
 from baton.engine.models.registry import read_model_config
 from baton.engine.models.weights import Progress
-from baton.engine.scheduler.validation import check_request
 from baton.errors import ConfigError, InvalidRequest
 from baton.gateway.api.prompt_reader import read_messages
 from baton.gateway.text.chat_template import ChatTemplate, Message
@@ -257,8 +256,7 @@ class LLM:
         if token_ids is None:
             token_ids = tuple(self.tokenizer.encode(prompt.text or ""))
         request = Request(request_id=uuid.uuid4().hex, token_ids=token_ids, sampling=sampling)
-        runner = self.engine.runner
-        check_request(request, vocab_size=runner.model.vocab_size, max_model_len=runner.max_model_len)
+        self.engine.check(request)
         return request
 
     def _run(self, generations: Sequence[Generation]) -> Generator[TextDelta, None, None]:

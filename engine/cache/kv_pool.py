@@ -1,4 +1,4 @@
-"""The tensors behind the ledgers: the device pool of one rank, and the host pages it swaps with."""
+"""The tensors behind the ledgers: the device pool of one rank and its host pages, and how many pages fit."""
 
 import os
 from collections.abc import Callable
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from baton.config.engine import CacheConfig
-from baton.engine.models.weights import TORCH_DTYPES
-from baton.engine.scheduler.plan import PageCopy
+from baton.engine.cache.host_tier import PageCopy
 from baton.errors import ConfigError
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import TORCH_DTYPES
 from baton.kernels.pages import gather_pages, scatter_pages
 from baton.pages import PageLayout
 
-# (shape, dtype) -> the zeros of a CPU pool, in memory of the caller's choice
+# (shape, dtype) -> zeros for a CPU pool, in memory of the caller's choice
 ZerosOnCpu = Callable[[Ordered[int], torch.dtype], Tensor]
 
 
 class KvPool:
-    """`device`: [num_pages, num_layers, 2, heads_per_rank, page_size, head_dim], zeros at first."""
+    """`device` and `host`: [pages, num_layers, 2, heads_per_rank, page_size, head_dim], zeros at first."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class KvPool:
 
     @torch.inference_mode()
     def copy(self, to_host: Ordered[PageCopy], to_device: Ordered[PageCopy]) -> None:
-        """Move whole pages, first those that leave, then those that come back; done when it returns."""
+        """Copy whole pages, first to the host, then to the device. Blocks until the copies are done."""
         if to_host:
             device_pages, host_pages = zip(*to_host, strict=True)
             self.host[list(host_pages)] = self._gather(device_pages).cpu()
@@ -64,15 +64,15 @@ class KvPool:
         return torch.tensor(pages, dtype=torch.int64, device=self.device.device)
 
 
-# How many KV pages fit the memory given.
-
 DEFAULT_CPU_BYTES: Final = 4 * 2**30
-CUDA_CONTEXT_BYTES: Final = 768 * 2**20  # of a process, beside what torch reserves: a cautious guess
-MAX_CPU_SHARE: Final = 0.25  # of the memory that is free now
+CUDA_CONTEXT_BYTES: Final = (
+    768 * 2**20
+)  # of a process, beyond the memory that torch reserves; a cautious guess
+MAX_CPU_SHARE: Final = 0.25  # of the available memory
 
 
 def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device) -> int:
-    """Pages for the device pool: all that the memory holds; what sequences leave is prefix cache."""
+    """The number of pages that fit in the configured memory, or in the available memory without a setting."""
     given = cache.kv_cache_memory_bytes
     if given is None:
         given = _free_bytes(cache, device)
@@ -80,7 +80,7 @@ def count_pages(cache: CacheConfig, layout: PageLayout, device: torch.device) ->
 
 
 def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model_len: int) -> None:
-    """ConfigError unless one sequence of the longest length fits the pool."""
+    """ConfigError unless one sequence of `max_model_len` tokens fits in the pool."""
     needed = layout.num_pages(max_model_len)
     if num_pages >= needed:
         return
@@ -93,7 +93,7 @@ def check_fits(cache: CacheConfig, num_pages: int, layout: PageLayout, max_model
 
 
 def _available_bytes() -> int:
-    """What Linux would give without swapping: file caches count as available, as the weights' own does."""
+    """Memory that Linux grants without swapping. File caches count as available."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
@@ -106,9 +106,9 @@ def _free_bytes(cache: CacheConfig, device: torch.device) -> int:
     if device.type != "cuda":
         return min(DEFAULT_CPU_BYTES, int(_available_bytes() * MAX_CPU_SHARE))
     free, total = torch.cuda.mem_get_info(device)
-    # The caller has loaded the weights and run a full step: what that step held, a later one will need.
-    # Another process may share the device, and load at this moment: its memory counts against what is free,
-    # never against our own share.
+    # The caller has loaded the weights and run a full step: later steps need as much memory as that step.
+    # Another process may share the device and load at this moment. Its memory reduces the free memory, never
+    # our own share.
     peak = torch.cuda.max_memory_reserved(device)
     ours = int(total * cache.gpu_memory_utilization) - peak - CUDA_CONTEXT_BYTES
     return max(0, min(ours, free - (peak - torch.cuda.memory_reserved(device))))

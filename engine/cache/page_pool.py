@@ -3,39 +3,72 @@
 The life of a page:
 
 1. FREE: on the free list, contents meaningless.
-2. `allocate` makes it ACTIVE for one owner (a sequence); `share` adds owners. Each owner releases once.
-3. `mark_known` says that the prefix cache can find its contents. When the last owner of a known page lets go
-   it is CACHED: kept, but the first to be taken when pages are short, oldest release first
-   (baton/fair_queue.py).
+2. `allocate` makes a page ACTIVE for one owner (a sequence); `share` adds owners. Each owner releases once.
+3. `mark_known` says that the prefix cache can find the contents. When the last owner of a known page releases
+   it, the page is CACHED: kept, but taken when pages are short, oldest release first (`FairLru`).
 4. `forget` makes a CACHED page FREE; `share` makes any CACHED page ACTIVE again.
-5. `reserve` and `lease` hold pages until a deadline: LEASED is a page that only leases hold, so time alone
-   frees it. `reserve` takes free pages for data that will arrive, `adopt` hands them to a sequence;
-   `lease` keeps pages that exist while somebody reads them.
-6. `quarantine` names a writer outside this process (a transfer). When the last other holder has let go or
-   expired, the page is QUARANTINED until every writer has let go too, and never reused before.
-7. A sequence may let go of a page that a launched step has yet to write: the steps' latest mark is noted then
-   (engine/cache/step_marks.py). Sequences may have the page at once, for their steps come after on the
-   model's stream. Whoever else is to write it waits until the mark has passed on every rank: `free_after`
-   tells which. Nothing is held back for that in here, and on a CPU, where a launched step has ended, nothing
-   waits.
+5. `reserve` and `lease` hold pages until a deadline. A page that only leases hold is LEASED, so time alone
+   frees it. `reserve` takes free pages for incoming data, and `adopt` hands them to a sequence. `lease` keeps
+   existing pages for a reader.
+6. `quarantine` names a writer outside this process (a transfer). When the last other holder has released the
+   page or its lease has expired, the page is QUARANTINED until every writer has released it. It is never
+   reused before.
+7. A sequence may release a page that a launched step has yet to write; the pool then notes the latest step
+   mark. Sequences may have such a page at once, because their steps come later on the model's stream. Any
+   other writer must wait until the mark has passed on every rank: `free_after` returns the mark, and the pool
+   does not wait. On a CPU every launched step has ended, so there is nothing to wait for.
 
-A page is in exactly one state, so free + active + cached + leased + quarantined == total. Its
-generation grows each time it leaves FREE: (page, generation) names contents that can't come back.
+A page is in exactly one state, so free + active + cached + leased + quarantined == total. The generation of a
+page grows each time the page leaves FREE: (page, generation) names contents that never come back.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-from baton.engine.cache.step_marks import NOTHING, StepMarks
 from baton.errors import IntegrityError
 from baton.fair_queue import FairLru, Group
 
+Owner: TypeAlias = Hashable
+
+
+# Step marks: how far the steps of one rank have come on its device.
+#
+# Rank 0 numbers the steps, so a step has the same number on every rank. A mark names a place in a step: some
+# of its layers are written, or the step has ended. The rank makes a mark when it has launched that much. On a
+# CPU that much is written then; on a GPU, once the event recorded behind it on the model's stream has passed.
+# Marks pass in order.
+#
+# Two waits use marks. A writer outside the model's stream (a receiver, a peer that has mapped the pool) may
+# write a page only after the mark of its last release has passed on every rank. A page may be sent only after
+# every rank has written it: each rank reads its part once the mark that the push names has passed there. Work
+# on the model's own stream, including copies to and from the host, comes after earlier steps by itself.
+
+NOTHING: Final = 0  # a mark that has always passed
+_LAYER_BITS: Final = 16
+_WHOLE_STEP: Final = 2**_LAYER_BITS - 1
+
+
+def mark_of(step: int, num_layers: int | None = None) -> int:
+    """The mark in step `step` after the first `num_layers` layers; None: after the whole step."""
+    return (step << _LAYER_BITS) + (_WHOLE_STEP if num_layers is None else num_layers)
+
+
+class StepMarks(Protocol):
+    """The progress of one rank's steps."""
+
+    @property
+    def launched(self) -> int:
+        """The latest mark. Only for the thread that runs the steps."""
+
+    def has_passed(self, mark: int) -> bool:
+        """Whether everything launched before the mark is written. From any thread."""
+
 
 class PageState(IntEnum):
-    """The states of a KV page; pages.py tells its life."""
+    """The state of a KV page; the module's docstring describes its life."""
 
     FREE = 0
     ACTIVE = 1
@@ -44,38 +77,37 @@ class PageState(IntEnum):
     QUARANTINED = 4
 
 
-# Holds on pages that end by themselves: owner -> deadline and pages.
-
-Owner: TypeAlias = Hashable
-
-
 @dataclass(slots=True)
 class Lease:
+    """A hold on pages that ends by itself."""
+
     deadline_s: float
     pages: set[int] = field(default_factory=set)
 
 
 class LeaseTable:
-    """One lease an owner, indexed both ways; knows nothing of what a page is."""
+    """At most one lease for each owner, indexed by owner and by page."""
 
     def __init__(self) -> None:
         self._leases: dict[Owner, Lease] = {}
         self.by_page: dict[int, set[Owner]] = {}  # page -> lease owners, never an empty set; read only
 
     def owners(self, page: int) -> frozenset[Owner]:
+        """The owners of leases on the page."""
         return frozenset(self.by_page.get(page, ()))
 
     def deadline_s(self, page: int) -> float | None:
-        """When time alone has freed the page: the latest deadline on it, None without a lease."""
+        """The latest deadline of the leases on the page; None without a lease."""
         owners = self.by_page.get(page)
         return max(self._leases[owner].deadline_s for owner in owners) if owners else None
 
     def holds(self, owner: Owner, page: int) -> bool:
+        """Whether the owner has a lease on the page."""
         lease = self._leases.get(owner)
         return lease is not None and page in lease.pages
 
     def grant(self, pages: Iterable[int], owner: Owner, deadline_s: float) -> None:
-        """Add pages to the owner's lease, whose one deadline becomes `deadline_s`."""
+        """Add pages to the owner's lease and set its deadline."""
         lease = self._leases.setdefault(owner, Lease(deadline_s))
         lease.deadline_s = deadline_s
         for page in pages:
@@ -83,11 +115,12 @@ class LeaseTable:
             self.by_page.setdefault(page, set()).add(owner)
 
     def extend(self, owner: Owner, deadline_s: float) -> None:
-        """Raises KeyError when the lease has ended: the caller no longer owns its pages."""
+        """Move the deadline, never backwards. KeyError when the lease has ended."""
         lease = self._leases[owner]
         lease.deadline_s = max(lease.deadline_s, deadline_s)
 
     def drop(self, page: int, owner: Owner) -> None:
+        """Remove one page from the owner's lease."""
         lease = self._leases[owner]
         lease.pages.remove(page)
         if not lease.pages:
@@ -98,44 +131,49 @@ class LeaseTable:
             del self.by_page[page]
 
     def expired(self, now_s: float) -> list[tuple[Owner, list[int]]]:
+        """The leases whose deadlines have come, with their pages."""
         return [
             (owner, sorted(lease.pages)) for owner, lease in self._leases.items() if lease.deadline_s <= now_s
         ]
 
 
-# How many pages each account holds: a page counts once, however many of its users are on the account.
-#
-# 1. `book` says on whose account an owner takes pages from now on; it has none yet.
-# 2. `took` and `let_go` follow what the owner does with pages. Owners that are not booked count for nobody.
-# 3. `close` ends a booking once the owner has let go of all its pages, at once or later.
-# 4. `expect` counts pages that an account is about to get, so that nothing else takes their place in its
-#    quota.
-#
-# Leases and writers are on nobody's account: they are others' business, and end by themselves.
-
-
 @dataclass(slots=True, eq=False)
 class Booking:
+    """The account of one owner, and how many pages the owner uses."""
+
     account: str
     num_pages: int = 0
     is_closed: bool = False
 
 
 class PageAccounts:
+    """How many pages each account uses. An account is an opaque scheduling key.
+
+    A page counts once for an account, however many owners of that account use it.
+
+    1. `book` sets the account of an owner before it takes pages. Owners without a booking count for no
+       account.
+    2. The page pool reports what owners take and release.
+    3. `close` ends a booking once the owner has released all its pages, now or later.
+    4. `expect` counts pages that an account is about to get, so that its quota keeps room for them.
+
+    Leases and writers count for no account.
+    """
+
     def __init__(self) -> None:
-        self.num_pages: defaultdict[str, int] = defaultdict(int)  # account -> pages; 0 or absent: none
+        self.num_pages: defaultdict[str, int] = defaultdict(int)
         self._num_expected: Counter[str] = Counter()
         self._bookings: dict[Owner, Booking] = {}
 
     def book(self, owner: Owner, account: str) -> None:
-        """Twice is once. ValueError when the owner is on another account."""
+        """Set the account of an owner. Idempotent. ValueError when the owner has another account."""
         booking = self._bookings.setdefault(owner, Booking(account))
         if booking.account != account:
             raise ValueError(f"{owner} is on the account {booking.account!r} already, not {account!r}")
         booking.is_closed = False
 
     def close(self, owner: Owner) -> None:
-        """Nothing happens when the owner is not booked."""
+        """End the owner's booking, if there is one, once it uses no page."""
         booking = self._bookings.get(owner)
         if booking is not None:
             booking.is_closed = True
@@ -143,29 +181,29 @@ class PageAccounts:
                 del self._bookings[owner]
 
     def expect(self, account: str, num_pages: int) -> None:
-        """So many pages more are about to come; a negative number takes that back."""
+        """Count `num_pages` more pages that are about to come; a negative number takes them back."""
         self._num_expected[account] += num_pages
         if not self._num_expected[account]:
             del self._num_expected[account]
 
     def held(self, account: str) -> int:
-        """Pages that it has, or is about to get."""
+        """Pages that the account uses or expects."""
         return self.num_pages.get(account, 0) + self._num_expected[account]
 
     @property
     def num_open(self) -> int:
-        """Owners that are booked, and accounts that expect pages: 0 when nobody has or wants any."""
+        """Open bookings plus accounts that expect pages."""
         return len(self._bookings) + len(self._num_expected)
 
     def took_fresh(self, owner: Owner, num_pages: int) -> None:
-        """Pages that nobody else uses."""
+        """The owner took pages without other users."""
         booking = self._bookings.get(owner)
         if booking is not None:
             booking.num_pages += num_pages
             self.num_pages[booking.account] += num_pages
 
     def took(self, owner: Owner, others: Iterable[Owner]) -> None:
-        """A page that these others use."""
+        """The owner took a page that `others` use."""
         booking = self._bookings.get(owner)
         if booking is not None:
             booking.num_pages += 1
@@ -173,7 +211,7 @@ class PageAccounts:
                 self.num_pages[booking.account] += 1
 
     def let_go(self, owner: Owner, others: Iterable[Owner]) -> None:
-        """A page that these others go on using."""
+        """The owner released a page that `others` still use."""
         booking = self._bookings.get(owner)
         if booking is None:
             return
@@ -184,17 +222,17 @@ class PageAccounts:
             self._lessen(booking.account)
 
     def moved(self, owner: Owner, new_owner: Owner, others: Iterable[Owner]) -> None:
-        """A page of `owner` is that of `new_owner` now."""
+        """A page moved from `owner` to `new_owner`."""
         self.let_go(owner, others)
         self.took(new_owner, others)
 
     def num_users(self, owners: Iterable[Owner], account: str) -> int:
-        """How many of these owners are on the account."""
+        """How many of these owners have this account."""
         bookings = [self._bookings.get(owner) for owner in owners]
         return sum(1 for booking in bookings if booking is not None and booking.account == account)
 
     def lose(self, gone: Iterable[Owner], owners_of: Iterable[frozenset[Owner]]) -> None:
-        """These owners have nothing any more; `owners_of`: of each page, without them."""
+        """Forget the owners `gone`. owners_of: the remaining owners of each page."""
         for owner in gone:
             self._bookings.pop(owner, None)
         for booking in self._bookings.values():
@@ -202,7 +240,7 @@ class PageAccounts:
         self.num_pages = self._count(owners_of, is_lost=True)
 
     def check_integrity(self, owners_of: Iterable[frozenset[Owner]]) -> None:
-        """Count anew and compare; raises IntegrityError."""
+        """Compare with a new count; raises IntegrityError."""
         counted = self._count(owners_of, is_lost=False)
         if counted != {account: num for account, num in self.num_pages.items() if num}:
             raise IntegrityError(
@@ -229,12 +267,12 @@ _FREE, _ACTIVE, _CACHED, _LEASED, _QUARANTINED = (int(state) for state in PageSt
 
 
 class PagePool:
-    """Which of `num_pages` pages is whose. Holds no tensor; one thread uses it."""
+    """Owners and states of `num_pages` pages. Holds no tensor. Not thread-safe."""
 
     def __init__(self, num_pages: int, page_size: int, steps: StepMarks | None = None) -> None:
-        """steps: that write the pages; None: all that is to be written is, whenever somebody lets go."""
+        """steps: of the rank that writes the pages; None: every write has ended when a page is released."""
         self._steps = steps
-        self._let_go = [NOTHING] * num_pages  # the latest mark when a sequence let go of the page
+        self._released_at = [NOTHING] * num_pages  # the latest mark when a sequence released the page
         self.num_pages = num_pages
         self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
@@ -251,37 +289,39 @@ class PagePool:
 
     @property
     def launched(self) -> int:
-        """The mark of all that steps have been told to write so far."""
+        """The mark of everything launched so far."""
         return NOTHING if self._steps is None else self._steps.launched
 
     def free_after(self, pages: Iterable[int]) -> int:
-        """The mark after which no step writes these pages, which no sequence uses now."""
-        return max((self._let_go[page] for page in pages), default=NOTHING)
+        """The mark after which no step writes these pages. No sequence may use them now."""
+        return max((self._released_at[page] for page in pages), default=NOTHING)
 
     @property
     def num_free(self) -> int:
+        """Pages on the free list."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had now: free ones, and cached ones after eviction."""
+        """Pages that are free, or cached and evictable."""
         return len(self._free) + self._counts[_CACHED]
 
     def count(self, state: PageState) -> int:
+        """The number of pages in this state."""
         return self._counts[state]
 
     def state(self, page: int) -> PageState:
         return PageState(self._state[page])
 
     def owners(self, page: int) -> frozenset[Owner]:
-        """Everybody who must let go before the page can be reused."""
+        """All holders that must release the page before its reuse: users, leases and writers."""
         return self._owners[page] | self._leases.owners(page) | self._writers.get(page, set())
 
     def generation(self, page: int) -> int:
         return self._generation[page]
 
     def is_known(self, page: int) -> bool:
-        """Whether the prefix cache can find its contents, which are settled then: nobody may write them."""
+        """Whether the prefix cache can find the contents, which must not be written then."""
         return bool(self._known[page])
 
     def deadline_s(self, page: int) -> float | None:
@@ -291,25 +331,26 @@ class PagePool:
         return self._state[page] in (_FREE, _CACHED)
 
     def is_freed_by(self, page: int, num_releases: int) -> bool:
-        """Whether the page would be available if that many of its owners let go."""
+        """Whether the page would be available if that many of its owners released it."""
         held_outside = page in self._leases.by_page or page in self._writers
         return len(self._owners[page]) == num_releases and not held_outside
 
     def held_outside(self) -> set[int]:
-        """Pages with a lease or a writer: no sequence that lets go makes them available."""
+        """Pages with a lease or a writer, which no sequence can make available."""
         return self._leases.by_page.keys() | self._writers.keys()
 
     def is_only_used_by(self, page: int, owner: Owner) -> bool:
-        """Whether nobody else reads or writes it; leases may be on it."""
+        """Whether `owner` is the only user and no writer has the page. Leases do not count."""
         return self._owners[page] == {owner} and page not in self._writers
 
     def pages_for(self, num_tokens: int) -> int:
+        """The number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_size)
 
     # Pages of sequences.
 
     def allocate(self, num_pages: int, owner: Owner) -> list[int]:
-        """Take free pages. The caller has made room: asking for more than `num_free` is a bug."""
+        """Take free pages for an owner. The caller has made room; IntegrityError beyond `num_free`."""
         pages = self._take_free(num_pages, _ACTIVE)
         owners = frozenset((owner,))
         for page in pages:
@@ -329,30 +370,30 @@ class PagePool:
                 self._move(page, _ACTIVE)
 
     def check_used_by(self, pages: Sequence[int], owner: Owner) -> None:
-        """IntegrityError unless the owner uses each of them (a lease is no use) and no writer has one."""
+        """IntegrityError unless the owner uses every page and no writer has one. A lease is no use."""
         for page in pages:
             if owner not in self._owners[page] or page in self._writers:
                 raise IntegrityError(f"page {page} is held by {set(self.owners(page))}, not used by {owner}")
 
     def hand_over(self, pages: Sequence[int], owner: Owner, new_owner: Owner) -> None:
-        """Make pages that `owner` uses pages of `new_owner`, who uses none of them yet."""
+        """Replace `owner` by `new_owner`, which uses none of these pages yet."""
         for page in pages:
             others = self._owners[page] - {owner}
             self._owners[page] = others | {new_owner}
             self.accounts.moved(owner, new_owner, others)
 
     def release(self, pages: Sequence[int], owner: Owner) -> None:
-        """End the owner's hold on each page, of whatever kind, last page first.
+        """End the owner's hold (use, lease or writer) on each page, last page first.
 
-        Last first, because pages come in the order of their tokens and eviction takes the oldest release:
-        so a page is always evicted before the page that precedes it in its chain.
+        Pages come in the order of their tokens and eviction takes the oldest release. With this order a page
+        is always evicted before the page that precedes it in its chain.
         """
         launched = self.launched
         for page in reversed(pages):
             owners = self._owners[page]
             if owner in owners:
                 owners = self._owners[page] = owners - {owner}
-                self._let_go[page] = launched
+                self._released_at[page] = launched
                 self.accounts.let_go(owner, owners)
             else:
                 self._end_outside_hold(page, owner)
@@ -362,32 +403,32 @@ class PagePool:
     # Cached pages.
 
     def mark_known(self, page: int, group: Group = b"") -> None:
-        """group: whose share of the cached pages it will be in."""
+        """The prefix cache can find the page. group: of the page once it is cached."""
         if self._state[page] == _FREE or page in self._writers:
             raise IntegrityError(f"page {page} ({self.state(page).name}) has no settled contents to know")
         self._known[page] = 1
         self.groups[page] = group
 
     def forget(self, page: int) -> None:
-        """The prefix cache can no longer find the page: if only the cache kept it, it is free."""
+        """The prefix cache can no longer find the page; a CACHED page becomes FREE."""
         self._known[page] = 0
         if self._state[page] == _CACHED:
             self._settle(page)
 
     def oldest_cached(self) -> int | None:
-        """The page to evict next: of the group that has most for its weight."""
+        """The page to evict next; see `FairLru`."""
         return self.cached.next_out()
 
     # Leases and quarantine.
 
     def reserve(self, num_pages: int, owner: Owner, deadline_s: float) -> list[int]:
-        """Take free pages for data to come, held by a lease. The caller has made room."""
+        """Lease free pages for incoming data. The caller has made room."""
         pages = self._take_free(num_pages, _LEASED)
         self._leases.grant(pages, owner, deadline_s)
         return pages
 
     def lease(self, pages: Sequence[int], owner: Owner, deadline_s: float) -> None:
-        """Hold pages that have contents until the deadline, whatever their present owners do."""
+        """Hold pages with contents until the deadline, independently of their other owners."""
         for page in pages:
             if self._state[page] in (_FREE, _QUARANTINED) or owner in self.owners(page):
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be leased to {owner}")
@@ -397,11 +438,11 @@ class PagePool:
                 self._move(page, _LEASED)
 
     def extend(self, owner: Owner, deadline_s: float) -> None:
-        """Move the owner's deadline, never backwards. KeyError: the lease has ended, its pages are gone."""
+        """Move the owner's deadline, never backwards. KeyError when the lease has ended."""
         self._leases.extend(owner, deadline_s)
 
     def adopt(self, pages: Sequence[int], lease_owner: Owner, owner: Owner) -> None:
-        """Turn a lease into a sequence's pages; every writer has let go of them."""
+        """Turn leased pages into pages of a sequence. IntegrityError while a writer has one."""
         for page in pages:
             if page in self._writers:
                 raise IntegrityError(f"page {page} still has writers {self._writers[page]}")
@@ -412,32 +453,33 @@ class PagePool:
             self._leases.drop(page, lease_owner)
 
     def expire(self, now_s: float) -> list[Owner]:
-        """End every lease whose deadline has come; return whose they were."""
+        """End every lease whose deadline has come; return their owners."""
         expired = self._leases.expired(now_s)
         for owner, pages in expired:
             self.release(pages, owner)
         return [owner for owner, _ in expired]
 
     def quarantine(self, pages: Sequence[int], owner: Owner) -> None:
-        """Record that writer `owner` may write these held pages until it releases them."""
+        """Record that a writer outside the process may write these held pages until it releases them."""
         for page in pages:
             if self._state[page] in (_FREE, _CACHED) or self._known[page] or owner in self.owners(page):
                 raise IntegrityError(f"page {page} ({self.state(page).name}) cannot be written by {owner}")
             self._writers.setdefault(page, set()).add(owner)
 
-    # The books.
+    # Recovery and checks.
 
     def lose(self, owners: Iterable[Owner]) -> None:
-        """These own nothing any more, and no page's contents are known.
+        """Remove all holds of these owners and make all contents unknown.
 
-        All else is derived from who holds what, so a call that was interrupted half-way leaves no trace.
+        Everything else is derived from the holders, so an operation that was interrupted half-way leaves no
+        trace.
         """
         gone = frozenset(owners)
         self._known = bytearray(self.num_pages)
         self.cached.clear()
         self._free.clear()
         self._counts = [0] * len(PageState)
-        self._let_go = [self.launched] * self.num_pages
+        self._released_at = [self.launched] * self.num_pages
         for page in reversed(range(self.num_pages)):
             self._owners[page] -= gone
             state = self._state[page] = self._state_by_holders(page)
@@ -447,7 +489,7 @@ class PagePool:
         self.accounts.lose(gone, self._owners)
 
     def check_integrity(self) -> None:
-        """Derive every state anew from who holds what and compare; raises IntegrityError."""
+        """Derive every state from the holders and compare; raises IntegrityError."""
         free, counts = set(self._free), [0] * len(PageState)
         if len(free) != len(self._free):
             raise IntegrityError("a page is on the free list twice")
@@ -493,7 +535,7 @@ class PagePool:
 
     def _take_free(self, num_pages: int, state: int) -> list[int]:
         if num_pages > len(self._free):
-            raise IntegrityError(f"{num_pages} pages were asked for, {len(self._free)} are free")
+            raise IntegrityError(f"{num_pages} pages were requested, {len(self._free)} are free")
         pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._state[page] = state

@@ -1,36 +1,55 @@
-"""Finds pages by what is in them, so that a prompt seen before is not computed again.
+"""Finds pages by their contents, so that a prompt seen before is not computed again.
 
-1. A page becomes known when it is full and computed (`register`), prompt and generated tokens alike.
-2. `match` finds the longest chain of known pages that starts a sequence: first on the device, then on
-   the host. At least one token is always left to compute, or there would be no logits to sample from.
-3. Pages that nobody uses stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to the
-   host tier if it has pages. Pages of one salt are a group there: who fills the cache evicts his own.
-4. `take_changes` says what has become known or unknown since, for others who might look for it here.
+1. A page becomes known when it is full and computed (`register`), with prompt and generated tokens alike.
+2. `match` finds the longest chain of known pages that starts a sequence: first on the device, then on the
+   host. At least one token is always left to compute, because its logits are needed.
+3. Pages without users stay CACHED in the pool until `make_room` evicts them, oldest leaf first, to the host
+   tier if it has pages. The pages of one salt form a group in `FairLru`: a tenant that fills the cache evicts
+   its own pages.
+4. `take_changes` reports what has become known or unknown since the last call.
 
-Invariant: whoever holds a known page holds the known page before it. Two sequences that compute the
-same page at the same time would break it, so the second one lets its copy go and shares the first.
-Hence what is known is prefix-closed. A lease released front to back can cut a chain; `_evict` then
-forgets what hangs below the page it takes.
+Invariant: the holder of a known page holds the known page before it. Two sequences that compute the same page
+at the same time would break this, so the second one releases its copy and shares the first. Known pages are
+therefore prefix-closed. A lease released front to back can cut a chain; `_forget` then forgets the pages
+after the cut too.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from baton.engine.cache.host_tier import HostTier
-from baton.engine.cache.page_events import NOWHERE, PageChange, PageChanges
 from baton.engine.cache.page_pool import PagePool, PageState
 from baton.engine.scheduler.sequence import Sequence
 from baton.errors import IntegrityError
 from baton.fair_queue import Group
 from baton.pages import PageKeys, without_public
 
-_NO_PAGE = -1
+NOWHERE: Final = -1
+_NO_PAGE: Final = -1
+
+
+class PageChange(NamedTuple):
+    """The page of a key in one tier. `page` NOWHERE: not in this tier. Host pages have generation 0."""
+
+    key: bytes
+    page: int
+    generation: int
+
+
+class PageChanges(NamedTuple):
+    """Changed keys, each at most once a tier. A page that has moved is NOWHERE in the tier that it left."""
+
+    is_afresh: bool  # the lists are complete: a key that they lack is not known
+    device: list[PageChange]
+    host: list[PageChange]
 
 
 class PrefixMatch(NamedTuple):
+    """A chain of known pages."""
+
     device_pages: list[int]
-    host_keys: list[bytes]  # they continue the chain of device_pages
+    host_keys: list[bytes]  # continue the chain of device_pages
 
     @property
     def num_pages(self) -> int:
@@ -38,21 +57,21 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixCache:
-    """`page_keys` None turns it off: nothing is hashed, nothing matches, nothing stays cached."""
+    """`page_keys` None turns the cache off: no page is hashed, matched or kept."""
 
     def __init__(self, pool: PagePool, page_keys: PageKeys | None, host: HostTier | None = None) -> None:
         self.pool = pool
         self.host = host if host is not None else HostTier()
         self.enabled = page_keys is not None
-        self.num_cut_pages = 0  # forgotten because a page before them went first; 0 unless leases do that
-        self.num_queried_tokens = 0  # of sequences and claims that have looked for a prefix so far
-        self.num_hit_tokens = 0  # of those, how many were found
+        self.num_cut_pages = 0  # forgotten with an earlier page of their chain; 0 unless leases cut chains
+        self.num_queried_tokens = 0  # of all sequences and claims that looked for a prefix
+        self.num_hit_tokens = 0  # found
         self.changed = self.host.changed
         self._page_keys = page_keys
         self.clear()
 
     def clear(self) -> None:
-        """Know nothing, on the device or on the host; the pool's own marks are its owner's to clear."""
+        """Forget everything, on the device and on the host; the caller clears the pool's own marks."""
         num_pages = self.pool.num_pages
         self.host.clear()
         self.changed.note_all()
@@ -62,12 +81,12 @@ class PrefixCache:
         self._num_children = [0] * num_pages
 
     def extend_keys(self, sequence: Sequence, num_pages: int) -> None:
-        """Name the first `num_pages` full pages of the sequence, hashing only what is new."""
+        """Compute the keys of the first `num_pages` full pages of the sequence, hashing only new pages."""
         if self._page_keys is not None and num_pages > len(sequence.page_keys):
             self._page_keys.extend(sequence.page_keys, sequence.token_ids, num_pages, sequence.cache_salt)
 
     def match(self, sequence: Sequence) -> PrefixMatch:
-        """The longest known prefix of the sequence, as far as its keys reach. Changes nothing."""
+        """The longest known prefix of the sequence, as far as its keys reach. Pure."""
         if sequence.needs_prompt_logprobs:
             return PrefixMatch([], [])
         keys = sequence.page_keys[: (sequence.num_tokens - 1) // self.pool.page_size]
@@ -86,7 +105,7 @@ class PrefixCache:
         return PrefixMatch(self._known_pages(keys), [])
 
     def find(self, token_ids: Ordered[int], salt: bytes) -> list[int]:
-        """The device's pages of the longest known prefix that leaves a token to compute. Changes nothing."""
+        """The device pages of the longest known prefix that leaves a token to compute. Pure."""
         keys: list[bytes] = []
         if self._page_keys is not None and token_ids:
             num_pages = (len(token_ids) - 1) // self.pool.page_size
@@ -94,7 +113,7 @@ class PrefixCache:
         return self._known_pages(keys)
 
     def name(self, token_ids: Ordered[int], salt: bytes, page_size: int) -> list[bytes]:
-        """The keys of all full pages of that size; none where nothing is looked for."""
+        """The keys of all full pages of that size; empty when the cache is off."""
         keys: list[bytes] = []
         if self._page_keys is not None:
             names = self._page_keys.of_size(page_size)
@@ -102,15 +121,17 @@ class PrefixCache:
         return keys
 
     def count(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Count one lookup."""
         if self.enabled:
             self.num_queried_tokens += num_queried_tokens
             self.num_hit_tokens += num_hit_tokens
 
     def page_of(self, key: bytes) -> int | None:
+        """The device page with this key."""
         return self._page_of.get(key)
 
     def take_changes(self, *, is_afresh: bool = False) -> PageChanges:
-        """Of what is known, since the last call; all that is known if that is asked for, or must be told."""
+        """Changes since the last call; everything known if is_afresh or if the changes were not recorded."""
         changed = self.changed.take()
         if changed is None or is_afresh:
             device = [self._place(key) for key in self._page_of]
@@ -119,18 +140,20 @@ class PrefixCache:
         return PageChanges(False, [self._place(key) for key in changed], host)
 
     def weigh(self, salt: bytes, weight: float) -> None:
-        """What is cached under the salt has this weight from now on, beside others."""
+        """Set the eviction weight of the pages of this salt."""
         group = without_public(salt)
         self.pool.cached.weights[group] = self.host.cached.weights[group] = weight
 
     def learn_fetched(self, sequence: Sequence, key: bytes) -> None:
-        """The last page of its table has just been brought back from the host."""
+        """Register the last page of the sequence's table, which has just come from the host."""
         table = sequence.page_table
         group = without_public(sequence.cache_salt)
         self._learn(table[-1], key, table[-2] if len(table) > 1 else _NO_PAGE, group)
 
     def register(self, sequence: Sequence) -> None:
-        """Make the full, computed pages of the sequence known; share the known page where there is one."""
+        """Make the full, computed pages of the sequence known; where a page is known already, share that
+        page.
+        """
         if not self.enabled:
             return
         num_full = sequence.num_computed_tokens // self.pool.page_size
@@ -140,7 +163,7 @@ class PrefixCache:
         for index in range(sequence.num_known_pages, num_full):
             parent = table[index - 1] if index else _NO_PAGE
             if index and self._key[parent] != keys[index - 1]:
-                break  # the chain was cut above: a page below could never be found
+                break  # the chain is cut before this page: no lookup could find it
             page, known = table[index], self._page_of.get(keys[index])
             if known is None:
                 self._learn(page, keys[index], parent, group)
@@ -149,17 +172,19 @@ class PrefixCache:
         sequence.num_known_pages = num_full
 
     def forget(self, pages: list[int]) -> None:
-        """Nobody shall find these pages again, nor what follows them: their contents are not trusted."""
+        """Make these pages, and all pages after them, unknown: their contents are not valid."""
         for page in reversed(pages):
             self._forget(page)
 
     def make_room(self, num_pages: int, *, keep: bool = True) -> None:
-        """Evict until `num_pages` are free. `keep` False spares the copies to the host: for pages that
-        something outside the step is about to write."""
+        """Evict until `num_pages` are free.
+
+        keep: copy evicted pages to the host tier. False for pages that are written outside the step.
+        """
         while self.pool.num_free < num_pages:
             page = self.pool.oldest_cached()
             if page is None:
-                raise IntegrityError(f"{num_pages} pages were promised, {self.pool.num_free} can be had")
+                raise IntegrityError(f"{num_pages} pages were promised, {self.pool.num_free} are available")
             self._evict(page, keep)
 
     def check_integrity(self) -> None:
@@ -223,7 +248,7 @@ class PrefixCache:
         self._forget(page)
 
     def _forget(self, page: int) -> None:
-        """And whatever hangs below it."""
+        """Make a page and the pages after it unknown."""
         doomed = [page]
         if self._num_children[page]:
             children = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Read a model directory's JSON files key by key; every complaint names the key, the file and the value."""
+"""Reads the JSON files of a model directory key by key; every error names the file, the key and the value."""
 
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -23,7 +23,7 @@ class JsonObject:
         return self._values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the file says null outright, where that means something else than saying nothing."""
+        """Whether the key is present with the value null."""
         return key in self._values and self._values[key] is None
 
     def get(self, key: str, kind: type[T]) -> T | None:
@@ -76,12 +76,13 @@ class JsonObject:
         return JsonObject(values or {}, f"{self.source}: {key}")
 
     def merged(self, other: "JsonObject") -> "JsonObject":
-        """These keys, and for those that are absent here the other's."""
+        """These keys, and the keys of `other` that are absent here."""
         own = {key: value for key, value in self._values.items() if value is not None}
         return JsonObject({**other._values, **own}, self.source)
 
 
 def read_json(path: Path) -> JsonObject:
+    """Read a file that holds one JSON object. ModelError when it is missing, too large or not an object."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes > MAX_FILE_BYTES:

@@ -1,15 +1,19 @@
 """Llama 2 and 3: full attention, and biases only where the config asks for them."""
 
-from baton.engine.models.architecture import Architecture, Traits
-from baton.engine.models.json_file import JsonObject
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
 
 
-def read_traits(keys: JsonObject, num_layers: int) -> Traits:
-    """Read `attention_bias` and `mlp_bias`."""
-    bias = keys.flag("attention_bias")
-    return Traits(
-        qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"), sliding_windows=(None,) * num_layers
-    )
+class Llama(Decoder):
+    """Reads `attention_bias` and `mlp_bias`."""
 
+    fuses_layers = True
 
-LLAMA = Architecture(model_type="llama", read_traits=read_traits)
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        bias = config.keys.flag("attention_bias")
+        attention = Attention(config, parameters.scope("self_attn"), qkv_bias=bias, out_bias=bias)
+        mlp = SwiGlu(config, parameters.scope("mlp"), bias=config.keys.flag("mlp_bias"))
+        return DecoderLayer(config, parameters, attention, mlp)

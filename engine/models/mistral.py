@@ -1,13 +1,19 @@
-"""Mistral: every layer has a sliding window, unless the config turns it off."""
+"""Mistral: every layer has a sliding window, unless the config turns the window off."""
 
-from baton.engine.models.architecture import Architecture, Traits
-from baton.engine.models.json_file import JsonObject
-
-
-def read_traits(keys: JsonObject, num_layers: int) -> Traits:
-    """Read `sliding_window`; null turns it off."""
-    window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
-    return Traits(sliding_windows=(window,) * num_layers)
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
 
 
-MISTRAL = Architecture(model_type="mistral", read_traits=read_traits)
+class Mistral(Decoder):
+    """Reads `sliding_window`; null turns it off."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        keys = config.keys
+        window = None if keys.is_null("sliding_window") else keys.count("sliding_window", 4096)
+        attention = Attention(config, parameters.scope("self_attn"), window=window)
+        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))

@@ -2,34 +2,41 @@
 
 from typing import Literal
 
-from baton.engine.models.architecture import Architecture, Traits
-from baton.engine.models.json_file import JsonObject
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
 from baton.errors import ModelError
 
 
-def read_traits(keys: JsonObject, num_layers: int) -> Traits:
-    """Read the sliding windows; query, key and value projections always have biases."""
-    return Traits(qkv_bias=True, sliding_windows=read_windows(keys, num_layers))
+class Qwen2(Decoder):
+    """Reads the sliding windows."""
+
+    fuses_layers = True
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        window = layer_window(config, index)
+        attention = Attention(config, parameters.scope("self_attn"), qkv_bias=True, window=window)
+        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))
 
 
-def read_windows(keys: JsonObject, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer.
+def layer_window(config: ModelConfig, index: int) -> int | None:
+    """The sliding window of one layer.
 
-    `layer_types` names the layers that slide. Without it, the layers from `max_window_layers` on do.
+    `layer_types` names the layers with windows. Without it, the layers from `max_window_layers` on have
+    windows.
     """
+    keys = config.keys
     if not keys.flag("use_sliding_window") or keys.is_null("sliding_window"):
-        return (None,) * num_layers
+        return None
     window = keys.count("sliding_window", 4096)
     layer_types = keys.get("layer_types", list[Literal["full_attention", "sliding_attention"]])
     if layer_types is None:
         num_full = keys.get("max_window_layers", int)
-        first = 28 if num_full is None else num_full
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers:
+        return window if index >= (28 if num_full is None else num_full) else None
+    if len(layer_types) != config.num_layers:
         raise ModelError(
-            f"{keys.source}: 'layer_types' should have {num_layers} entries, got {len(layer_types)}"
+            f"{keys.source}: 'layer_types' should have {config.num_layers} entries, got {len(layer_types)}"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-
-
-QWEN2 = Architecture(model_type="qwen2", read_traits=read_traits)
+    return window if layer_types[index] == "sliding_attention" else None

@@ -1,14 +1,26 @@
 """Qwen3: RMS norm of queries and keys in each head; sliding windows as in Qwen2."""
 
-from baton.engine.models.architecture import Architecture, Traits
-from baton.engine.models.json_file import JsonObject
-from baton.engine.models.qwen2 import read_windows
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.qwen2 import layer_window
+from baton.engine.models.registry import ModelConfig
+from baton.engine.models.weights import Parameters
 
 
-def read_traits(keys: JsonObject, num_layers: int) -> Traits:
-    """Read `attention_bias` and the sliding windows."""
-    bias = keys.flag("attention_bias")
-    return Traits(qkv_bias=bias, o_bias=bias, qk_norm=True, sliding_windows=read_windows(keys, num_layers))
+class Qwen3(Decoder):
+    """Reads `attention_bias` and the sliding windows."""
 
+    fuses_layers = True
 
-QWEN3 = Architecture(model_type="qwen3", read_traits=read_traits)
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        """As `Decoder.make_layer`."""
+        bias = config.keys.flag("attention_bias")
+        attention = Attention(
+            config,
+            parameters.scope("self_attn"),
+            qkv_bias=bias,
+            out_bias=bias,
+            qk_norm=True,
+            window=layer_window(config, index),
+        )
+        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))

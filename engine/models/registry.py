@@ -1,36 +1,31 @@
-"""What a model is, read from `config.json` of a Hugging Face directory.
+"""The architectures that Baton knows, and the config of a model, read from a Hugging Face directory.
 
-Both spellings are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that of
-transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
-refused, never ignored.
+Both spellings of `config.json` are read: the older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and that
+of transformers 5 (`rope_parameters`, `dtype`). A key that would change the tokens and is not supported is
+refused. This module imports no torch, so a config is checked before any process starts that computes.
 """
 
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from baton.config.engine import EngineSettings
-from baton.engine.models.architecture import Architecture
 from baton.engine.models.json_file import JsonObject, read_json
-from baton.engine.models.llama import LLAMA
-from baton.engine.models.mistral import MISTRAL
-from baton.engine.models.qwen2 import QWEN2
-from baton.engine.models.qwen3 import QWEN3
 from baton.errors import ConfigError, ModelError
 from baton.kernels.rope import ROPE_TYPES, RopeScaling
 from baton.pages import DTYPE_BYTES
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rotary position embedding a model uses, as its `config.json` says."""
+    """The rotary position embedding of a model."""
 
     theta: float = 10000.0
     scaling: RopeScaling = RopeScaling()
 
 
 def read_rope_config(keys: JsonObject) -> RopeConfig:
-    """The embedding that `config.json` asks for, in its older or its newer spelling."""
+    """Read the rotary embedding from a config.json, in the older or the newer spelling."""
     name = "rope_parameters" if "rope_parameters" in keys else "rope_scaling"
     rope = keys.section(name)
     kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
@@ -98,7 +93,7 @@ def _yarn(rope: JsonObject, keys: JsonObject) -> RopeScaling:
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder-only transformer with RMS norm, SwiGLU and rotary attention."""
+    """The keys that all architectures share, checked; an architecture reads its own keys from `keys`."""
 
     architecture: str
     hidden_size: int
@@ -112,30 +107,34 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_windows: tuple[int | None, ...]  # one a layer; w: position p sees (p - w, p]; None: everything
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"  # of the weights as saved
     initializer_range: float = 0.02  # standard deviation of dummy weights
+    keys: JsonObject = JsonObject({}, "config.json")  # the whole config.json
 
 
-# class name in `architectures` -> architecture
+class Architecture(NamedTuple):
+    """One entry of `ARCHITECTURES`."""
+
+    model_type: str  # names the architecture in a config.json without `architectures`
+    factory: str  # "package.module:Class" of a `Model`; imported when a model is built
+    head_dim: int | None = None  # without the key `head_dim`; None: hidden_size / num_attention_heads
+
+
+# class name in `architectures` of a config.json -> architecture
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": MISTRAL,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
+    "LlamaForCausalLM": Architecture("llama", "baton.engine.models.llama:Llama"),
+    "MistralForCausalLM": Architecture("mistral", "baton.engine.models.mistral:Mistral"),
+    "Qwen2ForCausalLM": Architecture("qwen2", "baton.engine.models.qwen2:Qwen2"),
+    "Qwen3ForCausalLM": Architecture("qwen3", "baton.engine.models.qwen3:Qwen3", head_dim=128),
 }
-MAX_LAYERS: Final = 4096  # bounds what a damaged file can make us allocate
+MAX_LAYERS: Final = 4096  # bounds the memory that a damaged file can demand
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """The model that `config.json` describes; the end tokens of `generation_config.json` win over its own.
+    """Read `config.json`; the end tokens of `generation_config.json` win over its own.
 
-    Raises ModelError, naming the key and the file, on what is missing, nonsense or not supported.
+    Raises ModelError, naming the key and the file, for a key that is missing, invalid or not supported.
     """
     keys = read_json(directory / "config.json")
     architecture = _architecture(keys)
@@ -143,7 +142,6 @@ def read_model_config(directory: Path) -> ModelConfig:
     num_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
     vocab_size = keys.count("vocab_size")
     num_heads, num_kv_heads, head_dim = _heads(keys, architecture)
-    traits = ARCHITECTURES[architecture].read_traits(keys, num_layers)
     tokens = _generation_config(directory).merged(keys)
     return ModelConfig(
         architecture=architecture,
@@ -161,7 +159,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(tokens, vocab_size),
         dtype=_dtype(keys),
         initializer_range=keys.positive("initializer_range", 0.02),
-        **msgspec.structs.asdict(traits),
+        keys=keys,
     )
 
 
@@ -194,10 +192,9 @@ def _heads(keys: JsonObject, architecture: str) -> tuple[int, int, int]:
         raise ModelError(
             f"{keys.source}: {num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly"
         )
-    if "head_dim" in keys:
-        head_dim = keys.count("head_dim")
-    elif architecture == "Qwen3ForCausalLM":
-        head_dim = 128  # its default, whatever the hidden size
+    default = ARCHITECTURES[architecture].head_dim
+    if "head_dim" in keys or default is not None:
+        head_dim = keys.count("head_dim", default)
     else:
         if hidden_size % num_heads:
             raise ModelError(
@@ -231,10 +228,8 @@ def _eos_token_ids(tokens: JsonObject, vocab_size: int) -> tuple[int, ...]:
     return ids
 
 
-# What a model's shape allows, asked before anything is loaded; no torch here.
-
-
 def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:
+    """The configured length, or all positions of the model. ConfigError if the model has fewer."""
     asked = config.max_model_len
     if asked is not None and asked > model.max_position_embeddings:
         raise ConfigError(
@@ -244,7 +239,7 @@ def choose_max_model_len(config: EngineSettings, model: ModelConfig) -> int:
 
 
 def check_split(model: ModelConfig, num_ranks: int) -> None:
-    """ConfigError unless every tensor-parallel rank can have an equal part."""
+    """ConfigError unless the model can be split evenly over so many tensor-parallel ranks."""
     sizes = {
         "KV heads": model.num_kv_heads,
         "attention heads": model.num_heads,

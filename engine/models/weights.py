@@ -1,126 +1,226 @@
-"""Checkpoints: named tensors of a model directory, read where they lie."""
+"""Weights: a checkpoint's tensors, and the part of them that one rank places on its device."""
 
+import hashlib
+import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional
 
-from baton.engine.models.checkpoint import TensorEntry, read_entries
+from baton.engine.models.parallel import TensorParallel
 from baton.errors import ModelError
+from baton.kernels.huge_pages import HugeArena
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes of the checkpoint gone through, bytes in all), the first time with 0.
+Shape: TypeAlias = tuple[int, ...]
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes of the checkpoint read, bytes in all), the first time with 0.
 
-A tensor counts whole, though each tensor-parallel rank keeps only its part of it.
+A tensor counts whole, though each tensor-parallel rank keeps only its part.
 """
 
 
 class Checkpoint(Protocol):
-    """Tensors are shared with the checkpoint: copy before writing to them."""
-
-    def names(self) -> tuple[str, ...]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def num_bytes(self, name: str) -> int:
-        """Of the whole tensor, as saved."""
-
-    def tensor(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, in the dtype that it was saved in; ModelError when unknown."""
-
-    def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """`[start, stop)` along `dim`: what one tensor-parallel rank needs."""
-
-
-class SafetensorsCheckpoint:
-    """Tensors mapped from their files: nothing is read until it is used, and nothing is read twice."""
-
-    def __init__(self, entries: dict[str, TensorEntry], files: dict[str, Path]) -> None:
-        self._entries = entries
-        self._files = files  # tensor name -> the file that holds it
-        self._open_files: dict[Path, Any] = {path: _map(path) for path in sorted(set(files.values()))}
+    """Named tensors of a whole model."""
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._entries)
+        """The names of all tensors."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).shape
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor; ModelError when the name is unknown."""
 
     def num_bytes(self, name: str) -> int:
-        return self._entry(name).num_bytes
-
-    def tensor(self, name: str) -> Tensor:
-        self._entry(name)
-        tensor: Tensor = self._open_files[self._files[name]].get_tensor(name)
-        return tensor
+        """The size of the whole tensor, as saved."""
 
     def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        check_slice(name, self.shape(name), dim, start, stop)
-        return self.tensor(name).narrow(dim, start, stop - start)
-
-    def _entry(self, name: str) -> TensorEntry:
-        if name not in self._entries:
-            raise ModelError(f"the checkpoint has no tensor {name!r}")
-        return self._entries[name]
+        """`[start, stop)` along `dim`, in the saved dtype. May share the checkpoint's memory: copy before
+        writing.
+        """
 
 
 class ReportingCheckpoint:
-    """Another checkpoint, saying how much of it has been handed out: what a bar shows.
+    """A checkpoint that reports to `progress` how many bytes have been read.
 
-    `names` are the tensors that will be asked for, each once.
+    names: the tensors that will be read, each once.
     """
 
     def __init__(self, inner: Checkpoint, names: Iterable[str], progress: Progress) -> None:
+        self.names, self.shape, self.num_bytes = inner.names, inner.shape, inner.num_bytes
         self._inner = inner
-        self._total_bytes = sum(inner.num_bytes(name) for name in names)
+        self._total_bytes = sum(map(inner.num_bytes, names))
         self._progress = progress
         self._done_bytes = 0
         progress(0, self._total_bytes)
 
-    def names(self) -> tuple[str, ...]:
-        return self._inner.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._inner.shape(name)
-
-    def num_bytes(self, name: str) -> int:
-        return self._inner.num_bytes(name)
-
-    def tensor(self, name: str) -> Tensor:
-        tensor = self._inner.tensor(name)
-        self._report(name)
-        return tensor
-
     def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """As `Checkpoint.slice`."""
         part = self._inner.slice(name, dim, start, stop)
-        self._report(name)
+        self._done_bytes += self.num_bytes(name)
+        self._progress(self._done_bytes, self._total_bytes)
         return part
 
-    def _report(self, name: str) -> None:
-        self._done_bytes += self._inner.num_bytes(name)
-        self._progress(self._done_bytes, self._total_bytes)
+
+class Parameters:
+    """Reads the parameters of one rank, in the model's dtype and on its device.
+
+    Raises ModelError for a tensor with a NaN or an infinity in the model's dtype: the model's logits would be
+    NaN.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+    ) -> None:
+        self.tp = tp
+        self.dtype = dtype
+        self.device = device
+        self.packed_memory = HugeArena()
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+
+    def scope(self, name: str) -> "Parameters":
+        """The parameters whose names begin with `name` and a dot."""
+        scoped = Parameters(self._checkpoint, self.tp, self.dtype, self.device, f"{self._prefix}{name}.")
+        scoped.packed_memory = self.packed_memory
+        return scoped
+
+    def whole(self, name: str, shape: Shape) -> Tensor:
+        """The whole parameter."""
+        return self._read(name, shape, 0, 0, shape[0])
+
+    def shard(self, name: str, shape: Shape, dim: int) -> Tensor:
+        """This rank's part along `dim`; ConfigError when it cannot be split evenly. shape: of the whole."""
+        start, stop = self.tp.shard(shape[dim], what=self._prefix + name)
+        return self._read(name, shape, dim, start, stop)
+
+    def rows(self, name: str, shape: Shape) -> Tensor:
+        """This rank's rows of a table: as many on every rank, with zero rows after an uneven end."""
+        size = shape[0]
+        num_rows = -(-size // self.tp.size)
+        start, stop = (min(size, (self.tp.rank + i) * num_rows) for i in (0, 1))
+        rows = self._read(name, shape, 0, start, stop)
+        return functional.pad(rows, (0, 0, 0, num_rows - len(rows))) if len(rows) < num_rows else rows
+
+    def _read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> Tensor:
+        """shape: declared by the model; `check_parameters` has compared it with the checkpoint."""
+        tensor = self._checkpoint.slice(self._prefix + name, dim, start, stop)
+        # The checkpoint's tensors are views of a mapped file; a model keeps its own copy.
+        placed = tensor.to(device=self.device, dtype=self.dtype)
+        if placed.numel() and not all(bound.isfinite() for bound in placed.aminmax()):
+            raise ModelError(f"tensor {self._prefix + name!r} has a NaN or an infinity in {self.dtype}")
+        return placed.clone() if placed.data_ptr() == tensor.data_ptr() else placed
 
 
-def open_checkpoint(directory: Path) -> SafetensorsCheckpoint:
-    """Map the checkpoint's files. ModelError as of `read_entries`."""
-    return SafetensorsCheckpoint(*read_entries(directory))
+class ParameterSurvey(Parameters):
+    """Records the name and the shape of each parameter that a model reads, and places none."""
+
+    def __init__(self, prefix: str = "", shapes: dict[str, Shape] | None = None) -> None:
+        nothing = DummyCheckpoint({}, dtype=torch.float32, deviation=0.0, seed=0)
+        super().__init__(nothing, TensorParallel(), torch.float32, torch.device("meta"), prefix)
+        self.shapes: dict[str, Shape] = {} if shapes is None else shapes
+
+    def scope(self, name: str) -> "ParameterSurvey":
+        """A survey that records into the same `shapes`."""
+        return ParameterSurvey(f"{self._prefix}{name}.", self.shapes)
+
+    def _read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> Tensor:
+        self.shapes[self._prefix + name] = shape
+        return torch.empty(shape, device=self.device).narrow(dim, start, stop - start)
 
 
-def check_slice(name: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> None:
-    if not 0 <= dim < len(shape) or not 0 <= start <= stop <= shape[dim]:
-        raise ModelError(f"tensor {name!r} of shape {list(shape)} has no [{start}, {stop}) along {dim}")
+# Elements made at a time: they fit a core's cache, or keep a GPU busy in 128 MiB of scratch.
+CPU_CHUNK: Final = 2**17
+GPU_CHUNK: Final = 2**24
+# The sum of four independent 16-bit uniforms: mean and standard deviation.
+LANES_MEAN: Final = 4 * (2**16 - 1) / 2
+LANES_STD: Final = math.sqrt(4 * (2**32 - 1) / 12)
 
 
-def _map(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: cannot be mapped: {error}") from error
+class DummyCheckpoint:
+    """Random weights: norm weights are 1, all others are nearly normal with standard deviation `deviation`.
+
+    Every element is a function of (seed, tensor name, index) in integer arithmetic, so a slice for one rank
+    equals the same slice of the whole tensor, and a GPU makes the same values as a CPU. Tensors are made anew
+    at each call.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, Shape],
+        *,
+        dtype: torch.dtype,
+        deviation: float,
+        seed: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self._shapes = shapes
+        self._deviation = deviation
+        self._seed = seed
+        self._dtype = dtype
+        self._device = device or torch.device("cpu")
+
+    def names(self) -> tuple[str, ...]:
+        """As `Checkpoint.names`."""
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> Shape:
+        """As `Checkpoint.shape`."""
+        if name not in self._shapes:
+            raise ModelError(f"the checkpoint has no tensor {name!r}")
+        return self._shapes[name]
+
+    def num_bytes(self, name: str) -> int:
+        """As `Checkpoint.num_bytes`."""
+        return math.prod(self.shape(name)) * self._dtype.itemsize
+
+    def slice(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """As `Checkpoint.slice`, in memory of its own."""
+        shape = self.shape(name)
+        kept = [range(start, stop) if axis == dim else range(size) for axis, size in enumerate(shape)]
+        result = torch.empty([len(part) for part in kept], dtype=self._dtype, device=self._device)
+        if name.endswith("norm.weight"):
+            return result.fill_(1.0)
+        rows, columns = kept if len(kept) == 2 else (kept[0], range(1))
+        self._fill(result.view(len(rows), len(columns)), name, rows, columns)
+        return result
+
+    def _fill(self, out: Tensor, name: str, rows: range, columns: range) -> None:
+        row_length = self._shapes[name][1] if len(self._shapes[name]) == 2 else 1
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
+        column_index = torch.arange(columns.start, columns.stop, device=self._device)
+        chunk_elements = CPU_CHUNK if self._device.type == "cpu" else GPU_CHUNK
+        rows_a_chunk = max(1, chunk_elements // max(1, len(columns)))
+        for first in range(0, len(rows), rows_a_chunk):
+            chunk = rows[first : first + rows_a_chunk]
+            row_index = torch.arange(chunk.start, chunk.stop, device=self._device)
+            index = row_index[:, None] * row_length + column_index
+            out[first : first + len(chunk)] = _normal(index, key) * self._deviation
 
 
-# torch's types of the element types that a model and its pages may have.
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Nearly normal float32 of mean 0 and deviation 1, never past 3.5, for each int64 counter.
 
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    SplitMix64 (Steele, Lea, Flood 2014) makes 64 bits; the sum of their four 16-bit lanes is nearly normal.
+    Products wrap modulo 2^64.
+    """
+    bits = index * _signed(0x9E3779B97F4A7C15) + key
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits ^ _shift_right(bits, 31)
+    lanes = (bits & 0xFFFF) + (bits >> 16 & 0xFFFF) + (bits >> 32 & 0xFFFF) + (bits >> 48 & 0xFFFF)
+    return (lanes - LANES_MEAN) / LANES_STD
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """The logical shift; torch's own shift repeats the sign."""
+    return bits >> count & (1 << 64 - count) - 1
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value

@@ -2,7 +2,7 @@
 
 A decode step of a small model is hundreds of launches of a few microseconds each; a replay is one. Batch
 sizes are padded up to the next captured one; padding rows have context length 0 and slot -1, so they read
-and write nothing. A graph is captured when its size is first needed; all share one memory pool.
+and write no page. A graph is captured when its size is first needed; all share one memory pool.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from baton.engine.models.decoder import Decoder
-from baton.engine.runner.model_input import ModelInput
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.models.model import Model
+from baton.engine.runner.model_input import ModelInput, StepArrays
 
 NUM_WARMUP_RUNS: Final = 2  # the first runs compile kernels and fill caches, which a capture must not
 
@@ -32,8 +31,10 @@ class _Graph:
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: Decoder, kv_pool: Tensor, max_num_seqs: int, max_pages: int) -> None:
-        self._decoder = decoder
+    """The graphs of one rank, captured on demand."""
+
+    def __init__(self, model: Model, kv_pool: Tensor, max_num_seqs: int, max_pages: int) -> None:
+        self._model = model
         self._kv_pool = kv_pool
         self._max_pages = max_pages
         self._sizes = graph_sizes(max_num_seqs)
@@ -41,7 +42,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
 
     def can_replay(self, arrays: StepArrays) -> bool:
-        """Decode steps only, of a size that was foreseen."""
+        """Whether the step is a decode step of at most the largest captured size."""
         num_rows = len(arrays.token_ids)
         return arrays.num_decodes == num_rows == len(arrays.logit_rows) and num_rows <= self._sizes[-1]
 
@@ -70,7 +71,7 @@ class DecodeGraphs:
         return _Graph(graph, step, logits_BV)
 
     def _run(self, step: ModelInput) -> Tensor:
-        return self._decoder.logits(self._decoder.forward(step, self._kv_pool))
+        return self._model.logits(self._model.forward(step, self._kv_pool))
 
 
 def _empty_step(size: int, max_pages: int, device: torch.device) -> ModelInput:

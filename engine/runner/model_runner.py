@@ -1,9 +1,9 @@
 """One rank of a model replica: its weights, its KV pool, and the forward pass over them.
 
 1. `load` maps the checkpoint and places this rank's part of the weights.
-2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest.
-3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` says how far it has
-   come on the device, to whoever shares the pages.
+2. `allocate` sizes the pool from the memory that is left; all ranks agree on the smallest size.
+3. `execute` runs one step: page copies, then the forward pass; returns logits. `steps` tells other users of
+   the pages how far the steps have come on the device.
 """
 
 import logging
@@ -17,37 +17,32 @@ from torch import Tensor
 
 from baton.config.engine import EngineConfig
 from baton.engine.cache.kv_pool import KvPool, ZerosOnCpu, check_fits, count_pages
-from baton.engine.cache.step_marks import NOTHING, mark_of
-from baton.engine.models.decoder import Decoder
-from baton.engine.models.layers import Parameters
-from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.parameters import (
-    DummyCheckpoint,
+from baton.engine.cache.page_pool import NOTHING, mark_of
+from baton.engine.models.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.model import (
+    Model,
+    build_model,
     check_parameters,
+    dummy_checkpoint,
     parameter_bytes,
     parameter_shapes,
 )
+from baton.engine.models.parallel import TensorParallel
 from baton.engine.models.registry import ModelConfig, choose_max_model_len
-from baton.engine.models.weights import (
-    TORCH_DTYPES,
-    Checkpoint,
-    Progress,
-    ReportingCheckpoint,
-    open_checkpoint,
-)
+from baton.engine.models.weights import Checkpoint, Parameters, Progress, ReportingCheckpoint
 from baton.engine.runner.cuda_graphs import DecodeGraphs
-from baton.engine.runner.model_input import ModelInput
-from baton.engine.runner.step_inputs import StepArrays, padding_step
+from baton.engine.runner.model_input import ModelInput, StepArrays, padding_step
 from baton.errors import ConfigError, ModelError
 from baton.kernels.decoder_stack import LayerGroups, OnLayers
 from baton.kernels.huge_pages import huge_zeros
+from baton.kernels.native import TORCH_DTYPES
 from baton.pages import PageLayout
 
-# The marks of one rank's steps, as its device passes them; see engine/cache/step_marks.py.
+logger = logging.getLogger(__name__)
 
 
 class DeviceSteps:
-    """Of one rank. `make` is called by the thread that runs the steps, with growing marks."""
+    """The StepMarks of one rank. The thread that runs the steps calls `make` with growing marks."""
 
     def __init__(self, device: torch.device) -> None:
         self.launched = NOTHING
@@ -57,7 +52,7 @@ class DeviceSteps:
         self._lock = threading.Lock()
 
     def make(self, mark: int) -> None:
-        """So much is launched; on a GPU, on the current stream."""
+        """Everything before the mark is launched; on a GPU, on the current stream."""
         if not self._is_cuda:
             self.launched = self._passed = mark
             return
@@ -65,9 +60,10 @@ class DeviceSteps:
         with self._lock:
             self._events.append((mark, event))
             self.launched = mark
-            self._look()  # or they would pile up where nobody asks
+            self._look()  # else events pile up while no thread calls has_passed
 
     def has_passed(self, mark: int) -> bool:
+        """As `StepMarks.has_passed`."""
         if mark > self._passed and self._is_cuda:
             with self._lock:
                 self._look()
@@ -78,28 +74,27 @@ class DeviceSteps:
             self._passed, _ = self._events.popleft()
 
 
-logger = logging.getLogger(__name__)
-
-
 class ModelRunner:
-    def __init__(self, config: EngineConfig, model: ModelConfig, tp: TensorParallel) -> None:
+    """Runs steps on one rank. `model` and `pool` exist after `load` and `allocate`."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, tp: TensorParallel) -> None:
         self.config = config
-        self.model = model
+        self.model_config = model_config
         self.tp = tp
         self.device = choose_device(config.device, tp.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels, streams and graphs go where the tensors are
-        self.dtype = choose_dtype(config.dtype, model, self.device)
-        self.max_model_len = choose_max_model_len(config, model)
+        self.dtype = choose_dtype(config.dtype, model_config, self.device)
+        self.max_model_len = choose_max_model_len(config, model_config)
         self.layout = PageLayout(
             tp_size=tp.size,
             page_size=config.cache.page_size,
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
             dtype=self.dtype,
         )
-        self.decoder: Decoder
+        self.model: Model
         self.pool: KvPool
         self.steps = DeviceSteps(self.device)
         self._graphs: DecodeGraphs | None = None
@@ -107,21 +102,23 @@ class ModelRunner:
     @torch.inference_mode()
     def load(self, progress: Progress | None = None) -> None:
         """Read the weights, reporting bytes to `progress`. ModelError when they do not fit the model."""
+        config = self.model_config
         checkpoint = self._open_checkpoint()
-        check_parameters(checkpoint, self.model)
+        check_parameters(checkpoint, config)
         if progress is not None:
-            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(self.model), progress)
+            checkpoint = ReportingCheckpoint(checkpoint, parameter_shapes(config), progress)
         parameters = Parameters(checkpoint, self.tp, TORCH_DTYPES[self.dtype], self.device)
         try:
-            self.decoder = Decoder(self.model, parameters, self.max_model_len)
-        except (OSError, OverflowError, RuntimeError) as error:  # words for memory that cannot be had
-            num_bytes = parameter_bytes(self.model, self.layout.dtype) // self.tp.size
+            self.model = build_model(config, parameters, self.max_model_len)
+        except (OSError, OverflowError, RuntimeError) as error:  # the kinds of out-of-memory errors
+            num_bytes = parameter_bytes(config, self.layout.dtype) // self.tp.size
             raise ModelError(f"{num_bytes:,} bytes of weights cannot be placed: {error}") from error
 
     @torch.inference_mode()
     def allocate(self, zeros_on_cpu: ZerosOnCpu = huge_zeros) -> None:
-        """Make the pool, on a CPU from the memory given; ConfigError when it cannot hold one sequence of
-        the longest length.
+        """Make the pool, on a CPU from `zeros_on_cpu`.
+
+        ConfigError when the pool cannot hold one sequence of the longest length.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
         if self.device.type == "cuda":
@@ -133,23 +130,24 @@ class ModelRunner:
             self.pool = KvPool(self.layout, num_pages, num_host_pages, self.device, zeros_on_cpu)
         except (OSError, OverflowError, RuntimeError) as error:
             num_bytes = (num_pages + num_host_pages) * self.layout.page_bytes
-            raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be had: {error}") from error
+            raise ConfigError(f"KV pages of {num_bytes:,} bytes cannot be allocated: {error}") from error
         if self.device.type == "cuda":
             max_pages = self.layout.num_pages(self.max_model_len)
-            self._graphs = DecodeGraphs(self.decoder, self.pool.device, scheduler.max_num_seqs, max_pages)
+            self._graphs = DecodeGraphs(self.model, self.pool.device, scheduler.max_num_seqs, max_pages)
         logger.info("%s", self.describe_pool())
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
-        """Compute as many tokens, and logits of as many rows, as any step may: padding, stored nowhere."""
+        """Compute as many padding tokens, and logits of as many rows, as any step may; store nothing."""
         scheduler = self.config.scheduler
         step = ModelInput.from_arrays(
             padding_step(scheduler.max_num_batched_tokens, scheduler.max_num_seqs), self.device
         )
         pool = KvPool(self.layout, 1, 0, self.device)
-        self.decoder.logits(self.decoder.forward(step, pool.device))
+        self.model.logits(self.model.forward(step, pool.device))
 
     def describe_pool(self) -> str:
+        """The size of the pool, for the log."""
         num_pages, page_size = len(self.pool.device), self.layout.page_size
         text = (
             f"KV cache: {num_pages * page_size:,} tokens in {num_pages:,} pages of {page_size} "
@@ -161,29 +159,29 @@ class ModelRunner:
     def execute(self, arrays: StepArrays, on_layers: OnLayers | None = None) -> Tensor:
         """Run the step on this rank; every rank of the group must. Returns logits [R, V] fp32.
 
-        on_layers: told of layers as this rank has written them, where the step has them told of. Other ranks
-        may not have come as far: their marks say so.
+        on_layers: called as this rank has written layers, if the step asks for layer groups. Other ranks may
+        be behind: their marks say how far they are.
         """
         groups = None
         if arrays.num_layer_groups:
             groups = LayerGroups(arrays.num_layer_groups, partial(self._wrote_layers, arrays.step, on_layers))
         try:
             return self._execute(arrays, groups)
-        finally:  # whatever a step that failed has launched ends, too
+        finally:  # the launched part of a failed step ends, too
             self.steps.make(mark_of(arrays.step))
 
     def _execute(self, arrays: StepArrays, groups: LayerGroups | None) -> Tensor:
         self.pool.copy(arrays.copies_to_host, arrays.copies_to_device)
         if not len(arrays.token_ids):
-            empty_RV = torch.empty((0, self.model.vocab_size), device=self.device)
-            return self.tp.all_reduce(empty_RV)  # and so the pages have been copied on every rank
+            empty_RV = torch.empty((0, self.model_config.vocab_size), device=self.device)
+            return self.tp.all_reduce(empty_RV)  # afterwards the pages have been copied on every rank
         if self._graphs is not None and self._graphs.can_replay(arrays):
             logits_RV = self._graphs.replay(arrays)
             if groups is not None:
                 groups.on_layers(0, self.layout.num_layers)
             return logits_RV
         step = ModelInput.from_arrays(arrays, self.device)
-        return self.decoder.logits(self.decoder.forward(step, self.pool.device, groups))
+        return self.model.logits(self.model.forward(step, self.pool.device, groups))
 
     def _wrote_layers(self, step: int, on_layers: OnLayers | None, first: int, stop: int) -> None:
         self.steps.make(mark_of(step, stop))
@@ -192,12 +190,12 @@ class ModelRunner:
 
     def _open_checkpoint(self) -> Checkpoint:
         if self.config.load_format == "dummy":
-            return DummyCheckpoint(self.model, self.config.seed, device=str(self.device))
-        return open_checkpoint(Path(self.config.model))
+            return dummy_checkpoint(self.model_config, self.config.seed, self.device)
+        return SafetensorsCheckpoint(Path(self.config.model))
 
 
 def choose_device(name: str, rank: int) -> torch.device:
-    """`auto` takes a GPU when there is one; rank r of a group takes GPU r."""
+    """The device of a rank. `auto` takes a GPU when there is one; rank r of a group takes GPU r."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: expected a CUDA device, but torch finds none on this machine")
     if name == "cpu" or not torch.cuda.is_available():
@@ -206,7 +204,9 @@ def choose_device(name: str, rank: int) -> torch.device:
 
 
 def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> str:
-    """`auto` is the checkpoint's dtype, but on a CPU float32 for float16, which no CPU kernel takes."""
+    """The dtype of the model. `auto` is the checkpoint's, but float32 for float16 on a CPU, which has no such
+    kernels.
+    """
     if name != "auto":
         return name
     if model.dtype == "float16" and device.type == "cpu":

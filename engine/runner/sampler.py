@@ -1,7 +1,7 @@
-"""From logits to tokens: biases, bans and penalties first, then one draw a row, then log probabilities.
+"""From logits to tokens: logits processors first, then one draw a row, then log probabilities.
 
-A step whose rows are all greedy and plain touches the logits once. Rows are the sequences that sample.
-Shapes: R rows, V vocabulary.
+A step of greedy rows without logits processors touches the logits once. Rows are the sequences that sample.
+Shapes: R rows, V vocabulary, T tokens.
 """
 
 from collections.abc import Sequence as Ordered
@@ -12,21 +12,23 @@ import msgspec
 import torch
 from torch import Tensor
 
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
 from baton.engine.runner.step_inputs import wants_prompt_logits
 from baton.engine.scheduler.plan import Batch, ScheduledChunk
 from baton.engine.scheduler.sequence import Sequence, SequenceKey
 from baton.kernels.sample import NOT_A_TOKEN, SamplingTensors, sample
 from baton.request import TokenLogprobs
 
-# Log probabilities of tokens, from the logits as the model gives them (no temperature, no penalties).
-#
-# Shapes: R rows, V vocabulary, N alternatives.
-
-ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] that a long prompt would make
+PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
+FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # has no logprobs
+ROWS_AT_ONCE: Final = 256  # bounds the fp32 copies of [R, V] of a long prompt
 
 
 def token_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> list[TokenLogprobs]:
-    """Of the chosen token of each row: its log probability, its rank, and the `num_top` likeliest tokens."""
+    """Log probability and rank of each row's token, and the `num_top` likeliest tokens.
+
+    The logits are those of the model, before temperature and logits processors.
+    """
     results: list[TokenLogprobs] = []
     for first in range(0, len(token_ids), ROWS_AT_ONCE):
         last = first + ROWS_AT_ONCE
@@ -53,29 +55,24 @@ def _rows_logprobs(logits_RV: Tensor, token_ids: Ordered[int], num_top: int) -> 
     ]
 
 
-PromptLogprobs: TypeAlias = tuple[TokenLogprobs | None, ...]
-NEVER: Final = float("-inf")
-FIRST_TOKEN: Final[PromptLogprobs] = (None,)  # nothing comes before it
-
-
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one step yielded; the mappings hold only sequences that asked."""
+    """The result of one step; the mappings hold only sequences that asked for logprobs."""
 
-    token_ids: list[int | None]  # one a chunk of the batch, None where it does not sample or failed
-    failed: list[Sequence]  # a logit of theirs was not a number
+    token_ids: list[int | None]  # one a chunk of the batch; None: the chunk does not sample, or failed
+    failed: list[Sequence]  # with a logit that is not a number
     logprobs: dict[SequenceKey, TokenLogprobs]
     prompt_logprobs: dict[SequenceKey, PromptLogprobs]  # with the first token
 
 
 class Sampler:
-    """Keeps the parameters of the last batch as tensors: while nobody joins or leaves, positions move."""
+    """Draws tokens. Keeps the sampling parameters as tensors as long as the same sequences sample."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sequences: list[Sequence] = []  # by identity: a key may be used again
         self._tensors: SamplingTensors | None = None
-        self._are_plain = False
+        self._processed: dict[int, list[str]] = {}  # row -> names of the processors that apply
         self._prompts: dict[SequenceKey, list[TokenLogprobs | None]] = {}
 
     @torch.inference_mode()
@@ -87,10 +84,10 @@ class Sampler:
             logits_RV = self._take_prompt_rows(batch, logits_RV)
         tensors = self._parameters(sequences)
         asking = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
-        raw_RV = logits_RV[asking]  # a copy, from before the adjustments
-        if not self._are_plain:
-            for row, sequence in enumerate(sequences):
-                adjust(logits_RV[row], sequence)
+        raw_RV = logits_RV[asking]  # a copy, before the logits processors
+        for row, names in self._processed.items():
+            for name in names:
+                LOGITS_PROCESSORS[name].process(logits_RV[row], sequences[row])
         drawn: list[int | None] = sample(logits_RV, tensors).tolist()
         failed = [row for row, token_id in enumerate(drawn) if token_id == NOT_A_TOKEN]
         for row in failed:
@@ -108,7 +105,7 @@ class Sampler:
         )
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence ended before its first token."""
+        """Forget a sequence that ended before its first token."""
         self._prompts.pop(sequence.key, None)
 
     def _take_prompt_rows(self, batch: Batch, logits_RV: Tensor) -> Tensor:
@@ -124,7 +121,7 @@ class Sampler:
         return logits_RV[sampling_rows]
 
     def _record_prompt(self, chunk: ScheduledChunk, logits_TV: Tensor) -> None:
-        # The row of position p speaks of token p + 1.
+        # The row of position p has the logits of token p + 1.
         sequence, start = chunk.sequence, chunk.start
         known = self._prompts.setdefault(sequence.key, [*FIRST_TOKEN])
         del known[start + 1 :]  # computed again after a preemption
@@ -136,16 +133,16 @@ class Sampler:
         if self._tensors is None or sequences != self._sequences:
             self._sequences = sequences
             self._tensors = _tensors(sequences, self._device)
-            self._are_plain = all(is_plain(sequence) for sequence in sequences)
+            self._processed = _processed_rows(sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
         self._tensors.position_B.copy_(torch.tensor(positions), non_blocking=True)
         return self._tensors
 
 
 def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[SequenceKey, TokenLogprobs]:
-    """raw_RV: the rows of the sequences that ask, which differ in how many alternatives they want.
+    """raw_RV: the rows of the sequences that asked, each with its own number of alternatives.
 
-    What failed has no token: its row is left out.
+    A sequence without a token has failed and is left out.
     """
     drawn = [(row, sequence, id_) for row, (sequence, id_) in enumerate(asked) if id_ is not None]
     if not drawn:
@@ -160,37 +157,13 @@ def _logprobs(raw_RV: Tensor, asked: list[tuple[Sequence, int | None]]) -> dict[
     }
 
 
-def is_plain(sequence: Sequence) -> bool:
-    """Whether the logits are taken as they are for the rest of the sequence's life."""
-    sampling = sequence.sampling
-    return not (sampling.has_penalties or sampling.logit_bias or sampling.min_tokens)
-
-
-def adjust(logits_V: Tensor, sequence: Sequence) -> None:
-    """Apply logit_bias and min_tokens, then repetition, frequency and presence penalties: vLLM's order.
-
-    Repetition looks at prompt and answer, frequency and presence at the answer alone.
-    """
-    sampling = sequence.sampling
-    if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=logits_V.device)
-        logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=logits_V.device)
-    if len(sequence.token_ids) < sequence.min_num_tokens and sequence.stop_ids:
-        logits_V[torch.tensor(list(sequence.stop_ids), device=logits_V.device)] = NEVER
-    if sampling.has_penalties:
-        _penalise(logits_V, sequence)
-
-
-def _penalise(logits_V: Tensor, sequence: Sequence) -> None:
-    sampling = sequence.sampling
-    token_ids = torch.tensor(sequence.token_ids, device=logits_V.device)
-    if sampling.repetition_penalty != 1.0:
-        seen = token_ids.unique()
-        logits = logits_V[seen]
-        penalty = sampling.repetition_penalty
-        logits_V[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
-    generated, counts = token_ids[sequence.num_prompt_tokens :].unique(return_counts=True)
-    logits_V[generated] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+def _processed_rows(sequences: Ordered[Sequence]) -> dict[int, list[str]]:
+    rows = {}
+    for row, sequence in enumerate(sequences):
+        names = [name for name, each in LOGITS_PROCESSORS.items() if each.applies(sequence.sampling)]
+        if names:
+            rows[row] = names
+    return rows
 
 
 def _tensors(sequences: Ordered[Sequence], device: torch.device) -> SamplingTensors:

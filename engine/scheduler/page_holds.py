@@ -1,38 +1,43 @@
-"""Pages that others than live sequences hold, and how many more they may have.
+"""Pages that are held outside live sequences, and how many more pages such holders may reserve.
 
-1. `claim` takes hold of the longest known prefix of a prompt before there is a sequence for it, so that
-   only the rest need come from elsewhere.
-2. `settle` makes claimed and received pages those of a new sequence; `release` lets them go instead.
-3. `keep` takes the pages of a sequence that has ended until `release_kept`, for whoever still reads them.
-4. `lend` finds pages by their keys for a reader, who holds them until `release`.
-5. `num_reservable` says how many pages a reservation may take; leases are the pool's own business.
+1. `claim` holds the longest known prefix of a prompt before there is a sequence, so that only the rest of the
+   prompt must be received.
+2. `settle` gives claimed and received pages to a new sequence; `release` releases them instead.
+3. `keep` holds the pages of a sequence that has ended until `release_kept`, for a reader such as a transfer.
+4. `pin` finds pages by their keys for a reader, which holds them until `release`.
+5. `num_reservable` says how many pages a reservation may take; the page pool keeps the leases.
 
-The watermark: what outsiders do not hold is always enough for the longest live sequence, whatever it may
-grow to, alone. Preemption frees all but what outsiders hold, so live sequences can end one after another,
-however long a transfer takes. Nor may a reservation take what a newcomer could not: pages that running
-prefills still need, the headroom of running sequences, and what the first of those that wait is waiting for,
-so that small reservations do not starve it. A sequence that comes after a reservation was granted may have to
-wait for it; reservations end by their deadlines.
+The watermark: the pages that are not held outside are always enough for the longest live sequence alone, at
+its greatest length. Preemption frees all pages except those held outside, so live sequences can end one after
+another however long a transfer takes. A reservation also leaves the pages that a newcomer would have to
+leave: those that running prefills still need, the headroom of running sequences, and those that the first
+waiting sequence waits for, so that small reservations do not starve it. A sequence that comes after a
+reservation may have to wait for the reservation, which ends by its deadline.
 """
 
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
+from baton.engine.cache.host_tier import PageCopy
 from baton.engine.cache.page_pool import Owner
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.plan import PageCopy
 from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceKey
+from baton.engine.scheduler.sequence import Sequence, SequenceKey
 from baton.engine.scheduler.step_planner import HEADROOM_TOKENS
 from baton.errors import IntegrityError
+from baton.request import FilledPages
 
 
-class PageHold(NamedTuple):
-    pages: list[int]  # in the order of the keys
-    copies: tuple[PageCopy, ...]  # from the host, to be made before anybody reads them
+class PinnedPages(NamedTuple):
+    """Pages that a reader holds, in the order of the keys."""
+
+    pages: list[int]
+    copies: tuple[PageCopy, ...]  # from the host; must be made before the pages are read
 
 
 class ExternalPageHolds:
+    """Claims, pins and kept pages; leases are in the page pool."""
+
     def __init__(self, cache: PrefixCache, queues: SequenceQueues) -> None:
         self.kept: dict[SequenceKey, Sequence] = {}
         self._claims: dict[Owner, frozenset[int]] = {}
@@ -41,7 +46,9 @@ class ExternalPageHolds:
         self._queues = queues
 
     def claim(self, known: Ordered[int], owner: Owner) -> FilledPages:
-        """known: pages that the cache has found for the beginning of a prompt. ValueError: has a claim."""
+        """Hold `known`, cached pages of the beginning of a prompt. ValueError if the owner has a claim
+        already.
+        """
         if owner in self._claims:
             raise ValueError(f"{owner} has claimed pages already")
         self._pool.share(known, owner)
@@ -50,34 +57,34 @@ class ExternalPageHolds:
         return FilledPages(tuple(known), len(known) * self._pool.page_size, owner)
 
     def release(self, pages: Ordered[int], owner: Owner) -> None:
-        """IntegrityError, with nothing released, when they are not all the owner's."""
+        """Release claimed or pinned pages. IntegrityError, with nothing released, if the owner lacks one."""
         self._pool.check_used_by(pages, owner)
         self._pool.release(pages, owner)
         self._pool.accounts.close(owner)
         self._end_claim(pages, owner)
 
-    def lend(self, keys: Ordered[bytes], borrower: Owner) -> PageHold | None:
-        """Hold what these keys name. What is on the host alone is lent as copies, which nobody else finds, as
-        long as the borrower has them. None, and nothing is held: not all is here, or there is no room for it.
+    def pin(self, keys: Ordered[bytes], reader: Owner) -> PinnedPages | None:
+        """Hold the pages with these keys. None, with nothing held, if a page is absent or there is no room.
+
+        Pages on the host are copied to device pages that only the reader knows.
         """
         known = {key: self._cache.page_of(key) for key in keys}
         on_host = {key: self._cache.host.page_of(key) for key, page in known.items() if page is None}
         if None in on_host.values() or len(known) != len(keys):
             return None
         found = [page for page in known.values() if page is not None]
-        self._pool.share(found, borrower)
+        self._pool.share(found, reader)
         if on_host and len(on_host) > self.num_reservable():
-            self._pool.release(found, borrower)
+            self._pool.release(found, reader)
             return None
         self._cache.make_room(len(on_host), keep=False)
-        copies = dict(zip(on_host, self._pool.allocate(len(on_host), borrower), strict=True))
+        copies = dict(zip(on_host, self._pool.allocate(len(on_host), reader), strict=True))
         pages = [copies[key] if page is None else page for key, page in known.items()]
-        return PageHold(
-            pages, tuple((copies[key], page) for key, page in on_host.items() if page is not None)
-        )
+        to_device = ((copies[key], page) for key, page in on_host.items() if page is not None)
+        return PinnedPages(pages, tuple(to_device))
 
     def check(self, filled: FilledPages, sequence: Sequence) -> None:
-        """ValueError unless these pages can be what the sequence starts with."""
+        """ValueError unless the sequence can start with these pages."""
         pages, num_tokens, pool = filled.pages, filled.num_tokens, self._pool
         if not 0 < num_tokens < sequence.num_tokens:
             raise ValueError(
@@ -95,8 +102,10 @@ class ExternalPageHolds:
             raise ValueError(f"sequence {sequence.key}: prompt_logprobs need the whole prompt computed")
 
     def settle(self, filled: FilledPages, sequence: Sequence) -> None:
-        """Make them the sequence's, on its account, and full ones known. IntegrityError, with nothing done,
-        when the owner does not use them all, or one that the sequence will write on is not its alone.
+        """Give the pages to the sequence and its scheduling key, and register the full ones.
+
+        IntegrityError, with nothing done, if the owner lacks a page, or if another holder uses the last page,
+        which the sequence will write.
         """
         pool, last = self._pool, filled.pages[-1]
         pool.check_used_by(filled.pages, filled.owner)
@@ -104,7 +113,7 @@ class ExternalPageHolds:
             pool.is_known(last) or not pool.is_only_used_by(last, filled.owner)
         ):
             raise IntegrityError(f"page {last} is filled in part and shared: {sequence.key} cannot write it")
-        pool.accounts.book(sequence.key, sequence.account_name)
+        pool.accounts.book(sequence.key, sequence.scheduling_key)
         pool.hand_over(filled.pages, filled.owner, sequence.key)
         pool.accounts.close(filled.owner)
         self._end_claim(filled.pages, filled.owner)
@@ -114,10 +123,11 @@ class ExternalPageHolds:
         self._cache.register(sequence)
 
     def keep(self, sequence: Sequence) -> None:
+        """Hold the pages of an ended sequence."""
         self.kept[sequence.key] = sequence
 
     def release_kept(self, key: SequenceKey) -> None:
-        """Nothing happens when no pages of this sequence are kept."""
+        """Release the pages that are kept for a sequence, if any."""
         sequence = self.kept.pop(key, None)
         if sequence is None:
             return
@@ -125,13 +135,8 @@ class ExternalPageHolds:
         sequence.page_table.clear()
         sequence.table_version += 1
 
-    def _end_claim(self, pages: Ordered[int], owner: Owner) -> None:
-        rest = self._claims.pop(owner, frozenset()).difference(pages)
-        if rest:
-            self._claims[owner] = rest
-
     def num_reservable(self) -> int:
-        """Pages that are free, or will be after eviction, and that a reservation may have now."""
+        """Pages, free or evictable, that a reservation may have now."""
         pool, queues = self._pool, self._queues
         num_pages = pool.num_available - queues.num_running * pool.pages_for(HEADROOM_TOKENS)
         for sequence in (*queues.prefilling.values(), *queues.waiting[:1]):
@@ -142,8 +147,13 @@ class ExternalPageHolds:
             num_pages = min(num_pages, num_spare + self._num_preemptible())
         return max(0, num_pages)
 
+    def _end_claim(self, pages: Ordered[int], owner: Owner) -> None:
+        rest = self._claims.pop(owner, frozenset()).difference(pages)
+        if rest:
+            self._claims[owner] = rest
+
     def _num_preemptible(self) -> int:
-        """Pages that would be available if every live sequence were preempted, and are not now."""
+        """Pages that are not available now, and would be if every live sequence were preempted."""
         pages: set[int] = set()
         pages.update(*(sequence.page_table for sequence in self._queues.by_key.values()))
         pages -= self._pool.held_outside()

@@ -1,29 +1,29 @@
-"""What the scheduler says: a Plan (what would be done) and the Batch that applying it yields."""
+"""A scheduler's decisions: the Plan of a step, and the Batch and Advances that carrying it out yields."""
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TypeAlias
 
 import msgspec
 
+from baton.engine.cache.host_tier import PageCopy
 from baton.engine.scheduler.sequence import Sequence, SequenceKey
 from baton.request import FinishReason
 
-PageCopy: TypeAlias = tuple[int, int]  # (device_page, host_page), whichever way the copy goes
-
 
 class PreemptMode(Enum):
+    """The fate of a preempted sequence's KV."""
+
     RECOMPUTE = "recompute"  # drop the pages; compute the tokens again later
     SWAP = "swap"  # copy the pages to host memory; copy them back later
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The next step as decided, before anything has changed. Applying it once makes it stale.
+    """The next step as decided, before anything has changed. Applying a plan makes it stale.
 
     `scheduled` is in batch order, chunks of one token first. `admitted` sequences (new, resumed or swapped
-    in) run from this step on; `preempted` ones are not scheduled, and may be waiting with pages that they
-    have brought. `page_needs` counts the pages to allocate and names only sequences that need any; with the
-    cached pages that admitted ones share it never exceeds what is available.
+    in) run from this step on. `preempted` sequences are not scheduled; they run, or wait with pages that they
+    brought. `page_needs` counts the pages to allocate and names only sequences that need any; together with
+    the cached pages that admitted sequences share, the sum never exceeds the available pages.
     """
 
     version: int
@@ -32,13 +32,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     page_needs: Mapping[SequenceKey, int]
     admitted: tuple[SequenceKey, ...] = ()
     preempted: Mapping[SequenceKey, PreemptMode] = {}
-    num_padded_tokens: int = 0  # rows that a padded batch computes for nothing
-    wait_s: float | None = None  # nothing to do now; the queue window opens after this long
-    way_for: SequenceKey | None = None  # the waiting sequence that others were preempted for: it comes next
+    num_padded_tokens: int = 0  # padding rows of a static batch
+    wait_s: float | None = None  # nothing is scheduled; the queue window opens after this time
+    preempted_for: SequenceKey | None = None  # the waiting sequence that others give pages to; it comes next
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute tokens [start, start + num_tokens) of `sequence`; a plain record made for every step."""
+    """Compute tokens [start, start + num_tokens) of `sequence`."""
 
     sequence: Sequence
     start: int
@@ -46,7 +46,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def samples(self) -> bool:
-        """Whether the last position of the chunk yields the next token; true until it is committed."""
+        """Whether the last position of the chunk yields the next token; true until the token is committed."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
@@ -62,9 +62,19 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     copies_to_device: tuple[PageCopy, ...] = ()
     num_padded_tokens: int = 0
 
+    @property
+    def prompt_chunks(self) -> tuple[ScheduledChunk, ...]:
+        """The chunks of more than one token."""
+        return self.chunks[self.num_decodes :]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks, without padding."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
 
 class Advance(msgspec.Struct, frozen=True, gc=False):
-    """`sequence` grew by `token_id`, its generated token number `index`; the last if a reason is given."""
+    """`sequence` grew by `token_id`, its generated token number `index`; the last one has a finish reason."""
 
     sequence: Sequence
     token_id: int

@@ -1,18 +1,18 @@
-"""Decides what each step computes and keeps the books of sequences and pages.
+"""Decides each step and keeps the state of sequences and pages.
 
 The life of a sequence:
 
-1. `add` refuses what could never run and puts the sequence in the waiting queue.
-2. `plan` decides the next step: who is preempted, who is admitted, how many tokens each one computes.
-   It reads and changes nothing.
-3. `apply` carries the plan out on the ledgers (preempt, share prefix pages, evict, allocate) and returns
-   the Batch: page copies, then chunks of tokens. The caller runs the model on it.
-4. `commit` takes the sampled tokens: computed tokens advance, full pages become known to the prefix
-   cache, sequences that are done let go of their pages.
-5. A sequence that is preempted goes back to 2 with all its tokens; `abort` is legal at any point.
+1. `add` refuses a sequence that could never run and puts any other in the waiting queue.
+2. `plan` decides the next step: which sequences are preempted and admitted, and how many tokens each one
+   computes. It changes nothing.
+3. `apply` carries the plan out on the ledgers (preempt, share prefix pages, evict, allocate) and returns the
+   Batch: page copies, then chunks of tokens. The caller runs the model on the batch.
+4. `commit` takes the sampled tokens: computed tokens advance, the prefix cache learns full pages, and
+   sequences that are done release their pages.
+5. A preempted sequence goes back to 2 with all its tokens. `abort` is legal at any point.
 
-Every accepted sequence ends exactly once: as an Advance with a finish reason, or in the list that
-`abort` returns.
+Every accepted sequence ends exactly once: as an Advance with a finish reason, or in the list that `abort`
+returns.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,22 +23,20 @@ from operator import attrgetter
 
 from baton.clock import Clock
 from baton.config.engine import SchedulerConfig
-from baton.engine.cache.page_pool import Owner
+from baton.engine.cache.page_pool import Owner, PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
 from baton.engine.scheduler.page_holds import ExternalPageHolds
 from baton.engine.scheduler.plan import Advance, Batch, Plan, PreemptMode, ScheduledChunk
-from baton.engine.scheduler.policies import policy_of
-from baton.engine.scheduler.preemption import PreemptionRates
+from baton.engine.scheduler.policies import batch_policy
 from baton.engine.scheduler.queues import SequenceQueues
-from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceKey, SequenceStatus
-from baton.engine.scheduler.step_planner import CostCap, PressureMode, StepPlanner
-from baton.engine.scheduler.validation import most_tokens
-from baton.errors import IntegrityError
-from baton.request import MAX_CHOICES, FinishReason
+from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.step_planner import CostCap, PreemptionRates, PressureMode, StepPlanner
+from baton.errors import IntegrityError, InvalidRequest
+from baton.request import MAX_CHOICES, FilledPages, FinishReason
 
 
 class SequencePages:
-    """Allocates and frees the pages of sequences: the part of applying a plan that touches the ledgers."""
+    """Allocates and frees the pages of sequences: the part of `apply` that changes the ledgers."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -46,10 +44,11 @@ class SequencePages:
         self._host = cache.host
 
     def claim(self, sequence: Sequence) -> list[bytes]:
-        """Hold what the prefix cache has for an admitted sequence, so that no eviction takes it.
+        """Share the known device pages of an admitted sequence and pin its host pages, so that no eviction
+        takes them.
 
-        Every admitted sequence claims before any of them allocates. Returns the keys of the pages that
-        are on the host, to be given to `restore`.
+        Every admitted sequence claims before any of them allocates. Returns the keys of the host pages, for
+        `restore`.
         """
         if sequence.page_table:
             return []
@@ -64,7 +63,7 @@ class SequencePages:
         return match.host_keys
 
     def restore(self, sequence: Sequence, host_keys: list[bytes]) -> None:
-        """Bring back what is on the host and set how far the sequence is computed."""
+        """Copy host pages back and set `num_computed_tokens`."""
         if sequence.status is SequenceStatus.SWAPPED:
             self._swap_in(sequence)
         elif not sequence.num_computed_tokens:
@@ -80,11 +79,11 @@ class SequencePages:
                 sequence.num_cached_tokens = num_cached_tokens
 
     def grow(self, sequence: Sequence, num_pages: int) -> None:
-        """Append fresh pages; room has been made."""
+        """Append fresh pages; the caller has made room."""
         sequence.page_table += self._pool.allocate(num_pages, sequence.key)
 
     def drop(self, sequence: Sequence) -> None:
-        """Let go of everything the sequence holds, on the device and on the host."""
+        """Release everything that the sequence holds, on the device and on the host."""
         if sequence.status is SequenceStatus.SWAPPED:
             self._host.give_up(sequence.key)
             sequence.host_pages.clear()
@@ -93,14 +92,14 @@ class SequencePages:
         sequence.num_computed_tokens = 0
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Let go of the device pages after a copy of what is computed to the host."""
+        """Copy the computed pages to the host and release the device pages."""
         num_pages = self._pool.pages_for(sequence.num_computed_tokens)
         sequence.host_pages = self._host.swap_out(sequence.key, sequence.page_table[:num_pages])
         self._pool.release(sequence.page_table, sequence.key)
         self._clear_table(sequence)
 
     def _swap_in(self, sequence: Sequence) -> None:
-        """Share the full pages that the device still knows, copy the others back and make them known."""
+        """Share the full pages that the device still knows, copy the others back and register them."""
         table = sequence.page_table
         for page in self._cache.match_swapped(sequence).device_pages[len(table) :]:
             self._pool.share((page,), sequence.key)
@@ -131,17 +130,12 @@ class SequencePages:
         sequence.num_known_pages = 0
 
 
-# Whose a step's time was, where several prompts are computed in turns or together.
-#
-# A prompt's time from its first step to its first token says little of what it takes: others may have come
-# first meanwhile. Whoever predicts from it would count those twice, as work that takes long and as a wait.
-
-
 def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], float]) -> None:
-    """Add to `own_s` of each prompt in the batch its part of the time, by what its tokens cost. Decodes ride
-    along, and have none; a batch of single tokens is a step of decodes, whoever is in it.
+    """Add to `own_s` of each prompt in the batch its part of the step's time, in proportion to its cost.
 
-    cost: of so many tokens from a start on (engine/scheduler/step_planner.py).
+    The time from a prompt's first step to its first token includes the prompts that were computed in between,
+    so `own_s` is what predictions use. Decodes count nothing; a batch without longer chunks is a step of
+    decodes. cost: of so many tokens from a start on, as `CostCap.cost`.
     """
     if batch.num_decodes == len(batch.chunks):
         return
@@ -152,16 +146,37 @@ def attribute_step_cost(batch: Batch, step_s: float, cost: Callable[[int, int], 
         each.sequence.own_s += step_s * own / total
 
 
+def most_tokens(sequence: Sequence, pool: PagePool) -> int:
+    """The length that the sequence can reach in this pool. InvalidRequest if it could not run alone."""
+    if not sequence.num_prompt_tokens:
+        raise InvalidRequest(f"request {sequence.request_id}: the prompt is empty")
+    quota = sequence.max_kv_pages
+    num_pages = pool.num_pages if quota is None else min(quota, pool.num_pages)
+    most = min(sequence.max_num_tokens, num_pages * pool.page_size)
+    if sequence.num_tokens < most:
+        return most
+    begun = sequence.num_generated_tokens
+    holder = "the model and its KV pages hold"
+    if quota is not None and quota < pool.num_pages:
+        holder = f"the quota max_kv_pages of {quota} pages, and the model, hold"
+    raise InvalidRequest(
+        f"request {sequence.request_id}: a prompt of {sequence.num_prompt_tokens} tokens"
+        f"{f' and {begun} of the answer' if begun else ''}; {holder} {most}, one of them for the answer"
+    )
+
+
 _RUNNING = SequenceStatus.RUNNING
 _num_computed_tokens = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
+    """Owns the queues of sequences and changes the ledgers of pages."""
+
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, attention_parity: float = inf
+        self, config: SchedulerConfig, cache: PrefixCache, clock: Clock, attention_mlp_crossover: float = inf
     ) -> None:
-        """attention_parity: of the model, see engine/models/parameters.py."""
-        self.rates: PreemptionRates | None = None  # set when measured; until then preemption recomputes
+        """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
+        self.rates: PreemptionRates | None = None  # set once measured; until then preemption recomputes
         self.pressure_mode = PressureMode()
         self._config = config
         self.cache = cache
@@ -169,33 +184,33 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._queues = SequenceQueues()
-        self.outside = ExternalPageHolds(cache, self._queues)
+        self.holds = ExternalPageHolds(cache, self._queues)
         self._pages = SequencePages(cache)
-        self._policy = policy_of(config)
-        # The other policies are there to be compared with, and let nobody overtake.
+        self._policy = batch_policy(config)
+        # The other policies serve comparison only: no key overtakes another there.
         is_continuous = config.policy == "continuous"
-        self._cost_cap = CostCap(self._queues.accounts, attention_parity if is_continuous else inf)
+        self._cost_cap = CostCap(self._queues.shares, attention_mlp_crossover if is_continuous else inf)
         self._to_preempt: dict[SequenceKey, PreemptMode] = {}
         self._serials = count()
         self._version = 0
 
-    # Sequences come and go.
+    # Sequences.
 
     def add(self, sequence: Sequence, filled: FilledPages | None = None) -> None:
         """Accept a sequence. Raises InvalidRequest when it could not run even with all pages to itself.
 
-        The pages that it brings become its own, and are freed with it, once it is accepted; not before.
+        filled: KV that the request brings; the pages belong to the sequence once it is accepted, not before.
         """
-        if sequence.key in self._queues.by_key or sequence.key in self.outside.kept:
+        if sequence.key in self._queues.by_key or sequence.key in self.holds.kept:
             raise ValueError(f"sequence {sequence.key} is already here")
         max_num_tokens = most_tokens(sequence, self.pool)
         if filled is not None:
-            self.outside.check(filled, sequence)
+            self.holds.check(filled, sequence)
         sequence.max_num_tokens = max_num_tokens
         sequence.enqueued_s = self._clock.now_s()
         serial = next(self._serials)
         sequence.rank = (
-            sequence.scheduling_key.rank,
+            sequence.scheduling_class,
             sequence.priority,
             sequence.due_s,
             sequence.arrival_s,
@@ -203,28 +218,28 @@ class Scheduler:
         )
         sequence.table_version = serial << 32
         self.cache.extend_keys(sequence, sequence.num_tokens // self.pool.page_size)
-        self.cache.weigh(sequence.cache_salt, sequence.scheduling_key.weight)
+        self.cache.weigh(sequence.cache_salt, sequence.weight)
         if filled is not None:
-            self.outside.settle(filled, sequence)
+            self.holds.settle(filled, sequence)
         else:
-            self.pool.accounts.book(sequence.key, sequence.account_name)
+            self.pool.accounts.book(sequence.key, sequence.scheduling_key)
         self._queues.wait(sequence)
         self._version += 1
 
     def claim(
         self, token_ids: Ordered[int], salt: bytes, owner: Owner, *, multiple_of: int = 1
     ) -> FilledPages:
-        """Hold what is known of a prompt before there is a sequence; see `Engine.claim_prefix`."""
+        """Hold the known prefix of a prompt before there is a sequence; see `Replica.claim_prefix`."""
         known = self.cache.find(token_ids, salt)
         while len(known) * self.pool.page_size % multiple_of:
             known.pop()
-        claim = self.outside.claim(known, owner)
+        claim = self.holds.claim(known, owner)
         self.cache.count(len(token_ids), claim.num_tokens)
         self._version += 1
         return claim
 
     def abort(self, request_id: str, choice: int | None = None) -> list[Sequence]:
-        """End the live choices of the request, or one of them, and return them; none is not an error."""
+        """End the live choices of the request, or one choice, and return them; unknown ids return none."""
         choices = range(MAX_CHOICES) if choice is None else (choice,)
         keys = [(request_id, each) for each in choices]
         aborted = [self._queues.by_key[key] for key in keys if key in self._queues.by_key]
@@ -234,17 +249,19 @@ class Scheduler:
         return aborted
 
     def fail(self, sequence: Sequence) -> None:
-        """End a live sequence whose KV is not to be trusted."""
+        """End a live sequence with invalid KV; the prefix cache forgets its pages."""
         self.cache.forget(sequence.page_table)
         self._finish(sequence, FinishReason.ERROR)
         self._version += 1
 
     def lose(self, keys: Iterable[SequenceKey]) -> None:
-        """A step went wrong half-way: no sequence is live, `keys` own nothing, no contents are known."""
+        """Reset after a step that failed half-way: no sequence is live, `keys` own no page, no contents are
+        known.
+        """
         self._queues.clear()
         self._to_preempt.clear()
         for key in keys:
-            self.outside.kept.pop(key, None)
+            self.holds.kept.pop(key, None)
         self.pool.lose(keys)
         self.cache.clear()
         self._version += 1
@@ -268,12 +285,12 @@ class Scheduler:
         return tuple(self._queues.by_key)
 
     def preempt(self, key: SequenceKey, mode: PreemptMode) -> None:
-        """Make the next plan preempt this running sequence, needed or not.
+        """Make the next plan preempt this running sequence, with or without need.
 
-        A sequence recomputed again and again advances only if a step is long enough for all its tokens.
+        A sequence that recomputes repeatedly advances only if one step is long enough for all its tokens.
         """
         sequence = self._queues.by_key[key]
-        if sequence.status is not _RUNNING:
+        if not sequence.is_running:
             raise ValueError(f"sequence {key} is {sequence.status.value}, not running")
         self._to_preempt[key] = mode
         self._version += 1
@@ -282,18 +299,21 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Decide the next step from the state as it is. Pure: calling it twice gives the same plan."""
-        config, queues = self._config, self._queues
-        planner = StepPlanner(queues, self.cache, config.max_num_seqs, config.max_num_batched_tokens)
-        planner.rates, planner.pressure_mode, planner.cost_cap = (
-            self.rates,
-            self.pressure_mode,
-            self._cost_cap,
+        queues = self._queues
+        planner = StepPlanner(
+            queues,
+            self.cache,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            rates=self.rates,
+            pressure_mode=self.pressure_mode,
+            cost_cap=self._cost_cap,
         )
         for key, mode in self._to_preempt.items():
             sequence = queues.by_key.get(key)
-            if sequence is not None and sequence.status is _RUNNING:
+            if sequence is not None and sequence.is_running:
                 planner.preempt(sequence, mode)
-        if queues.accounts.have_quotas:
+        if queues.have_quotas:
             planner.quotas.enforce()
         wait_s = self._policy.fill(planner, self._clock.now_s())
         return planner.finish(self._version, wait_s)
@@ -303,11 +323,11 @@ class Scheduler:
         if plan.version != self._version:
             raise ValueError(f"the plan is stale: made at version {plan.version}, now {self._version}")
         self._version += 1
-        by_key, accounts = self._queues.by_key, self._queues.accounts
+        by_key = self._queues.by_key
         self.cache.host.begin_step()
         self._to_preempt.clear()
-        if plan.way_for is not None:
-            self._queues.owed = plan.way_for
+        if plan.preempted_for is not None:
+            self._queues.preempted_for = plan.preempted_for
         for key, mode in plan.preempted.items():
             self._preempt(by_key[key], mode)
         if plan.admitted:
@@ -315,11 +335,8 @@ class Scheduler:
         if plan.page_needs:
             self._allocate(plan)
         sequences = [by_key[key] for key in plan.scheduled]
-        if accounts.are_several and sequences:
-            computed = ((by_key[key].account, num_tokens) for key, num_tokens in plan.scheduled.items())
-            accounts.charge(computed, self._clock.now_s())
-        elif sequences:
-            accounts.charge_only(sum(plan.scheduled.values()), self._clock.now_s())
+        if sequences:
+            self._charge(plan)
         starts = map(_num_computed_tokens, sequences)
         to_host, to_device = self.cache.host.take_copies()
         return Batch(
@@ -334,7 +351,7 @@ class Scheduler:
         """Record that the batch has run; `sampled[i]` is the token of `batch.chunks[i]` if it samples.
 
         Chunks of sequences that were aborted since are ignored. Returns one Advance per new token.
-        step_s: since the last batch, or since there was something to compute.
+        step_s: the time since the last batch ended, or since there was work.
         """
         attribute_step_cost(batch, step_s, self._cost_cap.cost)
         advances: list[Advance] = []
@@ -360,13 +377,20 @@ class Scheduler:
         self.pool.check_integrity()
         self.cache.check_integrity()
         self.cache.host.check_integrity()
-        for sequence in (*self._queues.by_key.values(), *self.outside.kept.values()):
+        for sequence in (*self._queues.by_key.values(), *self.holds.kept.values()):
             for page in sequence.page_table:
                 if sequence.key not in self.pool.owners(page):
                     raise IntegrityError(f"sequence {sequence.key} uses page {page} without owning it")
             pages = sequence.host_pages or sequence.page_table
             if len(pages) < self.pool.pages_for(sequence.num_computed_tokens):
                 raise IntegrityError(f"sequence {sequence.key} has fewer pages than computed tokens")
+
+    def _charge(self, plan: Plan) -> None:
+        by_key, shares, now_s = self._queues.by_key, self._queues.shares, self._clock.now_s()
+        if shares.are_several:
+            shares.charge(((by_key[key].share, num) for key, num in plan.scheduled.items()), now_s)
+        else:
+            shares.charge_only(sum(plan.scheduled.values()), now_s)
 
     def _preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
         sequence.num_preemptions += 1
@@ -379,7 +403,7 @@ class Scheduler:
             self._queues.stop(sequence, SequenceStatus.WAITING)
 
     def _admit(self, sequences: list[Sequence]) -> None:
-        # All claim before any restores: restoring evicts, and must not evict what another one claims.
+        # All claim before any restores, because restoring evicts.
         host_keys = [self._pages.claim(sequence) for sequence in sequences]
         for sequence, keys in zip(sequences, host_keys, strict=True):
             self._pages.restore(sequence, keys)
@@ -387,7 +411,7 @@ class Scheduler:
         self._queues.num_last_admitted = len(sequences)
 
     def _allocate(self, plan: Plan) -> None:
-        # Admitted sequences may have got some of their pages already, when they came from the host.
+        # Admitted sequences may have some of their pages already, copied from the host.
         missing = []
         for key in plan.page_needs:
             sequence = self._queues.by_key[key]
@@ -414,7 +438,7 @@ class Scheduler:
         self._queues.remove(sequence)
         self.pool.accounts.close(sequence.key)
         if sequence.keeps_pages and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.outside.keep(sequence)
+            self.holds.keep(sequence)
         else:
             self._pages.drop(sequence)
         self._to_preempt.pop(sequence.key, None)

@@ -1,246 +1,474 @@
-"""The books of one plan while a policy fills it in: tokens, seats and pages that are left.
+"""Plans one step: the tokens, seats and pages that a batching policy gives out, with quotas and preemption.
 
-A draft reads the queues and the ledgers and never changes them. It accounts for the worst case: what it
-grants can be had when the plan is applied to the same state.
+A planner reads the queues and the ledgers and never changes them. It counts the worst case: everything that
+it grants is available when the plan is applied to the same state.
+
+- `StepPlanner` keeps what is left while a policy schedules, admits and preempts.
+- `PreemptionCandidates` orders the sequences that give pages when pages are short.
+- `PageQuotas` bounds the pages of each scheduling key.
+- `PressureRelief` carries out the pressure mode, set while the cluster is overloaded.
+- `CostCap` bounds how long a scheduling key beyond its share delays the others.
+
+With one scheduling key and no quota, sequences are ordered by rank alone.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Container, Iterable
 from functools import cached_property
 from math import ceil, inf, sqrt
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.accounts import Account, Accounts
 from baton.engine.scheduler.plan import Plan, PreemptMode
-from baton.engine.scheduler.preemption import (
-    AccountBooks,
-    PreemptionCandidates,
-    PreemptionRates,
-    cheaper_mode,
-)
 from baton.engine.scheduler.queues import SequenceQueues, rank_of
-from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
-from baton.messages.status import OverloadLevel
+from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceRank, SequenceStatus
+from baton.fair_queue import DecayedShares, Share
+
+# (class, pages in excess of the share, recent work, rank), or the rank alone.
+PreemptionOrder: TypeAlias = tuple[int, float, float, SequenceRank] | SequenceRank
+
+HEADROOM_TOKENS: Final = 16  # each running sequence can grow by this much before a newcomer takes its pages
 
 
-class PageQuotas:
-    """Holds a plan to the quotas of pages: an account that has no more to get takes them from itself, or
-    waits.
+class HeldPages:
+    """The pages that each scheduling key holds once the plan is applied, its share of them, and its quota.
 
-    A sequence that finds no room in its quota holds up nothing but what is on its account. What else an
-    account uses in the ledger, for prompts that are under way or pages that are kept, counts as well, and
-    ends by itself.
+    The share of a key is that of its weight among the keys with live sequences.
+    """
+
+    def __init__(self, queues: SequenceQueues, pool: PagePool) -> None:
+        self.are_several = queues.shares.are_several
+        self.have_quotas = queues.have_quotas
+        self.are_tracked = self.are_several or self.have_quotas
+        self._queues = queues
+        self._pool = pool
+        self._change: Counter[str] = Counter()  # scheduling key -> pages granted less pages taken by the plan
+        self._claimed: set[tuple[str, int]] = set()  # (key, page) that the key uses because of the plan
+        self._released: Counter[tuple[str, int]] = Counter()  # (key, page) -> users that the plan preempts
+
+    def preemption_order(self, sequence: Sequence) -> PreemptionOrder:
+        """The sequence with the greatest value gives its pages first.
+
+        Lower classes come before higher ones. In a class, the key that is most over its share of the pages
+        comes first, then the key with the most recent work; of one key, the worst rank. A key within its
+        share therefore never gives pages to a key that is over its own.
+        """
+        if not self.are_several:
+            return sequence.rank
+        share = sequence.share
+        return sequence.scheduling_class, self.excess(share), share.work, sequence.rank
+
+    def num_pages(self, share: Share) -> int:
+        """Pages that the key holds, or expects."""
+        return self._pool.accounts.held(share.key) + self._change[share.key]
+
+    def due(self, share: Share) -> float:
+        """Pages that are the key's share of the pool."""
+        return self._pool.num_pages * share.weight / self._queues.shares.total_weight
+
+    def excess(self, share: Share, num_lost: int = 0) -> float:
+        """Pages, divided by the weight, that the key holds beyond its share after losing `num_lost`; 0 if
+        none.
+        """
+        return max(0.0, self.num_pages(share) - num_lost - self.due(share)) / share.weight
+
+    def room(self, share: Share) -> float:
+        """Pages that the key's quota leaves; negative when the key holds more."""
+        return self._queues.max_pages(share.key) - self.num_pages(share)
+
+    def over_quota(self) -> list[Share]:
+        """The keys that hold more pages than their quotas."""
+        return [share for share in self._queues.shares.active.values() if self.room(share) < 0]
+
+    def take(self, share: Share, num_pages: int) -> None:
+        """Grant fresh pages; a negative number takes a grant back."""
+        if self.are_tracked:
+            self._change[share.key] += num_pages
+
+    def num_new(self, share: Share, pages: Iterable[int]) -> int:
+        """How many of these pages the key does not use yet."""
+        return sum(1 for page in pages if not self._uses(share, page))
+
+    def claim(self, share: Share, pages: Iterable[int]) -> None:
+        """Let one of the key's sequences share known pages."""
+        if self.are_tracked:
+            for page in pages:
+                self._change[share.key] += not self._uses(share, page)
+                self._claimed.add((share.key, page))
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all pages of the sequence's table."""
+        if self.are_tracked:
+            share = sequence.share
+            for page in sequence.page_table:
+                used = self._uses(share, page)
+                self._released[share.key, page] += 1
+                self._change[share.key] -= used and not self._uses(share, page)
+
+    def _uses(self, share: Share, page: int) -> bool:
+        key = share.key, page
+        if key in self._claimed:
+            return True
+        return self._pool.accounts.num_users(self._pool.owners(page), share.key) > self._released[key]
+
+
+# Preemption.
+
+
+class PreemptionRates(NamedTuple):
+    """Costs of preemption on this machine, measured by the engine."""
+
+    recompute_s_per_token: float  # prefill time of one token
+    swap_s_per_page: float  # one page, one way
+
+
+def cheaper_mode(num_computed_tokens: int, num_pages: int, rates: PreemptionRates | None) -> PreemptMode:
+    """The mode that costs fewer seconds until the sequence is back; recompute while nothing is measured.
+
+    A swapped page crosses twice. Recompute needs no host memory and wins ties.
+    """
+    if rates is None:
+        return PreemptMode.RECOMPUTE
+    recompute_s = num_computed_tokens * rates.recompute_s_per_token
+    swap_s = 2 * num_pages * rates.swap_s_per_page
+    return PreemptMode.SWAP if swap_s < recompute_s else PreemptMode.RECOMPUTE
+
+
+class PreemptionCandidates:
+    """Lists the sequences that may give pages, the first to give them first. Preempts none.
+
+    Two kinds of sequences hold pages: running ones, and waiting ones that brought pages with them. A waiting
+    sequence may never run before a running one has ended, so it also gives pages to sequences that come after
+    it.
     """
 
     def __init__(
         self,
-        planner: "StepPlanner",
-        books: AccountBooks,
-        candidates: PreemptionCandidates,
-        headroom_pages: int,
+        queues: SequenceQueues,
+        pool: PagePool,
+        held: HeldPages,
+        admitted: Container[SequenceKey],
+        preempted: Container[SequenceKey],
     ) -> None:
-        """headroom_pages: that each running sequence can grow by before a newcomer takes them."""
+        """admitted, preempted: by the plan so far; neither gives anything more."""
+        self._queues = queues
+        self._pool = pool
+        self._held = held
+        self._admitted = admitted
+        self._preempted = preempted
+
+    def of_running(self, sequence: Sequence, *, may_wait: bool) -> list[Sequence]:
+        """Candidates for a running sequence.
+
+        may_wait: other sequences advance in this step, so waiting sequences of other keys keep their pages
+        from a sequence that comes after them.
+        """
+        order = self._held.preemption_order
+        own, spares = order(sequence), may_wait and self._held.are_several
+        others = sorted(self._holders(), key=order, reverse=True)
+        return [other for other in others if order(other) > own or not (spares or other.is_running)]
+
+    def of_waiting(self, sequence: Sequence, num_lacking: int) -> list[Sequence]:
+        """Candidates for a sequence that does not fit although none runs; empty if all together are too few.
+
+        Then holders outside the scheduler have the rest, and will release it.
+        """
+        others = [other for other in self._waiting_with_pages() if other is not sequence]
+        return self._enough(sorted(others, key=self._held.preemption_order, reverse=True), num_lacking)
+
+    def of_newcomer(
+        self, sequence: Sequence, num_pages: int, num_lacking: int, headroom_pages: int
+    ) -> list[Sequence]:
+        """Candidates for a sequence that does not fit beside the running ones; empty if together too few.
+
+        These are sequences of lower classes and, if the newcomer's key stays within its share with
+        `num_pages` more, sequences of keys over their shares. headroom_pages: kept free for each running
+        sequence.
+        """
+        held, share = self._held, sequence.share
+        is_due = held.num_pages(share) + num_pages <= held.due(share)
+        num_lost = Counter[str]()
+        candidates = []
+        for other in sorted(self._holders(), key=held.preemption_order, reverse=True):
+            is_over = is_due and held.excess(other.share, num_lost[other.share.key]) > 0
+            same_class = other.scheduling_class == sequence.scheduling_class
+            if other.scheduling_class > sequence.scheduling_class or (same_class and is_over):
+                candidates.append(other)
+                num_lost[other.share.key] += len(other.page_table)
+        return self._enough(candidates, num_lacking, headroom_pages)
+
+    def of_lowest_class(self, num_lacking: int) -> list[Sequence]:
+        """Running sequences of the lowest class, the longest first; all if too few."""
+        running = [s for s in self._queues.running() if s.key not in self._preempted]
+        classes = {sequence.scheduling_class for sequence in running}
+        if len(classes) < 2:
+            return []
+        lowest = [sequence for sequence in running if sequence.scheduling_class == max(classes)]
+        lowest.sort(key=lambda sequence: len(sequence.page_table), reverse=True)
+        return self._enough(lowest, num_lacking) or lowest
+
+    def of_key(self, share: Share) -> list[Sequence]:
+        """All holders of pages of one scheduling key, the worst rank first."""
+        return sorted((s for s in self._holders() if s.share is share), key=rank_of, reverse=True)
+
+    def of_same_key(self, sequence: Sequence) -> list[Sequence]:
+        """Candidates for a sequence whose scheduling key has reached its quota."""
+        others = [other for other in self.of_key(sequence.share) if other is not sequence]
+        return [other for other in others if other.rank > sequence.rank or not other.is_running]
+
+    def _enough(
+        self, candidates: list[Sequence], num_lacking: int, headroom_pages: int = 0
+    ) -> list[Sequence]:
+        """The first candidates that together free `num_lacking` pages, counting their headroom; else none."""
+        num_owners = Counter[int]()
+        for index, candidate in enumerate(candidates):
+            num_owners.update(candidate.page_table)
+            num_lacking -= sum(
+                self._pool.is_freed_by(page, num_owners[page]) for page in candidate.page_table
+            )
+            num_lacking -= headroom_pages * candidate.is_running
+            if num_lacking <= 0:
+                return candidates[: index + 1]
+        return []
+
+    def _holders(self) -> list[Sequence]:
+        running = [s for s in self._queues.running() if s.key not in self._preempted]
+        return running + self._waiting_with_pages()
+
+    def _waiting_with_pages(self) -> list[Sequence]:
+        return [
+            s
+            for s in self._queues.waiting
+            if s.page_table and s.key not in self._admitted and s.key not in self._preempted
+        ]
+
+
+class PageQuotas:
+    """Keeps a plan within the page quotas: a key at its quota takes pages from its own sequences, or waits.
+
+    A sequence that finds no room in its quota delays only sequences of the same key. Pages that the key uses
+    outside the scheduler (incoming transfers, kept pages) count as well, and are released without the
+    planner.
+    """
+
+    def __init__(self, planner: "StepPlanner", held: HeldPages, candidates: PreemptionCandidates) -> None:
         self._planner = planner
-        self._books = books
+        self._held = held
         self._candidates = candidates
-        self._headroom_pages = headroom_pages
-        self._held_back: set[str] = set()  # accounts that have no room for the next of their sequences
+        self._full: set[str] = set()  # keys without room for their next sequence
 
     def enforce(self) -> None:
-        """Accounts that hold more than their quota, as pages may be brought, give the rest back."""
-        for account in self._books.accounts_over_quota():
-            for victim in self._candidates.on_account(account):
-                if self._books.room(account) < 0:
+        """Preempt sequences of keys that hold more than their quotas, which brought pages can cause."""
+        for share in self._held.over_quota() if self._held.have_quotas else ():
+            for victim in self._candidates.of_key(share):
+                if self._held.room(share) < 0:
                     self._planner.drop(victim)
 
     def allow(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Whether the account may hold all pages of a waiting sequence, even with the `num_tokens` it may
-        grow to, beside what its running ones need."""
-        account = sequence.account
-        if not self._books.have_quotas or account.max_pages == inf:
+        """Whether all pages of a waiting sequence fit in the quota beside what the key's running sequences
+        need.
+
+        num_tokens: the length that the sequence may grow to.
+        """
+        share = sequence.share
+        if not self._held.have_quotas or self._held.room(share) == inf:
             return True
-        if account.name in self._held_back:
+        if share.key in self._full:
             return False
-        _, shared = self._planner.prospect(sequence)
-        num_missing = self._planner.num_missing(sequence, max(num_tokens, sequence.num_tokens))
-        num_pages = max(0, num_missing - len(shared)) + self._books.num_new(account, shared)
-        seated = [each for each in self._planner.seated() if each.account is account]
-        num_needed = len(seated) * self._headroom_pages
-        num_needed += sum(self._planner.num_missing(each, each.num_tokens) for each in seated)
-        if num_pages + num_needed <= self._books.room(account):
+        planner = self._planner
+        _, shared = planner.prospect(sequence)
+        num_missing = planner.num_missing(sequence, max(num_tokens, sequence.num_tokens))
+        num_pages = max(0, num_missing - len(shared)) + self._held.num_new(share, shared)
+        seated = [each for each in planner.seated() if each.share is share]
+        num_needed = len(seated) * planner.headroom_pages
+        num_needed += sum(planner.num_missing(each, each.num_tokens) for each in seated)
+        if num_pages + num_needed <= self._held.room(share):
             return True
-        self._held_back.add(account.name)
+        self._full.add(share.key)
         if not seated:
             self._free(sequence, num_pages)
         return False
 
     def leave(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether the account may have so many pages for a running sequence, if others on it give theirs."""
-        if not self._books.have_quotas or num_pages <= self._books.room(sequence.account):
+        """Whether a running sequence may have so many pages, preempting others of its key if needed."""
+        if not self._held.have_quotas or num_pages <= self._held.room(sequence.share):
             return True
         return self._free(sequence, num_pages)
 
     def leave_all(self, sequences: Collection[Sequence]) -> bool:
-        """Whether each of them may have a page, with nothing to be done for it."""
-        if not self._books.have_quotas:
+        """Whether each sequence may have a page without preemption."""
+        if not self._held.have_quotas:
             return True
-        needs = Counter(sequence.account for sequence in sequences)
-        return all(num_pages <= self._books.room(account) for account, num_pages in needs.items())
+        needs = Counter(sequence.share for sequence in sequences)
+        return all(num_pages <= self._held.room(share) for share, num_pages in needs.items())
 
-    def most(self, account: Account, num_pages: int) -> int:
-        """Of so many pages those that the account may have."""
-        if not self._books.have_quotas:
+    def most(self, share: Share, num_pages: int) -> int:
+        """How many of `num_pages` the key may have."""
+        if not self._held.have_quotas:
             return num_pages
-        return int(max(0, min(num_pages, self._books.room(account))))
+        return int(max(0, min(num_pages, self._held.room(share))))
 
     def _free(self, sequence: Sequence, num_pages: int) -> bool:
-        account = sequence.account
-        for victim in self._candidates.of_own_account(sequence):
-            if num_pages <= self._books.room(account):
+        for victim in self._candidates.of_same_key(sequence):
+            if num_pages <= self._held.room(sequence.share):
                 break
             self._planner.drop(victim)
-        return num_pages <= self._books.room(account)
+        return num_pages <= self._held.room(sequence.share)
 
 
-# What a plan does for a machine that is overloaded, when it is told to.
-#
-# - Small chunks: while sequences decode, prompts get a quarter of a step at most, so that no answer waits
-#   long for its next token. Chunks change no token.
-# - Room: while few pages are left, running sequences of the lowest class give theirs, the longest first.
-#   Their KV goes to the host tier if there is one with room, and is computed again if not. None of that class
-#   comes in that would leave few pages. Nothing happens where no better class runs.
+# Pressure mode.
 
-CHUNK_SHARE: Final = 4  # of a step, one part
+CHUNK_DIVISOR: Final = 4  # prompts get at most this part of a step in small-chunks mode
 LOW_WATER: Final = 0.1  # of all pages
 
 
 class PressureMode(NamedTuple):
+    """How steps behave while the cluster is overloaded.
+
+    small_chunks: while sequences decode, prompts get at most a quarter of a step, so that no running answer
+    waits long for its next token. Chunks change no token. makes_room: while few pages are left and a better
+    class runs, running sequences of the lowest class give their pages, the longest first: to the host tier if
+    it has room, else their KV is computed again. No sequence of that class is admitted that would leave few
+    pages.
+    """
+
     small_chunks: bool = False
     makes_room: bool = False
 
 
-def pressure_mode_at(level: OverloadLevel) -> PressureMode:
-    return PressureMode(
-        small_chunks=level >= OverloadLevel.SMALL_CHUNKS, makes_room=level >= OverloadLevel.MAKE_ROOM
-    )
+NO_PRESSURE: Final = PressureMode()
 
 
 class PressureRelief:
+    """Carries out `PressureMode.makes_room` in one plan."""
+
     def __init__(self, planner: "StepPlanner", pool: PagePool, candidates: PreemptionCandidates) -> None:
         self._planner = planner
         self._candidates = candidates
         self._low_water = int(pool.num_pages * LOW_WATER)
 
     def make_room(self) -> None:
+        """Preempt until the low-water mark is free."""
         num_lacking = self._low_water - self._planner.available
         if num_lacking > 0:
             for victim in self._candidates.of_lowest_class(num_lacking):
                 self._planner.preempt(victim, PreemptMode.SWAP)
 
     def allows(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence may come in."""
-        if all(each.rank[0] >= sequence.rank[0] for each in self._planner.seated()):
+        """Whether a waiting sequence may be admitted."""
+        if all(each.scheduling_class >= sequence.scheduling_class for each in self._planner.seated()):
             return True
         num_pages = self._planner.num_missing(sequence, sequence.num_tokens)
         return self._planner.available - num_pages >= self._low_water
 
 
-# How long a step may keep others waiting who would come first, had they come before it began.
-#
-# A prompt's chunks cost more the further in they are, as each token attends to all before it: a step full of
-# the last tokens of a long prompt takes several times as long as one full of first tokens. Where tenants
-# share a worker, an account beyond its share pays for that: what it computes takes as much of a step's budget
-# as it costs, over MAX_STRETCH. Whoever comes next overtakes it, and has to wait for the step that is on.
+# Cost cap.
 
-# As many full steps of first tokens may such an account's part of a step cost. With less its long prompts pay
-# for more steps, with more others wait longer.
+# The cost of an over-share key's part of a step, in full steps of first tokens. A lower value cuts long
+# prompts of that key into more steps; a higher value delays the other keys longer.
 MAX_STRETCH: Final = 2.0
 
 
 class CostCap:
-    """Cost is counted in first tokens."""
+    """Caps how long a step of a key beyond its share delays the sequences that come before it next.
 
-    def __init__(self, accounts: Accounts, attention_parity: float = inf) -> None:
-        """attention_parity: see engine/models/parameters.py; inf: all tokens cost the same."""
-        self._accounts = accounts
-        self._parity = attention_parity
+    Each token attends to all tokens before it, so a step full of the last tokens of a long prompt takes
+    several times as long as a step of first tokens. Tokens of a key beyond its share therefore take as much
+    of a step's budget as they cost, divided by MAX_STRETCH. Costs are counted in first tokens.
+    """
 
-    def most(self, account: Account, start: int, budget: int) -> int:
-        """How many tokens from `start` on can be had for so much of a step's budget: of any, one at least."""
+    def __init__(self, shares: DecayedShares, attention_mlp_crossover: float = inf) -> None:
+        """attention_mlp_crossover: see `Model.attention_mlp_crossover`; inf: all tokens cost the same."""
+        self._shares = shares
+        self._crossover = attention_mlp_crossover
+
+    def most(self, share: Share, start: int, budget: int) -> int:
+        """How many tokens from `start` on fit in this budget; at least one."""
         limit = budget * MAX_STRETCH
-        if self.cost(start, budget) <= limit or not self._accounts.is_beyond_share(account):
+        if self.cost(start, budget) <= limit or not self._shares.is_beyond_share(share):
             return budget
-        # The positive n of n * (1 + (start + n / 2) / parity) = limit
-        half, wanted = self._parity + start, 2 * self._parity * limit
+        # The positive n of n * (1 + (start + n / 2) / crossover) = limit
+        half, wanted = self._crossover + start, 2 * self._crossover * limit
         return max(1, min(budget, int(wanted / (half + sqrt(half * half + wanted)))))
 
-    def price(self, account: Account, start: int, num_tokens: int, budget: int) -> int:
-        """What of the budget these take."""
+    def price(self, share: Share, start: int, num_tokens: int, budget: int) -> int:
+        """How much of the budget these tokens take."""
         price = ceil(self.cost(start, num_tokens) / MAX_STRETCH)
-        if price <= num_tokens or not self._accounts.is_beyond_share(account):
+        if price <= num_tokens or not self._shares.is_beyond_share(share):
             return num_tokens
         return min(budget, price)
 
     def cost(self, start: int, num_tokens: int) -> float:
-        """Of so many tokens from `start` on."""
-        return num_tokens * (1 + (start + num_tokens / 2) / self._parity)
-
-
-HEADROOM_TOKENS = 16  # each running sequence can grow by this much before a newcomer takes its pages
+        """The cost of `num_tokens` tokens from `start` on."""
+        return num_tokens * (1 + (start + num_tokens / 2) / self._crossover)
 
 
 class StepPlanner:
-    """`budget`: tokens left in the step; `seats`: sequences that may still join."""
+    """The plan of one step while a policy fills it.
+
+    `budget` is the number of tokens left in the step, `seats` the number of sequences that may still join,
+    `available` the number of pages left.
+    """
 
     def __init__(
-        self, queues: SequenceQueues, cache: PrefixCache, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        queues: SequenceQueues,
+        cache: PrefixCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        rates: PreemptionRates | None = None,
+        pressure_mode: PressureMode = NO_PRESSURE,
+        cost_cap: CostCap | None = None,
     ) -> None:
+        """rates: None preempts by recomputing. cost_cap: None lets all tokens cost the same."""
         self.queues = queues
         self.budget = max_num_batched_tokens
         self.seats = max_num_seqs - queues.num_running
-        self.rates: PreemptionRates | None = None
-        self.pressure_mode = PressureMode()
-        self.cost_cap = CostCap(queues.accounts)
+        self.pressure_mode = pressure_mode
         self.num_padded_tokens = 0
-        self._tells_apart = queues.accounts.are_several or queues.accounts.have_quotas
-        self._may_admit = True
+        self._rates = rates
+        self._cost_cap = cost_cap or CostCap(queues.shares)
         self._cache = cache
         self._pool = cache.pool
+        self.headroom_pages = cache.pool.pages_for(HEADROOM_TOKENS)
         self.available = cache.pool.num_available
         self._host_available = cache.host.num_available
+        self._tracks_keys = queues.shares.are_several or queues.have_quotas
+        self._may_admit = True
         self._decodes: dict[SequenceKey, int] = {}
         self._chunks: dict[SequenceKey, int] = {}
         self._page_needs: dict[SequenceKey, int] = {}
-        self._admitted: dict[SequenceKey, tuple[int, int]] = {}  # key -> (first token, pages it comes with)
+        # sequence -> (first token to compute, pages it starts with)
+        self._admitted: dict[SequenceKey, tuple[int, int]] = {}
         self._preempted: dict[SequenceKey, PreemptMode] = {}
-        self._lacking: tuple[Sequence, int] | None = None  # that was not admitted, and the pages it needs
-        self._way_for: SequenceKey | None = None
-        self._released: Counter[int] = Counter()  # page -> owners that this plan preempts
+        self._lacking: tuple[Sequence, int] | None = None  # found no room, and the pages that it wants
+        self._preempted_for: SequenceKey | None = None
+        self._released: Counter[int] = Counter()  # page -> owners that the preemptions remove
         self._num_leaving = 0  # running sequences that this plan preempts
-        self._freed: set[int] = set()  # pages that nobody will hold after the preemptions
+        self._freed: set[int] = set()  # pages without a holder after the preemptions
         self._claimed: set[int] = set()  # cached pages that admitted sequences will share
         # Pages that running prefills will still ask for.
         self._committed = sum(map(self._num_missing_pages, queues.prefilling.values()))
 
-    # Made when something is short, which it rarely is.
+    # Made when something is short, which is rare.
 
     @cached_property
     def quotas(self) -> PageQuotas:
-        return PageQuotas(self, self._books, self._candidates, self._pool.pages_for(HEADROOM_TOKENS))
+        return PageQuotas(self, self._held, self._candidates)
 
     @cached_property
-    def easing(self) -> PressureRelief:
+    def relief(self) -> PressureRelief:
         return PressureRelief(self, self._pool, self._candidates)
 
     @cached_property
-    def _books(self) -> AccountBooks:
-        return AccountBooks(self.queues.accounts, self._pool)
+    def _held(self) -> HeldPages:
+        return HeldPages(self.queues, self._pool)
 
     @cached_property
     def _candidates(self) -> PreemptionCandidates:
-        return PreemptionCandidates(self.queues, self._pool, self._books, self._admitted, self._preempted)
+        return PreemptionCandidates(self.queues, self._pool, self._held, self._admitted, self._preempted)
 
     # Running sequences.
 
@@ -252,14 +480,14 @@ class StepPlanner:
         decoding, page_size = self.queues.decoding, self._pool.page_size
         at_page_end = [s for s in decoding.values() if not s.num_computed_tokens % page_size]
         has_pages = len(at_page_end) <= self.available
-        has_pages = has_pages and (not self._tells_apart or self.quotas.leave_all(at_page_end))
+        has_pages = has_pages and (not self._tracks_keys or self.quotas.leave_all(at_page_end))
         if has_pages and len(decoding) <= self.budget and not self._preempted:
             self._decodes = dict.fromkeys(decoding, 1)
             self.budget -= len(decoding)
             for sequence in at_page_end:
                 self._take_pages(sequence, 1)
             return len(decoding)
-        for sequence in sorted(decoding.values(), key=self._books.turn_of):
+        for sequence in sorted(decoding.values(), key=self._held.preemption_order):
             if self.budget and not self.is_preempted(sequence) and self._find_pages(sequence, 1):
                 self._take_pages(sequence, 1)
                 self._decodes[sequence.key] = 1
@@ -267,14 +495,15 @@ class StepPlanner:
         return len(self._decodes)
 
     def prefills(self) -> list[Sequence]:
-        """The running sequences that are behind by more than a token, best rank first."""
+        """The running sequences that lack the KV of more than one token, best rank first."""
         return sorted((s for s in self.queues.prefilling.values() if not self.is_preempted(s)), key=rank_of)
 
     def remaining(self, sequence: Sequence) -> int:
-        """Tokens still to compute after what this plan grants; an admitted one starts after its hits."""
+        """Tokens still to compute after this plan; an admitted sequence starts after its cached prefix."""
         return sequence.num_tokens - self._end(sequence)
 
     def granted(self, sequence: Sequence) -> int:
+        """Prompt tokens that this plan computes."""
         return self._chunks.get(sequence.key, 0)
 
     def grant(self, sequence: Sequence, num_tokens: int) -> int:
@@ -282,25 +511,27 @@ class StepPlanner:
 
         Fewer when pages are short. Only a sequence that could not advance at all preempts others.
         """
-        account, start = sequence.account, self._end(sequence)
+        share, start = sequence.share, self._end(sequence)
         num_tokens = min(
-            self.cost_cap.most(account, start, min(num_tokens, self.budget)), self.remaining(sequence)
+            self._cost_cap.most(share, start, min(num_tokens, self.budget)), self.remaining(sequence)
         )
         if num_tokens < 1 or self.is_preempted(sequence) or not self._find_pages(sequence, 1):
             return 0
-        num_pages = self.quotas.most(account, self.available) if self._tells_apart else self.available
+        num_pages = self.quotas.most(share, self.available) if self._tracks_keys else self.available
         num_pages += self._num_held(sequence)
         num_tokens = min(num_tokens, num_pages * self._pool.page_size - start)
         self._committed -= self._take_pages(sequence, num_tokens)
         self._chunks[sequence.key] = self._chunks.get(sequence.key, 0) + num_tokens
-        self.budget -= self.cost_cap.price(account, start, num_tokens, self.budget)
+        self.budget -= self._cost_cap.price(share, start, num_tokens, self.budget)
         return num_tokens
 
     # Waiting sequences.
 
     def admit(self, sequence: Sequence, num_tokens: int = 0) -> bool:
-        """Seat a waiting sequence if all its tokens, or even the `num_tokens` it may grow to, fit beside
-        what the running ones will need."""
+        """Give a seat to a waiting sequence if it fits beside what the running sequences will need.
+
+        num_tokens: the length that the sequence may grow to; all its present tokens count in any case.
+        """
         if not self.seats or not self._may_admit or self.is_preempted(sequence):
             return False
         start, shared = self.prospect(sequence)
@@ -315,8 +546,8 @@ class StepPlanner:
                     self._take_back(victim)
             return False
         self._claimed.update(claimed)
-        if self._tells_apart:
-            self._books.claim(sequence.account, shared)
+        if self._tracks_keys:
+            self._held.claim(sequence.share, shared)
         self.available -= len(claimed)
         self._committed += num_new
         self._admitted[sequence.key] = (start, num_held)
@@ -324,34 +555,37 @@ class StepPlanner:
         return True
 
     def preempt_for(self, sequence: Sequence) -> None:
-        """Take back pages, for the next plan, that a sequence lacks which was not admitted beside others."""
+        """Preempt others, for the next plan, to free the pages that `admit` has just missed."""
         if self._lacking is None or self._lacking[0] is not sequence or not self._num_seated():
             return
-        num_pages, headroom = self._lacking[1], self._pool.pages_for(HEADROOM_TOKENS)
+        num_pages = self._lacking[1]
         num_lacking = num_pages + self._committed + self._headroom() - self.available
-        for victim in self._candidates.of_newcomer(sequence, num_pages, num_lacking, headroom):
+        for victim in self._candidates.of_newcomer(sequence, num_pages, num_lacking, self.headroom_pages):
             self._take_back(victim)
-            self._way_for = sequence.key
+            self._preempted_for = sequence.key
 
     # Preemption.
 
     def is_preempted(self, sequence: Sequence) -> bool:
+        """Whether this plan preempts the sequence."""
         return sequence.key in self._preempted
 
     def drop(self, victim: Sequence) -> None:
-        """Preempt it the cheaper way."""
+        """Preempt a sequence in the cheaper mode."""
         num_computed = victim.num_computed_tokens
-        self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self.rates))
+        self.preempt(victim, cheaper_mode(num_computed, self._pool.pages_for(num_computed), self._rates))
 
     def preempt(self, sequence: Sequence, mode: PreemptMode) -> None:
-        """Take all pages of a sequence that runs, or waits with pages that it has brought; without host
-        pages for a swap, it will recompute."""
+        """Take all pages of a sequence that runs, or waits with pages that it has brought.
+
+        Without host pages for a swap, the sequence recomputes.
+        """
         key = sequence.key
         self.budget += self._decodes.pop(key, 0) + self._chunks.pop(key, 0)
         num_taken = self._page_needs.pop(key, 0)
         self.available += num_taken
-        self._books.take(sequence.account, -num_taken)
-        self._books.let_go(sequence)
+        self._held.take(sequence.share, -num_taken)
+        self._held.release(sequence)
         if key in self.queues.prefilling:
             self._committed -= self._num_missing_pages(sequence) - num_taken
         num_pages = self._pool.pages_for(sequence.num_computed_tokens)
@@ -359,16 +593,21 @@ class StepPlanner:
             mode = PreemptMode.RECOMPUTE
         if mode is PreemptMode.SWAP:
             self._host_available -= num_pages
-            self._may_admit = False  # the swap may push out what a newcomer would find on the host
+            self._may_admit = False  # the swap may evict the host pages that a newcomer would start with
         self._preempted[key] = mode
-        if sequence.status is SequenceStatus.RUNNING:
+        if sequence.is_running:
             self._num_leaving += 1
             self.seats += 1
-        self._free_pages(sequence)
+        for page in sequence.page_table:
+            self._released[page] += 1
+            if self._pool.is_freed_by(page, self._released[page]):
+                self._freed.add(page)
+                self.available += 1
 
     # The result.
 
     def finish(self, version: int, wait_s: float | None) -> Plan:
+        """The plan of everything that was granted, admitted and preempted."""
         scheduled, num_decodes = self._decodes, len(self._decodes)
         if self._chunks:
             singles = {key: num for key, num in self._chunks.items() if num == 1}
@@ -383,11 +622,13 @@ class StepPlanner:
             preempted=self._preempted,
             num_padded_tokens=self.num_padded_tokens,
             wait_s=None if scheduled else wait_s,
-            way_for=self._way_for,
+            preempted_for=self._preempted_for,
         )
 
+    # Questions of quotas and relief.
+
     def prospect(self, sequence: Sequence) -> tuple[int, list[int]]:
-        """(first token to compute, pages that the sequence will share) once it is admitted."""
+        """(first token to compute, known pages to share) of a waiting sequence once it is admitted."""
         if sequence.page_table:
             return sequence.num_computed_tokens, []
         if sequence.status is SequenceStatus.SWAPPED:
@@ -395,24 +636,32 @@ class StepPlanner:
         match = self._cache.match(sequence)
         return match.num_pages * self._pool.page_size, match.device_pages
 
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that the sequence lacks for `num_tokens` tokens after this plan."""
+        return max(0, self._pool.pages_for(num_tokens) - self._num_held(sequence))
+
+    def seated(self) -> list[Sequence]:
+        """All sequences that run after this plan."""
+        running = [s for s in self.queues.running() if not self.is_preempted(s)]
+        return running + [self.queues.by_key[key] for key in self._admitted]
+
     def _is_claimable(self, page: int) -> bool:
         return (self._pool.is_available(page) or page in self._freed) and page not in self._claimed
 
     def _headroom(self) -> int:
-        return self._num_seated() * self._pool.pages_for(HEADROOM_TOKENS)
+        return self._num_seated() * self.headroom_pages
 
     def _num_seated(self) -> int:
         return self.queues.num_running + len(self._admitted) - self._num_leaving
 
     def _find_pages(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make pages available for the next tokens, preempting worse-ranked sequences, the worst first, then
-        any that waits with pages: it may never run before one that runs has ended.
+        """Make pages available for the next tokens of a running sequence, preempting others if needed.
 
-        False: all of them together do not free enough. The sequence then keeps what it has and waits for
-        those of better rank; the best one always gets its pages, so some sequence always advances.
+        False: all candidates together free too few pages. The sequence then keeps its pages and waits. The
+        best-ranked sequence always gets its pages, so every step advances some sequence.
         """
         need = self._num_new_pages(sequence, num_tokens)
-        if self._tells_apart and not self.quotas.leave(sequence, need):
+        if self._tracks_keys and not self.quotas.leave(sequence, need):
             return False
         if need <= self.available:
             return True
@@ -427,27 +676,11 @@ class StepPlanner:
         self.drop(victim)
         self._may_admit = False
 
-    def _free_pages(self, sequence: Sequence) -> None:
-        for page in sequence.page_table:
-            self._released[page] += 1
-            if self._pool.is_freed_by(page, self._released[page]):
-                self._freed.add(page)
-                self.available += 1
-
     def _num_missing_pages(self, sequence: Sequence) -> int:
         return max(0, self._pool.pages_for(sequence.num_tokens) - len(sequence.page_table))
 
-    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that it lacks for so many tokens after what this plan grants."""
-        return max(0, self._pool.pages_for(num_tokens) - self._num_held(sequence))
-
-    def seated(self) -> list[Sequence]:
-        """All that will run after this plan."""
-        running = [s for s in self.queues.running() if not self.is_preempted(s)]
-        return running + [self.queues.by_key[key] for key in self._admitted]
-
     def _end(self, sequence: Sequence) -> int:
-        """The token before which everything is computed once the plan is done."""
+        """The first token that is not computed after this plan."""
         admitted = self._admitted.get(sequence.key)
         start = admitted[0] if admitted else sequence.num_computed_tokens
         return start + self._chunks.get(sequence.key, 0)
@@ -465,6 +698,6 @@ class StepPlanner:
         if num_pages:
             self._page_needs[sequence.key] = self._page_needs.get(sequence.key, 0) + num_pages
             self.available -= num_pages
-            if self._tells_apart:
-                self._books.take(sequence.account, num_pages)
+            if self._tracks_keys:
+                self._held.take(sequence.share, num_pages)
         return num_pages

@@ -48,7 +48,7 @@ from baton.messages.bounds import Kind
 from baton.rpc.auth import PAGES, KeyRing, LinkKeys, LinkSecret
 from baton.rpc.connection import DroppedPeers
 
-# Commands of parts that wait until a step of this rank has come far enough (see engine/cache/step_marks.py).
+# Commands of parts that wait until a step of this rank has come far enough (see engine/cache/page_pool.py).
 #
 # A command whose mark has passed is carried out at once. Any other waits, and so do all later commands for
 # the same part, so that each part hears its commands in the order in which they were given. A thread looks

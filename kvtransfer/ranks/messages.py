@@ -49,7 +49,7 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 DigestKey: TypeAlias = Annotated[bytes, Meta(min_length=32, max_length=32)]  # of a transfer, see Link
 Layers: TypeAlias = tuple[Rank, Rank]  # [first, stop)
-Mark: TypeAlias = Count  # a place in a step, see engine/cache/step_marks.py; 0: before all steps
+Mark: TypeAlias = Count  # a place in a step, see engine/cache/page_pool.py; 0: before all steps
 
 
 class RankMessage(

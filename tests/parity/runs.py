@@ -10,10 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from baton.config.engine import engine_config
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.engine.models.registry import read_model_config
-from baton.engine.runner.step_inputs import StepArrays
+from baton.engine.runner.model_input import StepArrays
 from baton.engine.scheduler.plan import PreemptMode
 from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.pages import PageLayout

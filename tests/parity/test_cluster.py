@@ -15,8 +15,7 @@ import torch
 
 from baton.config.cluster import TransportChoice
 from baton.config.engine import EngineConfig, engine_config
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.messages.workers import WorkerRole
 from baton.prefill_worker import prefill_job
 from baton.request import Request, SamplingParams

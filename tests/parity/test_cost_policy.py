@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.engine import engine_config
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from tests.cluster_threads import Cluster, wait_for
 from tests.parity.test_cluster import MODEL, Topology, alone, requests
 

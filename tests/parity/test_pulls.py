@@ -14,8 +14,7 @@ import pytest
 
 from baton.config.engine import EngineConfig, engine_config
 from baton.decode_worker.worker import DecodeWorker
-from baton.engine.engine import Engine
-from baton.engine.loading import load_engine
+from baton.engine.engine import Engine, load_engine
 from baton.kvtransfer.protocol.pull import ON_HOST
 from baton.messages.control import Dispatch, PullSource
 from baton.messages.workers import WorkerRole

@@ -96,7 +96,7 @@ def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def _generate(arguments: argparse.Namespace) -> None:
     from baton.engine.models.registry import read_model_config
-    from baton.engine.scheduler.validation import check_sampling
+    from baton.engine.scheduler.sequence import check_sampling
 
     sampling = sampling_of(arguments)
     for flag, asked in (("--logprobs", sampling.logprobs), ("--prompt-logprobs", sampling.prompt_logprobs)):

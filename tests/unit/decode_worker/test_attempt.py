@@ -1,9 +1,8 @@
 import pytest
 
 from baton.decode_worker.attempt import Attempt
-from baton.engine.scheduler.sequence import FilledPages
 from baton.messages.control import Dispatch
-from baton.request import TokenEvent
+from baton.request import FilledPages, TokenEvent
 from tests.worker_pair import GATEWAY
 from tests.worker_pair_cases import PROMPT, a_request
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import SequenceStatus
-from baton.engine.scheduler.step_planner import PressureMode
+from baton.engine.scheduler.step_planner import PreemptionRates, PressureMode
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 from baton.tenants import Sla
@@ -30,7 +29,7 @@ class Workload:
                 page_size=rng.choice([1, 2, 4, 8]),
                 num_host_pages=rng.choice([0, 3, 20, 60]),
                 prefix_caching=rng.random() < 0.7,
-                attention_parity=rng.choice([inf, 1.0, 10.0]),
+                attention_mlp_crossover=rng.choice([inf, 1.0, 10.0]),
                 scheduler=SchedulerConfig(
                     max_num_seqs=rng.randint(1, 8),
                     max_num_batched_tokens=rng.choice([1, 3, 8, 17, 64]),

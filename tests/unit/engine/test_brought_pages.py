@@ -4,9 +4,9 @@ import pytest
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.cache.page_pool import PageState
-from baton.engine.scheduler.sequence import FilledPages, SequenceStatus
+from baton.engine.scheduler.sequence import SequenceStatus
 from baton.errors import IntegrityError
-from baton.request import Request, SamplingParams
+from baton.request import FilledPages, Request, SamplingParams
 from tests.outside import Delivery, OpenHarness
 from tests.scheduling import PROMPT, Settings
 
@@ -138,7 +138,7 @@ def test_pages_that_cannot_be_a_beginning_stay_the_callers(
     with pytest.raises(ValueError, match=message):
         harness.scheduler.add(sequence, FilledPages(pages, num_tokens, "caller"))
     assert not harness.scheduler.has_work() and not sequence.page_table
-    harness.scheduler.outside.release(pages, "caller")
+    harness.scheduler.holds.release(pages, "caller")
     assert harness.pool.num_free == 16
 
 
@@ -186,5 +186,5 @@ def test_a_refused_release_releases_nothing() -> None:
     pages = tuple(harness.pool.allocate(2, "caller"))
     (foreign,) = harness.pool.allocate(1, "third")
     with pytest.raises(IntegrityError, match=f"page {foreign}"):
-        harness.scheduler.outside.release((*pages, foreign), "caller")
+        harness.scheduler.holds.release((*pages, foreign), "caller")
     assert harness.pool.count(PageState.ACTIVE) == 3

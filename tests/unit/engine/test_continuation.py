@@ -107,7 +107,7 @@ def test_what_cannot_go_on_is_refused(engine: Engine, fields: dict[str, Any], me
 
 def test_pages_too_few_for_the_answer_so_far_are_told(tiny_model: Path) -> None:
     engine = tiny_engine(tiny_model)
-    engine.runner.max_model_len = 10**6  # as for a model whose length its pages do not hold
+    engine.max_model_len = 10**6  # as for a model whose length its pages do not hold
     sampling = SamplingParams(temperature=0.0, max_tokens=None)
     with pytest.raises(InvalidRequest, match="of the answer; the model and its KV pages hold"):
         answer(engine, sampling=sampling, generated_token_ids=(1,) * 5000)

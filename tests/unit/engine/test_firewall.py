@@ -10,9 +10,8 @@ from torch import Tensor
 from baton.clock import ManualClock
 from baton.engine.cache.page_pool import PageState
 from baton.engine.engine import BAD_LOGITS, Engine
-from baton.engine.runner.step_inputs import StepArrays
-from baton.engine.scheduler.sequence import FilledPages
-from baton.request import FinishReason, Request, SamplingParams, StepOutput
+from baton.engine.runner.model_input import StepArrays
+from baton.request import FilledPages, FinishReason, Request, SamplingParams, StepOutput
 from tests.tiny_models import generate, tiny_engine, token_ids
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

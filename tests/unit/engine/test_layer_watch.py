@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.engine import Engine
+from baton.engine.models.decoder import Decoder
 from baton.engine.scheduler.plan import ScheduledChunk
 from baton.kernels.decoder_stack import LayerGroups
 from baton.request import Request, SamplingParams
@@ -61,7 +62,8 @@ def test_told_layers_are_final_and_later_ones_untouched(
 ) -> None:
     expected = token_ids(generate(engine, list(PROMPT), max_tokens=1))
     if not native:
-        engine.runner.decoder.stack = None
+        assert isinstance(engine.runner.model, Decoder)
+        engine.runner.model.stack = None
     with torch.inference_mode():
         engine.runner.pool.device.fill_(float("nan"))
     watch = Watch(engine, num_groups)

@@ -38,7 +38,7 @@ def contents(engine: Engine, pages: list[int]) -> torch.Tensor:
 
 
 def lend(engine: Engine, keys: list[bytes]) -> list[int]:
-    pages = engine.lend(keys, "a borrower")
+    pages = engine.pin(keys, "a borrower")
     assert pages is not None
     return pages
 
@@ -52,7 +52,7 @@ def is_all_back(engine: Engine) -> bool:
 def test_keys_name_the_same_pages_in_every_replica_and_are_of_a_salt(engine: Engine) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     assert lend(engine, keys) == list(engine.scheduler.cache.find([*PROMPT, 0], b""))
-    assert engine.lend(engine.page_keys(PROMPT, b"another tenant", 4), "another") is None
+    assert engine.pin(engine.page_keys(PROMPT, b"another tenant", 4), "another") is None
     layout, larger = engine.runner.layout, list[bytes]()
     namer = PageKeys(model_fingerprint=engine.fingerprint, dtype=layout.dtype, page_size=16)
     namer.extend(larger, list(PROMPT), 3, b"")
@@ -83,7 +83,7 @@ def test_pages_that_could_not_be_copied_are_nobodys(engine: Engine, monkeypatch:
     run(engine, OTHER)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no copies today"):
         patched.setattr(engine.runner, "execute", fail)
-        engine.lend(keys, "a borrower")
+        engine.pin(keys, "a borrower")
     assert is_all_back(engine)
     assert len(lend(engine, keys)) == len(keys)
 
@@ -94,7 +94,7 @@ def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
     taken = engine.pages.allocate(engine.pages.num_free, "somebody")
     held = [page for page in range(24) if engine.pages.state(page) is PageState.CACHED]
     engine.pages.share(held, "somebody")
-    assert engine.lend(keys, "a borrower") is None
+    assert engine.pin(keys, "a borrower") is None
     engine.pages.release([*taken, *held], "somebody")
     assert is_all_back(engine)
 
@@ -103,5 +103,5 @@ def test_copies_that_there_is_no_room_for_are_not_lent(engine: Engine) -> None:
 def test_what_is_not_here_is_not_lent(engine: Engine, wrong: str) -> None:
     keys = engine.page_keys(PROMPT, b"", 4)
     keys = [*keys, b"?" * 16] if wrong == "unknown" else [*keys, keys[0]]
-    assert engine.lend(keys, "a borrower") is None
+    assert engine.pin(keys, "a borrower") is None
     assert is_all_back(engine)

@@ -1,4 +1,5 @@
 import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -6,8 +7,7 @@ import psutil
 import pytest
 import torch
 
-from baton.engine.loading import load_engine
-from baton.engine.runner import tp_worker
+from baton.engine.engine import load_engine
 from baton.engine.runner.model_runner import ModelRunner
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config, tiny_engine, token_ids, write_config
@@ -69,13 +69,13 @@ def test_a_model_that_cannot_be_split_is_refused_and_no_rank_is_left(
 def test_ranks_that_cannot_share_the_model_are_refused_before_any_is_started(
     tiny_model: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tp_worker, "_start", lambda _: pytest.fail("a process was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match=f"KV heads: 2 cannot be split over {num_ranks} "):
         tiny_engine(tiny_model, tensor_parallel_size=num_ranks)
 
 
 def test_kv_memory_that_nobody_has_is_an_error_that_says_how_much(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="KV pages of .* bytes cannot be had"):
+    with pytest.raises(ConfigError, match="KV pages of .* bytes cannot be allocated"):
         tiny_engine(tiny_model, cache={"kv_cache_memory_bytes": 2**66})
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import Sequence, SequenceStatus
+from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.errors import InvalidRequest
 from tests.outside import Delivery, OpenHarness
 from tests.scheduling import Settings
@@ -145,7 +145,7 @@ def test_live_sequences_end_however_long_reservations_last(first_seed: int) -> N
             except InvalidRequest:
                 continue
         while harness.scheduler.has_work():
-            num_pages = rng.randint(0, harness.scheduler.outside.num_reservable())
+            num_pages = rng.randint(0, harness.scheduler.holds.num_reservable())
             if num_pages and rng.random() < 0.7:
                 harness.cache.make_room(num_pages, keep=False)
                 lessee = f"lease {num_granted}"

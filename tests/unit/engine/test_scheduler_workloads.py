@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.preemption import PreemptionRates
 from baton.engine.scheduler.sequence import SequenceStatus
+from baton.engine.scheduler.step_planner import PreemptionRates
 from baton.errors import InvalidRequest
 from baton.request import SamplingParams
 from tests.scheduling import Harness, Settings

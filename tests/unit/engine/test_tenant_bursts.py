@@ -1,4 +1,4 @@
-"""What a tenant that always wants more does to others, whose requests come in bursts; in steps."""
+"""Bursts of quiet scheduling keys beside a key that always wants more, in steps."""
 
 from random import Random
 from typing import Final
@@ -8,9 +8,9 @@ from baton.config.engine import SchedulerConfig
 from baton.engine.cache.host_tier import HostTier
 from baton.engine.cache.page_pool import PagePool
 from baton.engine.cache.prefix_cache import PrefixCache
-from baton.engine.scheduler.accounts import HALF_LIFE_S
 from baton.engine.scheduler.scheduler import Scheduler
 from baton.engine.scheduler.sequence import Sequence, SequenceKey
+from baton.fair_queue import HALF_LIFE_S
 from baton.request import Request, SamplingParams
 
 STEP_TOKENS: Final = 128
@@ -21,7 +21,7 @@ LONG: Final = 2000
 
 
 class Prefill:
-    """Prompts to their first token; who waits for what, in steps."""
+    """Computes prompts to their first tokens and records the waits in steps."""
 
     def __init__(self) -> None:
         cache = PrefixCache(PagePool(4000, 16), None, HostTier(0))
@@ -48,14 +48,14 @@ class Prefill:
         self._clock.advance(HALF_LIFE_S / NUM_STEPS)
         batch = self._scheduler.apply(self._scheduler.plan())
         for chunk in batch.chunks:
-            self.num_computed[chunk.sequence.account_name.split("-")[0]] += chunk.num_tokens
+            self.num_computed[chunk.sequence.scheduling_key.split("-")[0]] += chunk.num_tokens
         for advance in self._scheduler.commit(batch, [7] * len(batch.chunks)):
-            if advance.sequence.account_name != "noisy":
+            if advance.sequence.scheduling_key != "noisy":
                 self.waited.append(self.num_steps - self._began[advance.sequence.key])
 
     @property
     def num_noisy(self) -> int:
-        return sum(each.account_name == "noisy" for each in self._scheduler.sequences())
+        return sum(each.scheduling_key == "noisy" for each in self._scheduler.sequences())
 
 
 def quiet_tenants(num_steps: int, seed: int, *, is_noisy: bool) -> list[int]:
@@ -73,16 +73,16 @@ def quiet_tenants(num_steps: int, seed: int, *, is_noisy: bool) -> list[int]:
     return sorted(prefill.waited)
 
 
-def test_bursts_of_quiet_tenants_hardly_notice_one_that_always_wants_more() -> None:
+def test_busy_key_hardly_delays_bursts_of_quiet_keys() -> None:
     for seed in range(2):
         alone = quiet_tenants(1500, seed, is_noisy=False)
-        sticky_worker = quiet_tenants(1500, seed, is_noisy=True)
-        assert len(sticky_worker) > 0.98 * len(alone)
-        slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, sticky_worker))
+        beside = quiet_tenants(1500, seed, is_noisy=True)
+        assert len(beside) > 0.98 * len(alone)
+        slow_alone, slow = (waited[int(0.97 * len(waited))] for waited in (alone, beside))
         assert slow <= 1.1 * slow_alone + 1, (seed, slow, slow_alone)
 
 
-def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
+def test_burst_is_served_at_once_up_to_a_bound() -> None:
     prefill = Prefill()
     for _ in range(80):
         prefill.add("noisy", LONG)
@@ -94,6 +94,6 @@ def test_what_a_burst_may_have_at_once_has_a_bound() -> None:
     for _ in range(4 * NUM_STEPS):
         prefill.step()
     noisy = prefill.num_computed["noisy"] - noisy_before
-    most = NUM_STEPS * STEP_TOKENS  # of one that comes with nothing had: see engine/scheduler/accounts.py
+    most = NUM_STEPS * STEP_TOKENS  # of a key without recent work: see `DecayedShares`
     assert prefill.num_computed["quiet"] - noisy <= most + 2 * STEP_TOKENS
     assert prefill.num_computed["quiet"] - noisy >= 0.9 * most

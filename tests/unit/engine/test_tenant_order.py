@@ -1,4 +1,4 @@
-"""Who is computed first: class, share, priority, deadline, arrival."""
+"""The order of prompts: class, share, priority, deadline, arrival."""
 
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.sequence import DEFAULT_DUE_S, SequenceStatus, due_s
@@ -32,14 +32,14 @@ def request_with(sla: Sla, delay_ms: float | None = None) -> Request:
     )
 
 
-def test_a_request_is_due_by_the_tightest_word_on_its_first_token() -> None:
+def test_request_is_due_by_its_first_objective() -> None:
     assert due_s(request_with(Sla(ttft_ms=500.0, deadline_ms=9e3), 20.0)) == 100.5
     assert due_s(request_with(Sla(deadline_ms=9e3), 20.0)) == 109.0
     assert due_s(request_with(Sla(), 20.0)) == 100.02
     assert due_s(request_with(Sla(tpot_ms=5.0))) == 100.0 + DEFAULT_DUE_S
 
 
-def test_within_a_tenant_priority_then_deadline_then_arrival() -> None:
+def test_one_key_orders_by_priority_then_deadline_then_arrival() -> None:
     harness = make_harness()
     for name, arrival_s, ttft_ms, priority in (
         ("late", 0.0, None, 0),
@@ -53,7 +53,7 @@ def test_within_a_tenant_priority_then_deadline_then_arrival() -> None:
     assert first_tokens(harness) == "urgent due sooner late last"
 
 
-def test_a_tenants_priorities_are_no_concern_of_others() -> None:
+def test_priorities_of_one_key_do_not_affect_others() -> None:
     harness = make_harness()
     for number in range(3):
         harness.add(f"n{number}", range(63), SamplingParams(max_tokens=1), tenant="noisy", priority=-9)
@@ -61,7 +61,7 @@ def test_a_tenants_priorities_are_no_concern_of_others() -> None:
     assert first_tokens(harness) == "n0 q n1 n2"
 
 
-def test_a_better_class_is_computed_first_and_alone() -> None:
+def test_better_class_is_computed_first_and_alone() -> None:
     harness = make_harness()
     for number in range(2):
         harness.add(f"l{number}", range(63), tenant="low", scheduling_key=scheduling_key(rank=1))
@@ -70,7 +70,7 @@ def test_a_better_class_is_computed_first_and_alone() -> None:
     assert first_tokens(harness) == "h0 h1 l0 l1"
 
 
-def test_a_quiet_tenants_prompt_waits_for_no_flood_of_another() -> None:
+def test_quiet_key_does_not_wait_for_a_flood_of_another() -> None:
     harness = make_harness()
     for number in range(30):
         harness.add(f"n{number}", range(63), SamplingParams(max_tokens=1), tenant="noisy")
@@ -80,7 +80,7 @@ def test_a_quiet_tenants_prompt_waits_for_no_flood_of_another() -> None:
     assert first_tokens(harness).split().index("q") <= 1
 
 
-def test_a_quiet_tenant_within_its_share_gets_pages_that_another_has_beyond_its_own() -> None:
+def test_key_within_its_share_gets_pages_of_a_key_beyond_its_share() -> None:
     harness = make_harness(num_pages=40)
     for number in range(6):
         harness.add(f"n{number}", range(12), SamplingParams(max_tokens=60), tenant="noisy")
@@ -89,7 +89,7 @@ def test_a_quiet_tenant_within_its_share_gets_pages_that_another_has_beyond_its_
     (quiet,) = harness.add("q", range(40), SamplingParams(max_tokens=4), tenant="quiet", arrival_s=99.0)
     plan, _, _ = harness.step()
     assert plan.preempted and all(key[0].startswith("n") for key in plan.preempted)
-    assert plan.way_for == quiet.key
+    assert plan.preempted_for == quiet.key
     plan, _, _ = harness.step()
     assert quiet.key in plan.admitted
     while quiet.key in harness.live:
@@ -98,7 +98,7 @@ def test_a_quiet_tenant_within_its_share_gets_pages_that_another_has_beyond_its_
     harness.run()
 
 
-def test_one_tenant_gives_a_newcomer_nothing() -> None:
+def test_single_key_is_not_preempted_for_a_newcomer() -> None:
     harness = make_harness(num_pages=40)
     for number in range(6):
         harness.add(f"n{number}", range(12), SamplingParams(max_tokens=60), tenant="t")

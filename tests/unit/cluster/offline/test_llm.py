@@ -147,7 +147,7 @@ def test_each_choice_stops_for_itself(llm: LLM) -> None:
 
 
 def test_one_bad_prompt_is_named_and_nothing_is_started(llm: LLM) -> None:
-    vocab_size = llm.engine.runner.model.vocab_size
+    vocab_size = llm.engine.vocab_size
     cases: list[tuple[Prompt, str]] = [
         ("", "prompt 1: the prompt is empty"),
         ([5] * 5000, "prompt 1: the prompt has 5000 tokens; the model takes 4096"),

@@ -32,7 +32,7 @@ def test_shared_page_waits_for_its_last_owner() -> None:
 
 def test_more_pages_than_free_are_refused() -> None:
     pool = PagePool(2, 16)
-    with pytest.raises(IntegrityError, match="3 pages were asked for, 2 are free"):
+    with pytest.raises(IntegrityError, match="3 pages were requested, 2 are free"):
         pool.allocate(3, "a")
 
 

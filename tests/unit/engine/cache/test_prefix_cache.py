@@ -123,7 +123,7 @@ def test_eviction_takes_the_oldest_leaf_so_that_the_rest_stays_reachable() -> No
 def test_making_room_that_is_not_there_is_a_bug() -> None:
     cache = make(num_pages=2)
     compute(cache, sequence_of("a", range(8)))
-    with pytest.raises(IntegrityError, match="1 pages were promised, 0 can be had"):
+    with pytest.raises(IntegrityError, match="1 pages were promised, 0 are available"):
         cache.make_room(1)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.models.decoder import Decoder
 from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.scheduler.plan import ScheduledChunk
@@ -76,8 +77,9 @@ def test_logits_have_the_same_bits_however_the_prompt_is_cut(directory: Path, dt
 @dtypes
 def test_all_layers_in_one_call_give_the_bits_of_kernel_after_kernel(directory: Path, dtype: str) -> None:
     at_once, one_by_one = Steps(directory, dtype), Steps(directory, dtype)
-    assert at_once.runner.decoder.stack is not None
-    one_by_one.runner.decoder.stack = None
+    assert isinstance(at_once.runner.model, Decoder) and isinstance(one_by_one.runner.model, Decoder)
+    assert at_once.runner.model.stack is not None
+    one_by_one.runner.model.stack = None
     for steps in (at_once, one_by_one):
         steps.run((steps.sequence(2), 0, 30), num_padded_tokens=3)
     expected = one_by_one.in_chunks(one_by_one.sequence(1), [16, 17, 18])

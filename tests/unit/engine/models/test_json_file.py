@@ -58,7 +58,7 @@ def test_merging_prefers_what_is_said() -> None:
     assert merged.source == "g.json"
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": NaN}', '{"a": 1} x'])
+@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": NaN}', '{"a": 1} x', '{"a":' + "[" * 200_000])
 def test_damaged_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "f.json").write_text(text)
     with pytest.raises(ModelError, match="f.json: is not a JSON object"):

@@ -1,146 +1,113 @@
-import json
-import os
+"""Parameters of one rank, dummy weights, and progress reports."""
+
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
 
-from baton.engine.models.checkpoint import weight_files
-from baton.engine.models.weights import ReportingCheckpoint, SafetensorsCheckpoint, open_checkpoint
+from baton.engine.models.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.parallel import TensorParallel
+from baton.engine.models.weights import DummyCheckpoint, Parameters, ReportingCheckpoint
 from baton.errors import ModelError
+from baton.kernels.native import TORCH_DTYPES
 
-INDEX = "model.safetensors.index.json"
+CPU = torch.device("cpu")
+EMBEDDING, BIAS, NORM = "model.embed_tokens.weight", "model.layers.0.q_proj.bias", "model.norm.weight"
+UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+SHAPES = {EMBEDDING: (5000, 64), BIAS: (64,), NORM: (64,), UP: (96, 64), DOWN: (64, 96)}
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=64,
-        )
+def dummy(seed: int = 0, dtype: str = "float32") -> DummyCheckpoint:
+    return DummyCheckpoint(SHAPES, dtype=TORCH_DTYPES[dtype], deviation=0.1, seed=seed)
+
+
+def whole(checkpoint: DummyCheckpoint, name: str) -> Tensor:
+    return checkpoint.slice(name, 0, 0, checkpoint.shape(name)[0])
+
+
+def parameters(rank: int = 0, size: int = 1, dtype: str = "float32") -> Parameters:
+    return Parameters(dummy(dtype=dtype), TensorParallel(rank, size), TORCH_DTYPES[dtype], CPU)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_dummy_slices_are_those_of_the_whole(name: str) -> None:
+    tensor = whole(dummy(3), name)
+    assert tuple(tensor.shape) == SHAPES[name] and tensor.count_nonzero()
+    for dim, size in enumerate(tensor.shape):
+        parts = [dummy(3).slice(name, dim, start, start + size // 2) for start in (0, size // 2)]
+        assert torch.equal(torch.cat(parts, dim), tensor)
+
+
+def test_dummy_weights_depend_on_seed_and_name() -> None:
+    first, again, other = (whole(dummy(seed), EMBEDDING) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).float().mean() > 0.01
+    up, down = whole(dummy(), UP).flatten(), whole(dummy(), DOWN).flatten()
+    assert abs(torch.corrcoef(torch.stack([up, down]))[0, 1]) < 0.05
+
+
+def test_dummy_weights_are_nearly_normal_and_norms_are_ones() -> None:
+    weight = whole(dummy(), EMBEDDING) / 0.1
+    assert weight.mean().item() == pytest.approx(0.0, abs=0.01)
+    assert weight.std().item() == pytest.approx(1.0, abs=0.01)
+    assert (weight.abs() < 1).float().mean().item() == pytest.approx(0.683, abs=0.02)
+    assert torch.equal(whole(dummy(dtype="bfloat16"), NORM), torch.ones(64, dtype=torch.bfloat16))
+
+
+def test_dummy_values_never_change() -> None:
+    # A published benchmark or a saved answer depends on them.
+    assert whole(dummy(), EMBEDDING)[0, :3].tolist() == pytest.approx(
+        [0.011235, -0.1850162, -0.133773], abs=1e-6
     )
 
 
-def write_shards(directory: Path, weight_map: dict[str, str]) -> None:
-    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+def test_unknown_dummy_tensor_is_named() -> None:
+    with pytest.raises(ModelError, match="no tensor 'model.layers.2.mlp.up_proj.weight'"):
+        dummy().slice("model.layers.2.mlp.up_proj.weight", 0, 0, 1)
 
 
-def assert_same_weights(checkpoint: SafetensorsCheckpoint, model: LlamaForCausalLM) -> None:
-    expected = model.state_dict()
-    assert set(checkpoint.names()) == set(expected)
-    for name, tensor in expected.items():
-        assert checkpoint.shape(name) == tuple(tensor.shape)
-        assert torch.equal(checkpoint.tensor(name), tensor)
+def test_rows_of_all_ranks_tile_a_table_and_end_in_zeros() -> None:
+    table = parameters().whole(EMBEDDING, (5000, 64))
+    for size in (1, 2, 3, 4, 64):
+        parts = [parameters(rank, size).rows(EMBEDDING, (5000, 64)) for rank in range(size)]
+        assert len({len(part) for part in parts}) == 1
+        tiled = torch.cat(parts)
+        assert torch.equal(tiled[:5000], table) and not tiled[5000:].any()
 
 
-def test_a_single_file(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    model.save_pretrained(tmp_path)
-    assert weight_files(tmp_path) == (tmp_path / "model.safetensors",)
-    assert_same_weights(open_checkpoint(tmp_path), model)
+def test_scope_prefixes_names_and_keeps_the_dtype() -> None:
+    scoped = parameters(dtype="bfloat16").scope("model").scope("layers.0.mlp")
+    assert torch.equal(scoped.whole("up_proj.weight", (96, 64)), whole(dummy(dtype="bfloat16"), UP))
 
 
-def test_shards(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    model.save_pretrained(tmp_path, max_shard_size="16KB")
-    assert len(weight_files(tmp_path)) > 2
-    assert not (tmp_path / "model.safetensors").exists()
-    assert_same_weights(open_checkpoint(tmp_path), model)
-
-
-def test_a_slice_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
-    weight = torch.arange(24.0).view(4, 6)
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(float("nan"), "float32"), (float("inf"), "float32"), (float("-inf"), "bfloat16"), (7e4, "float16")],
+)
+def test_tensor_that_is_not_finite_in_the_models_dtype_is_named(
+    tmp_path: Path, value: float, dtype: str
+) -> None:
+    weight = torch.ones(4, 6)
+    weight[3, 1] = value
     save_file({"w": weight}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    rows, columns = checkpoint.slice("w", 0, 1, 3), checkpoint.slice("w", 1, 3, 6)
-    assert torch.equal(rows, weight[1:3])
-    assert torch.equal(columns, weight[:, 3:])
-    assert columns.stride() == (6, 1)
+    rank_0 = Parameters(SafetensorsCheckpoint(tmp_path), TensorParallel(0, 2), TORCH_DTYPES[dtype], CPU)
+    assert rank_0.rows("w", (4, 6)).shape == (2, 6)  # the bad value is in the other rank's part
+    with pytest.raises(ModelError, match=f"tensor 'w' has a NaN or an infinity in torch.{dtype}"):
+        rank_0.whole("w", (4, 6))
+    with pytest.raises(ModelError, match=f"tensor 'w' has a NaN or an infinity in torch.{dtype}"):
+        rank_0.shard("w", (4, 6), 1)
 
 
-@pytest.mark.parametrize(("dim", "start", "stop"), [(2, 0, 1), (-1, 0, 1), (0, 0, 5), (0, 3, 2), (1, -1, 2)])
-def test_a_slice_outside_the_tensor(tmp_path: Path, dim: int, start: int, stop: int) -> None:
-    save_file({"w": torch.zeros(4, 6)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"tensor 'w' of shape \[4, 6\] has no"):
-        open_checkpoint(tmp_path).slice("w", dim, start, stop)
-
-
-def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="no tensor 'v'"):
-        open_checkpoint(tmp_path).tensor("v")
-
-
-def test_progress_counts_the_bytes_handed_out(tmp_path: Path) -> None:
+def test_progress_counts_the_bytes_of_the_given_names(tmp_path: Path) -> None:
     tensors = {"v": torch.zeros(4), "w": torch.zeros(4, 2).half(), "unused": torch.zeros(9)}
     save_file(tensors, tmp_path / "model.safetensors")
     seen: list[tuple[int, int]] = []
-    checkpoint = ReportingCheckpoint(open_checkpoint(tmp_path), "vw", lambda *done: seen.append(done))
+    checkpoint = ReportingCheckpoint(
+        SafetensorsCheckpoint(tmp_path), "vw", lambda done, total: seen.append((done, total))
+    )
     assert (set(checkpoint.names()), checkpoint.shape("w")) == (set(tensors), (4, 2))
-    checkpoint.tensor("v")
+    checkpoint.slice("v", 0, 0, 4)
     checkpoint.slice("w", 1, 0, 1)
     assert seen == [(0, 32), (16, 32), (32, 32)]
-
-
-def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    header = json.dumps({"v": entry, "w": entry}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    with pytest.raises(ModelError, match="model.safetensors: cannot be mapped"):
-        open_checkpoint(tmp_path)
-
-
-def test_an_index_that_names_a_missing_file(tmp_path: Path) -> None:
-    write_shards(tmp_path, {"w": "a.safetensors"})
-    with pytest.raises(ModelError, match="a.safetensors: there is no such file"):
-        open_checkpoint(tmp_path)
-
-
-def test_an_index_that_names_a_missing_tensor(tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(1)}, tmp_path / "a.safetensors")
-    write_shards(tmp_path, {"w": "a.safetensors", "v": "a.safetensors"})
-    with pytest.raises(ModelError, match="tensor 'v' should be in a.safetensors, which does not hold it"):
-        open_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("escape", ["../a.safetensors", "/a.safetensors", "sub/a.safetensors", "a.bin", ".."])
-def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, escape: str) -> None:
-    inside = tmp_path / "model"
-    inside.mkdir()
-    save_file({"w": torch.zeros(1)}, tmp_path / "a.safetensors")
-    write_shards(inside, {"w": escape})
-    with pytest.raises(ModelError, match="a shard should be a .safetensors file beside it"):
-        open_checkpoint(inside)
-
-
-def test_a_linked_file_is_followed(tmp_path: Path) -> None:
-    # Download caches keep the bytes elsewhere and link to them.
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "model").mkdir()
-    save_file({"w": torch.ones(1)}, tmp_path / "blobs" / "abc")
-    os.symlink("../blobs/abc", tmp_path / "model" / "model.safetensors")
-    assert open_checkpoint(tmp_path / "model").tensor("w").item() == 1.0
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickled_weights_are_refused_unread(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(ModelError, match=rf"got pickled weights \({name}\).*convert them to safetensors"):
-        open_checkpoint(tmp_path)
-    assert weight_files(tmp_path) == ()
-
-
-def test_no_weights_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="found no weights"):
-        open_checkpoint(tmp_path)
-    with pytest.raises(ModelError, match="there is no such directory"):
-        open_checkpoint(tmp_path / "absent")
-    save_file({"w": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
-    with pytest.raises(ModelError, match="expected model.safetensors or .*, got consolidated.safetensors"):
-        open_checkpoint(tmp_path)

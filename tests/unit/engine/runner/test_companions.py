@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from baton.config.engine import RankSidecar
-from baton.engine.cache.step_marks import mark_of
-from baton.engine.loading import load_engine
+from baton.engine.cache.page_pool import mark_of
+from baton.engine.engine import load_engine
 from baton.engine.runner.tp_worker import make_sidecar
 from baton.errors import ConfigError, ModelError
 from tests.tiny_models import generate, tiny_config
@@ -18,7 +18,7 @@ FACTORY: Final = "tests.recording_companion:RecordingCompanion"
 
 @pytest.mark.parametrize("factory", ["", "tests", "tests.nowhere:Nobody", "tests.fakes:Nobody", ":"])
 def test_a_factory_that_is_none_is_refused(factory: str) -> None:
-    with pytest.raises(ConfigError, match="companion: there is no"):
+    with pytest.raises(ConfigError, match="sidecar: there is no"):
         make_sidecar(RankSidecar(factory=factory, arguments=""))
 
 

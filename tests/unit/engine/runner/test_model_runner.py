@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.model import parameter_bytes, parameter_shapes
 from baton.engine.models.parallel import TensorParallel
-from baton.engine.models.parameters import parameter_bytes, parameter_shapes
 from baton.engine.models.registry import choose_max_model_len, read_model_config
 from baton.engine.runner.model_runner import ModelRunner, choose_device
 from baton.engine.runner.step_inputs import StepBuilder
@@ -59,7 +60,8 @@ def test_weights_and_pages_have_the_dtype_asked_for(
     tiny_model: Path, asked: str, expected: torch.dtype
 ) -> None:
     runner = loaded_runner(tiny_model, dtype=asked)
-    assert runner.pool.device.dtype == runner.decoder.norm_E.dtype == expected
+    assert isinstance(runner.model, Decoder)
+    assert runner.pool.device.dtype == runner.model.norm.weight_E.dtype == expected
     sequence = make_sequence("s", range(7))
     sequence.page_table = [2, 0]
     logits = runner.execute(StepBuilder(4, 4, 24).build(make_batch(rest_of(sequence))))
@@ -83,7 +85,8 @@ def test_tied_embeddings_are_one_table_where_it_is_multiplied_as_it_lies(tmp_pat
     model = read_model_config(write_config(tmp_path, tie_word_embeddings=True))
     runner = ModelRunner(tiny_config(tmp_path, dtype="float16"), model, TensorParallel())
     runner.load()
-    decoder = runner.decoder
+    decoder = runner.model
+    assert isinstance(decoder, Decoder)
     assert decoder.head.weight.data.data_ptr() == decoder.embedding.table_VE.data_ptr()
 
 

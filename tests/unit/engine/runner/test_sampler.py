@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from baton.engine.runner.sampler import Sampler, adjust, is_plain
+from baton.engine.runner.logits_processors import LOGITS_PROCESSORS
+from baton.engine.runner.sampler import Sampler
 from baton.engine.scheduler.plan import ScheduledChunk
 from baton.engine.scheduler.sequence import Sequence
+from baton.request import Request, SamplingParams
 from tests.batches import make_batch, make_sequence, rest_of
+from tests.tiny_models import generate, tiny_engine
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 37
@@ -31,7 +35,9 @@ def random_logits(num_rows: int, seed: int = 0) -> Tensor:
 
 def adjusted(sequence: Sequence, logits_V: Tensor) -> Tensor:
     result = logits_V.clone()
-    adjust(result, sequence)
+    for processor in LOGITS_PROCESSORS.values():
+        if processor.applies(sequence.sampling):
+            processor.process(result, sequence)
     return result
 
 
@@ -62,17 +68,15 @@ def by_definition(sequence: Sequence, logits_V: Tensor) -> list[float]:
     stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
     min_tokens=st.integers(0, 14),
 )
-def test_adjustments_are_those_of_a_loop_over_the_vocabulary(
+def test_processors_agree_with_a_loop_over_the_vocabulary(
     prompt: list[int], generated: list[int], **sampling: Any
 ) -> None:
     sequence, logits = make_sequence("s", prompt, generated, **sampling), random_logits(1)[0]
     expected = torch.tensor(by_definition(sequence, logits))
     torch.testing.assert_close(adjusted(sequence, logits), expected)
-    if is_plain(sequence):
-        assert torch.equal(adjusted(sequence, logits), logits)
 
 
-def test_adjustments_are_those_of_transformers() -> None:
+def test_processors_agree_with_transformers() -> None:
     prompt, generated, logits = [3, 5, 5, 9], [9, 1, 30], random_logits(1)
     ids = torch.tensor([prompt + generated])
     cases: list[tuple[dict[str, Any], Any]] = [
@@ -94,6 +98,40 @@ def test_adjustments_are_those_of_transformers() -> None:
         )
 
 
+class EvenSampling(SamplingParams, frozen=True):
+    """A sampling parameter from outside the tree."""
+
+    even_only: bool = False
+
+
+class EvenTokens:
+    """Bans odd token ids."""
+
+    def applies(self, sampling: SamplingParams) -> bool:
+        return isinstance(sampling, EvenSampling) and sampling.even_only
+
+    def process(self, logits_V: Tensor, sequence: Sequence) -> None:
+        logits_V[1::2] = float("-inf")
+
+
+def test_outside_sampling_parameter_changes_only_its_own_requests(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOGITS_PROCESSORS, "even_only", EvenTokens())
+    engine = tiny_engine(tiny_model)
+    even = EvenSampling(even_only=True, temperature=0.0, max_tokens=12)
+    plain = SamplingParams(temperature=0.0, max_tokens=12)
+    engine.add(Request(request_id="even", token_ids=(1, 2, 3), sampling=even))
+    engine.add(Request(request_id="any", token_ids=(1, 2, 3), sampling=plain))
+    answers: dict[str, list[int]] = {"even": [], "any": []}
+    while engine.has_work():
+        for output in engine.step():
+            answers[output.request_id].append(output.token_id or 0)
+    assert len(answers["even"]) == 12 and not any(token % 2 for token in answers["even"])
+    monkeypatch.undo()
+    assert answers["any"] == [each.token_id for each in generate(engine, [1, 2, 3], max_tokens=12)]
+
+
 def test_tokens_are_given_to_the_chunks_that_sample() -> None:
     sequences = [make_sequence(name, range(5)) for name in "abc"]
     batch = make_batch(rest_of(sequences[0], 4), ScheduledChunk(sequences[1], 0, 3), rest_of(sequences[2], 1))
@@ -104,7 +142,7 @@ def test_tokens_are_given_to_the_chunks_that_sample() -> None:
     assert not sampled.logprobs and not sampled.prompt_logprobs
 
 
-def test_a_row_that_is_not_a_number_fails_alone() -> None:
+def test_row_with_nan_fails_alone() -> None:
     sequences = [make_sequence(name, range(5), logprobs=2, temperature=1.0) for name in "abc"]
     batch = make_batch(*(rest_of(sequence) for sequence in sequences))
     logits = random_logits(3)
@@ -116,7 +154,7 @@ def test_a_row_that_is_not_a_number_fails_alone() -> None:
     assert sampled.logprobs == {key: whole.logprobs[key] for key in (("a", 0), ("c", 0))}
 
 
-def test_when_all_that_ask_for_logprobs_fail_none_are_given() -> None:
+def test_failed_rows_have_no_logprobs() -> None:
     asking, other = make_sequence("asking", range(5), logprobs=2), make_sequence("other", range(5))
     logits = random_logits(2)
     logits[0] = float("nan")
@@ -124,7 +162,7 @@ def test_when_all_that_ask_for_logprobs_fail_none_are_given() -> None:
     assert sampled.failed == [asking] and not sampled.logprobs
 
 
-def test_nothing_is_drawn_of_an_empty_batch() -> None:
+def test_empty_batch_draws_no_token() -> None:
     assert Sampler(CPU).sample(make_batch(), random_logits(0)).token_ids == []
 
 
@@ -140,7 +178,7 @@ def drawn_beside(company: list[Sequence]) -> list[int | None]:
     return drawn
 
 
-def test_a_sequence_draws_the_same_tokens_in_any_company() -> None:
+def test_sequence_draws_the_same_tokens_in_any_batch() -> None:
     company = [make_sequence(str(i), [i], temperature=2.0 * (i % 2), seed=i) for i in range(4)]
     assert drawn_beside(company) == drawn_beside([])
     assert len(set(drawn_beside([]))) > 1
@@ -152,7 +190,7 @@ def test_choices_of_one_request_draw_differently() -> None:
     assert len(set(Sampler(CPU).sample(make_batch(*map(rest_of, choices)), logits).token_ids)) > 3
 
 
-def test_a_key_used_again_is_sampled_by_its_new_parameters() -> None:
+def test_reused_key_has_its_new_parameters() -> None:
     sampler, logits = Sampler(CPU), random_logits(1)
     sampler.sample(make_batch(rest_of(make_sequence("s", [1]))), logits.clone())
     likeliest = int(logits.argmax())
@@ -160,7 +198,7 @@ def test_a_key_used_again_is_sampled_by_its_new_parameters() -> None:
     assert sampler.sample(make_batch(rest_of(banned)), logits.clone()).token_ids != [likeliest]
 
 
-def test_logprobs_are_of_the_logits_as_they_came_and_only_for_those_who_ask() -> None:
+def test_logprobs_are_of_unprocessed_logits_and_only_on_request() -> None:
     asking = make_sequence("a", [1, 2], [3], logprobs=2, logit_bias={5: 100.0}, temperature=0.7, top_k=1)
     silent = make_sequence("b", [1, 2], [3])
     bare = make_sequence("c", [1, 2], [3], logprobs=0)
@@ -179,7 +217,7 @@ def test_logprobs_are_of_the_logits_as_they_came_and_only_for_those_who_ask() ->
 
 
 def prompt_rows(sampler: Sampler, sequence: Sequence, edges: list[int], logits: Tensor) -> Any:
-    """Run the chunks between neighbouring edges; what the last of them yields."""
+    """Run the chunks between neighbouring edges; return the prompt logprobs of the last."""
     sampled = None
     for start, stop in pairwise(edges):
         chunk = ScheduledChunk(sequence, start, stop - start)
@@ -215,7 +253,7 @@ def test_prompt_logprobs_do_not_depend_on_the_chunks(
         assert [token for token, _ in row.top] == before.topk(num_top).indices.tolist()
 
 
-def test_prompt_rows_and_sampling_rows_are_told_apart() -> None:
+def test_prompt_rows_and_sampling_rows_are_separated() -> None:
     asking, plain = make_sequence("a", range(6), prompt_logprobs=0), make_sequence("b", range(4))
     decode, logits = make_sequence("c", [1], [2]), random_logits(1 + 4 + 1, seed=1)
     batch = make_batch(rest_of(decode, 1), ScheduledChunk(asking, 0, 4), rest_of(plain))
@@ -225,7 +263,7 @@ def test_prompt_rows_and_sampling_rows_are_told_apart() -> None:
     assert not sampled.prompt_logprobs
 
 
-def test_a_forgotten_sequence_leaves_nothing_to_one_of_its_name() -> None:
+def test_forgotten_sequence_leaves_no_logprobs_to_a_reused_key() -> None:
     sampler, first = Sampler(CPU), make_sequence("s", range(6), prompt_logprobs=0)
     sampler.sample(make_batch(ScheduledChunk(first, 0, 4)), random_logits(4))
     sampler.forget(first)

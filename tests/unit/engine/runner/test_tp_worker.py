@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from baton.clock import ManualClock
-from baton.engine.loading import load_engine
+from baton.engine.engine import load_engine
 from baton.engine.runner import tp_worker
-from baton.engine.runner.step_inputs import StepBuilder, encode
+from baton.engine.runner.model_input import encode
+from baton.engine.runner.step_inputs import StepBuilder
 from baton.engine.runner.tp_worker import TpWorkers
 from baton.engine.scheduler.plan import Batch
 from baton.errors import ConfigError, ModelError, WorkerLost
@@ -134,7 +135,7 @@ def test_a_copy_that_fails_leaves_the_ranks_apart_too(
         generate(engine, [*range(20, 60), *range(40)])  # some of the prompt's pages go to the host
         monkeypatch.setattr(engine.runner, "execute", fail)
         with pytest.raises(RuntimeError, match="no copies today"):
-            engine.lend(engine.page_keys(prompt, b"", 4), "a borrower")
+            engine.pin(engine.page_keys(prompt, b"", 4), "a borrower")
         with pytest.raises(WorkerLost, match="left the ranks apart: the engine must be loaded again"):
             generate(engine, [1, 2, 3])
     finally:
@@ -188,7 +189,7 @@ def test_a_follower_that_cannot_load_says_why_to_the_caller(
     tp_workers = TpWorkers(config)
     with (
         pytest.raises(ModelError, match="rank 1: .*missing/config.json: there is no such"),
-        tp_workers.telling_why(),
+        tp_workers.explains_loss(),
     ):
         tp_workers.tp.smallest(1)  # what rank 0 asks next
     tp_workers.close()

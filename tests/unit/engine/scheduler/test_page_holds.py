@@ -23,7 +23,7 @@ def test_a_claim_takes_hold_of_whole_pages_but_never_of_the_last_token() -> None
     assert [claim.num_tokens for claim in claims] == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]
     assert harness.pool.count(PageState.ACTIVE) == 2
     for claim in claims:
-        harness.scheduler.outside.release(claim.pages, claim.owner)
+        harness.scheduler.holds.release(claim.pages, claim.owner)
     assert harness.pool.count(PageState.ACTIVE) == 0
     assert harness.pool.count(PageState.CACHED) == 3
 
@@ -56,10 +56,10 @@ def test_an_owner_has_one_claim() -> None:
     claim = harness.scheduler.claim(PROMPT, b"", "owner")
     with pytest.raises(ValueError, match="owner has claimed pages already"):
         harness.scheduler.claim(PROMPT, b"", "owner")
-    harness.scheduler.outside.release(claim.pages[1:], "owner")
+    harness.scheduler.holds.release(claim.pages[1:], "owner")
     with pytest.raises(ValueError, match="owner has claimed"):
         harness.scheduler.claim(PROMPT, b"", "owner")
-    harness.scheduler.outside.release(claim.pages[:1], "owner")
+    harness.scheduler.holds.release(claim.pages[:1], "owner")
     assert harness.scheduler.claim(PROMPT, b"", "owner") == claim
 
 
@@ -91,7 +91,7 @@ def test_kept_pages_hold_everything_computed_until_they_are_let_go(budget: int) 
         harness.add("a", PROMPT)
     harness.release_kept(sequence)
     assert sequence.page_table == []
-    harness.scheduler.outside.release_kept(sequence.key)  # once more is no matter
+    harness.scheduler.holds.release_kept(sequence.key)  # once more is no matter
     assert harness.pool.num_available == 16
     harness.add("a", PROMPT)
     harness.run()
@@ -103,7 +103,7 @@ def test_an_aborted_sequence_keeps_nothing() -> None:
     sequence.keeps_pages = True
     harness.step()
     harness.abort("a")
-    assert sequence.page_table == [] and not harness.scheduler.outside.kept
+    assert sequence.page_table == [] and not harness.scheduler.holds.kept
     assert harness.pool.num_available == 16
 
 
@@ -114,23 +114,23 @@ def test_a_reservation_may_have_all_pages_of_an_idle_engine() -> None:
     harness = make()
     harness.add("a", PROMPT)
     harness.run()
-    assert harness.pool.num_free < 16 == harness.scheduler.outside.num_reservable()
+    assert harness.pool.num_free < 16 == harness.scheduler.holds.num_reservable()
 
 
 def test_a_reservation_leaves_the_longest_sequence_its_end_and_each_its_headroom() -> None:
     harness = make(num_pages=40)
     harness.add("long", PROMPT, SamplingParams(max_tokens=102))  # 28 pages in the end
     harness.add("short", PROMPT[::-1], SamplingParams(max_tokens=2))
-    assert harness.scheduler.outside.num_reservable() == 12
+    assert harness.scheduler.holds.num_reservable() == 12
     harness.step()
-    assert harness.scheduler.outside.num_reservable() == 12  # 6 held, 2 x 4 of headroom: 26 could be had now
+    assert harness.scheduler.holds.num_reservable() == 12  # 6 held, 2 x 4 of headroom: 26 could be had now
 
 
 def test_pages_that_a_running_prefill_still_needs_are_not_reserved() -> None:
     harness = make(num_pages=16, budget=4)
     harness.add("a", [5] * 30, SamplingParams(max_tokens=1))
     harness.step()
-    assert harness.scheduler.outside.num_reservable() == 16 - 8 - 4
+    assert harness.scheduler.holds.num_reservable() == 16 - 8 - 4
 
 
 def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
@@ -141,9 +141,9 @@ def test_reservations_do_not_overtake_who_waits_for_pages() -> None:
     plan, _, _ = harness.step()
     assert not plan.admitted and harness.pool.num_available == 5
     while harness.scheduler.num_running:
-        assert harness.scheduler.outside.num_reservable() == 0
+        assert harness.scheduler.holds.num_reservable() == 0
         harness.step()
-    assert harness.scheduler.outside.num_reservable() == 12 - 6  # it may still grow by a page
+    assert harness.scheduler.holds.num_reservable() == 12 - 6  # it may still grow by a page
     harness.run()
 
 
@@ -159,7 +159,7 @@ def test_pages_that_others_hold_are_no_room() -> None:
     claim = harness.scheduler.claim(live.token_ids, b"", "claim")
     harness.used["claim"] = set(claim.pages)
     # 12 pages: 3 kept, of which the sequence and the claim share 2; a leased one; 6 for its end.
-    assert harness.scheduler.outside.num_reservable() == harness.num_reservable() == 2
+    assert harness.scheduler.holds.num_reservable() == harness.num_reservable() == 2
 
 
 def test_a_failed_sequence_leaves_no_page_to_be_found() -> None:

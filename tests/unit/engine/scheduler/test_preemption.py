@@ -1,7 +1,153 @@
-import pytest
+"""Candidates and modes of preemption, against a slow oracle of the order."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.cache.page_pool import PagePool
 from baton.engine.scheduler.plan import PreemptMode
-from baton.engine.scheduler.preemption import PreemptionRates, cheaper_mode
+from baton.engine.scheduler.queues import SequenceQueues
+from baton.engine.scheduler.sequence import Sequence, SequenceKey, SequenceStatus
+from baton.engine.scheduler.step_planner import HeldPages, PreemptionCandidates, PreemptionRates, cheaper_mode
+from baton.request import Request
+from tests.accounts import scheduling_key
+
+PAGE_SIZE = 4
+NUM_PAGES = 40
+
+
+class Member(NamedTuple):
+    tenant: str
+    rank: int  # of its class
+    num_pages: int
+    runs: bool = True
+
+
+class Room:
+    """Sequences that hold pages, in the order of their arrival."""
+
+    def __init__(self, members: list[Member], weights: dict[str, float]) -> None:
+        self.pool, self.queues = PagePool(NUM_PAGES, PAGE_SIZE), SequenceQueues()
+        self.weights = weights
+        self.sequences = [self._seat(number, member) for number, member in enumerate(members)]
+        self.preempted: dict[SequenceKey, None] = {}
+        self.held = HeldPages(self.queues, self.pool)
+        self.candidates = PreemptionCandidates(self.queues, self.pool, self.held, (), self.preempted)
+
+    def _seat(self, number: int, member: Member) -> Sequence:
+        num_tokens = member.num_pages * PAGE_SIZE
+        request = Request(
+            request_id=str(number),
+            token_ids=(1,) * (num_tokens + 1),
+            tenant=member.tenant,
+            scheduling_key=scheduling_key(self.weights.get(member.tenant, 1.0), member.rank),
+        )
+        sequence = Sequence.from_request(request, 0, max_model_len=1000)
+        sequence.rank = (member.rank, 0, 0.0, 0.0, number)
+        self.queues.wait(sequence)
+        self.pool.accounts.book(sequence.key, member.tenant)
+        sequence.page_table += self.pool.allocate(member.num_pages, sequence.key)
+        sequence.num_computed_tokens = num_tokens
+        if member.runs:
+            self.queues.run(sequence)
+        return sequence
+
+    def excess(self, sequence: Sequence, num_lost: int = 0) -> float:
+        """Pages for its weight that the tenant has beyond its share, by looking at the tables."""
+        name, live = sequence.scheduling_key, {each.scheduling_key: each for each in self.sequences}
+        held = sum(len(each.page_table) for each in self.sequences if each.scheduling_key == name)
+        total = sum(each.share.weight for each in live.values())
+        share = NUM_PAGES * sequence.share.weight / total
+        return max(0.0, held - num_lost - share) / sequence.share.weight
+
+    def numbers(self, candidates: list[Sequence]) -> list[int]:
+        return [self.sequences.index(victim) for victim in candidates]
+
+
+members = st.lists(
+    st.builds(Member, st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 6), st.booleans()).filter(
+        lambda member: member.runs or member.num_pages > 0
+    ),
+    min_size=1,
+    max_size=6,
+)
+weights = st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "abc"})
+
+
+def goes_before(room: Room, one: Sequence, other: Sequence) -> bool:
+    """The order in words: lowest class, then the key most over its share, then the worst rank."""
+    if one.rank[0] != other.rank[0]:
+        return one.rank[0] > other.rank[0]
+    if len({each.scheduling_key for each in room.sequences}) > 1 and one.share is not other.share:
+        return room.excess(one) > room.excess(other)
+    return one.rank > other.rank
+
+
+@given(members, weights, st.data())
+def test_candidates_follow_the_order_of_the_oracle(
+    made: list[Member], weighs: dict[str, float], data: st.DataObject
+) -> None:
+    room = Room(made, weighs)
+    running = room.queues.running()
+    if not running:
+        return
+    taker = data.draw(st.sampled_from(running))
+    candidates = room.candidates.of_running(taker, may_wait=True)
+    assert taker not in candidates and len(set(map(id, candidates))) == len(candidates)
+    for victim in candidates:
+        is_last_resort = not room.held.are_several and victim.status is SequenceStatus.WAITING
+        assert is_last_resort or not goes_before(room, taker, victim), "it took from a better one"
+        if victim.rank[0] == taker.rank[0] and victim.share is not taker.share:
+            assert room.excess(victim) >= room.excess(taker), "a key further over its share took pages"
+    for earlier, later in pairwise(candidates):
+        assert not goes_before(room, later, earlier), "a better one was to go first"
+    holders = [each for each in room.sequences if each.page_table and each is not taker]
+    for other in holders:
+        assert other in candidates or not goes_before(room, other, taker), "a worse one keeps its pages"
+
+
+def test_key_most_over_its_share_for_its_weight_gives_first() -> None:
+    """Of 40 pages, 8 are due to the light key and 24 to the heavy one; each has 4 more."""
+    room = Room([Member("light", 0, 12), Member("heavy", 0, 28), Member("quiet", 0, 0)], {"heavy": 3.0})
+    assert room.numbers(room.candidates.of_running(room.sequences[2], may_wait=True)) == [0, 1]
+
+
+def test_newcomer_within_its_share_gets_the_pages_that_it_lacks() -> None:
+    room = Room([Member("noisy", 0, 10)] * 4 + [Member("quiet", 0, 0)], {})
+    newcomer = room.sequences[-1]
+    assert room.numbers(room.candidates.of_newcomer(newcomer, 8, 8, 0)) == [3]
+    assert room.numbers(room.candidates.of_newcomer(newcomer, 12, 12, 0)) == [3, 2]
+    assert room.candidates.of_newcomer(newcomer, 21, 21, 0) == []  # its share is 20
+    assert room.candidates.of_newcomer(room.sequences[0], 8, 8, 0) == []
+
+
+def test_preemption_also_frees_headroom() -> None:
+    room = Room([Member("noisy", 0, 10)] * 4 + [Member("quiet", 0, 0)], {})
+    assert room.numbers(room.candidates.of_newcomer(room.sequences[-1], 8, 24, 4)) == [3, 2]
+    assert room.candidates.of_newcomer(room.sequences[-1], 8, 29, 4) == []
+
+
+def test_newcomer_takes_no_key_below_its_share() -> None:
+    room = Room([Member("noisy", 0, 12)] * 2 + [Member("quiet", 0, 0)], {})
+    assert room.candidates.of_newcomer(room.sequences[-1], 18, 18, 0) == []  # the second would be of 12 of 20
+
+
+def test_newcomer_of_a_better_class_gets_the_pages_that_it_lacks() -> None:
+    room = Room([Member("low", 1, 10)] * 3 + [Member("high", 0, 0)], {})
+    assert room.numbers(room.candidates.of_newcomer(room.sequences[-1], 25, 25, 0)) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(("num_lacking", "expected"), [(1, [1]), (9, [1, 2]), (99, [1, 2, 0])])
+def test_longest_sequences_of_the_lowest_class_make_room(num_lacking: int, expected: list[int]) -> None:
+    room = Room([Member("l", 2, 3), Member("l", 2, 8), Member("l", 2, 5), Member("h", 1, 20)], {})
+    assert room.numbers(room.candidates.of_lowest_class(num_lacking)) == expected
+
+
+def test_single_class_makes_no_room() -> None:
+    assert Room([Member("a", 1, 9), Member("b", 1, 20)], {}).candidates.of_lowest_class(5) == []
 
 
 def test_without_measured_rates_preemption_recomputes() -> None:
@@ -16,6 +162,6 @@ def test_without_measured_rates_preemption_recomputes() -> None:
         (100, 10, PreemptMode.RECOMPUTE),  # a tie
     ],
 )
-def test_the_cheaper_mode_wins(num_tokens: int, num_pages: int, expected: PreemptMode) -> None:
+def test_cheaper_mode_wins(num_tokens: int, num_pages: int, expected: PreemptMode) -> None:
     rates = PreemptionRates(recompute_s_per_token=0.01, swap_s_per_page=0.05)
     assert cheaper_mode(num_tokens, num_pages, rates) is expected

@@ -1,3 +1,7 @@
+"""The states of a sequence in the queues, and the quotas of scheduling keys."""
+
+from math import inf
+
 from baton.engine.scheduler.queues import SequenceQueues
 from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.request import Request
@@ -14,7 +18,7 @@ def names(sequences: list[Sequence]) -> list[str]:
     return [sequence.request_id for sequence in sequences]
 
 
-def test_waiting_is_by_rank_whatever_the_order_of_coming() -> None:
+def test_waiting_is_sorted_by_rank() -> None:
     queues = SequenceQueues()
     for name, rank in (("c", 3), ("a", 1), ("b", 2)):
         queues.wait(make(name, rank))
@@ -37,21 +41,12 @@ def test_sequence_moves_from_waiting_to_prefill_to_decode_and_back() -> None:
     assert (queues.waiting, queues.num_running, sequence.status) == ([sequence], 0, SequenceStatus.SWAPPED)
 
 
-def test_swapped_decode_runs_again_as_a_decode() -> None:
-    queues, sequence = SequenceQueues(), make("a", 1)
-    sequence.num_computed_tokens = 4
-    sequence.status = SequenceStatus.SWAPPED
-    queues.wait(sequence)
-    queues.run(sequence)
-    assert list(queues.decoding) == [sequence.key]
-
-
-def test_removed_sequence_is_nowhere() -> None:
-    queues = SequenceQueues()
-    sequences = [make(name, rank) for rank, name in enumerate("abc")]
-    for sequence in sequences:
+def test_largest_quota_of_live_sequences_holds() -> None:
+    queues, sequences = SequenceQueues(), [make(str(rank), rank) for rank in range(3)]
+    for sequence, quota in zip(sequences, (None, 9, 4), strict=True):
+        sequence.max_kv_pages = quota
         queues.wait(sequence)
-    queues.run(sequences[0])
-    queues.remove(sequences[0])
-    queues.remove(sequences[2])
-    assert names(queues.waiting) == ["b"] and list(queues.by_key) == [("b", 0)] and not queues.num_running
+    for sequence, expected in zip(sequences, (inf, 9, 4), strict=True):
+        assert queues.have_quotas and queues.max_pages("") == expected
+        queues.remove(sequence)
+    assert not queues.have_quotas and not queues.by_key and not queues.shares.active

@@ -2,9 +2,9 @@ import pytest
 
 from baton.engine.cache.page_pool import PageState
 from baton.engine.scheduler.plan import Advance
-from baton.engine.scheduler.sequence import FilledPages, Sequence, SequenceStatus
+from baton.engine.scheduler.sequence import Sequence, SequenceStatus
 from baton.errors import IntegrityError, InvalidRequest
-from baton.request import FinishReason, Request, SamplingParams
+from baton.request import FilledPages, FinishReason, Request, SamplingParams
 from tests.scheduling import PROMPT, Harness, make_harness
 
 

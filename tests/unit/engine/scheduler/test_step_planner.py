@@ -41,7 +41,7 @@ class Desk:
         return sequence
 
     def planner(self, *, num_seqs: int = 8, budget: int = 64) -> StepPlanner:
-        return StepPlanner(self.queues, self.cache, num_seqs, budget)
+        return StepPlanner(self.queues, self.cache, max_num_seqs=num_seqs, max_num_batched_tokens=budget)
 
 
 def test_decode_needs_a_page_only_when_its_last_one_is_full() -> None:

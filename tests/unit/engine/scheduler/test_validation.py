@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.scheduler.validation import check_request
+from baton.engine.scheduler.sequence import check_request
 from baton.errors import InvalidRequest
 from baton.request import MAX_LOGIT_BIAS, Request, SamplingParams
 

@@ -1,13 +1,12 @@
-"""What is told of the pages that a cache knows, against the cache itself."""
+"""Prefix-cache changes, read by a consumer that is compared with the cache."""
 
 import random
 
 import pytest
 
-from baton.engine.cache.host_tier import HostTier
-from baton.engine.cache.page_events import NOWHERE, ChangedKeys, PageChanges
+from baton.engine.cache.host_tier import ChangedKeys, HostTier
 from baton.engine.cache.page_pool import PagePool
-from baton.engine.cache.prefix_cache import PrefixCache
+from baton.engine.cache.prefix_cache import NOWHERE, PageChanges, PrefixCache
 from baton.engine.scheduler.sequence import Sequence
 from baton.pages import PageKeys
 from baton.request import Request, SamplingParams
@@ -16,7 +15,7 @@ PAGE_SIZE = 4
 
 
 class Reader:
-    """Believes all that it is told."""
+    """Applies changes to its own maps."""
 
     def __init__(self) -> None:
         self.device: dict[bytes, tuple[int, int]] = {}
@@ -61,7 +60,7 @@ def finish(cache: PrefixCache, sequence: Sequence) -> None:
     cache.pool.release(sequence.page_table, sequence.key)
 
 
-def test_the_first_time_all_is_told_and_then_what_changes() -> None:
+def test_first_take_has_everything_and_later_ones_the_changes() -> None:
     cache = make()
     compute(cache, "a", list(range(8)))
     assert cache.take_changes().is_afresh
@@ -71,13 +70,13 @@ def test_the_first_time_all_is_told_and_then_what_changes() -> None:
     assert cache.take_changes() == PageChanges(False, [], [])
 
 
-def test_nothing_is_noted_before_somebody_asks() -> None:
+def test_no_key_is_noted_before_the_first_take() -> None:
     cache = make()
     compute(cache, "a", list(range(8)))
     assert not len(cache.changed)
 
 
-def test_all_can_be_asked_for_again() -> None:
+def test_everything_can_be_taken_again() -> None:
     cache, reader = make(), Reader()
     compute(cache, "a", list(range(8)))
     cache.take_changes()
@@ -86,7 +85,7 @@ def test_all_can_be_asked_for_again() -> None:
     assert len(reader.device) == 2
 
 
-def test_what_came_and_went_between_is_told_as_gone() -> None:
+def test_page_that_came_and_went_is_nowhere() -> None:
     cache = make()
     cache.take_changes()
     finish(cache, compute(cache, "a", list(range(4))))
@@ -94,7 +93,7 @@ def test_what_came_and_went_between_is_told_as_gone() -> None:
     assert [change.page for change in cache.take_changes().device] == [NOWHERE]
 
 
-def test_a_page_that_is_filled_anew_has_another_generation() -> None:
+def test_refilled_page_has_another_generation() -> None:
     cache, reader = make(num_pages=1), Reader()
     for _ in range(3):
         finish(cache, compute(cache, "a", list(range(4))))
@@ -104,7 +103,7 @@ def test_a_page_that_is_filled_anew_has_another_generation() -> None:
     assert [generation for _, generation in reader.device.values()] == [3]
 
 
-def test_an_engine_that_trusts_nothing_any_more_says_so() -> None:
+def test_cleared_cache_is_reported_afresh() -> None:
     cache, reader = make(), Reader()
     sequence = compute(cache, "a", list(range(8)))
     reader.read(cache.take_changes())
@@ -115,7 +114,7 @@ def test_an_engine_that_trusts_nothing_any_more_says_so() -> None:
     assert changes.is_afresh and not reader.device
 
 
-def test_too_many_changes_become_all_of_them() -> None:
+def test_too_many_changes_count_as_everything() -> None:
     keys = ChangedKeys(limit=3)
     assert keys.take() is None
     for number in range(3):
@@ -127,7 +126,7 @@ def test_too_many_changes_become_all_of_them() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_host_pages", [0, 5])
-def test_a_reader_knows_what_the_cache_knows(seed: int, num_host_pages: int) -> None:
+def test_reader_agrees_with_the_cache(seed: int, num_host_pages: int) -> None:
     source, cache, reader = random.Random(seed), make(12, num_host_pages), Reader()
     cache.changed._limit = 6  # so that it overflows now and then
     live: list[Sequence] = []

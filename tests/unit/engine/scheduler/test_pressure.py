@@ -3,8 +3,7 @@ import pytest
 from baton.config.engine import SchedulerConfig
 from baton.engine.scheduler.plan import PreemptMode
 from baton.engine.scheduler.sequence import SequenceStatus
-from baton.engine.scheduler.step_planner import CHUNK_SHARE, PressureMode, pressure_mode_at
-from baton.messages.status import OverloadLevel
+from baton.engine.scheduler.step_planner import CHUNK_DIVISOR, PressureMode
 from baton.request import SamplingParams
 from tests.accounts import AccountHarness, scheduling_key
 from tests.scheduling import Settings
@@ -25,20 +24,7 @@ def harness_of(num_pages: int = 40, num_host_pages: int = 0) -> AccountHarness:
     return AccountHarness(settings)
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        (OverloadLevel.LOCAL_PREFILL, PressureMode()),
-        (OverloadLevel.SMALL_CHUNKS, PressureMode(small_chunks=True)),
-        (OverloadLevel.MAKE_ROOM, PressureMode(small_chunks=True, makes_room=True)),
-        (OverloadLevel.SHED, PressureMode(small_chunks=True, makes_room=True)),
-    ],
-)
-def test_each_rung_keeps_what_those_below_it_do(level: OverloadLevel, expected: PressureMode) -> None:
-    assert pressure_mode_at(level) == expected
-
-
-def test_prompts_get_a_part_of_a_step_while_others_decode() -> None:
+def test_small_chunks_give_prompts_a_part_of_a_step_while_others_decode() -> None:
     harness = harness_of(num_pages=100)
     harness.add("old", [1, 2, 3], LONG)
     harness.step()
@@ -48,19 +34,22 @@ def test_prompts_get_a_part_of_a_step_while_others_decode() -> None:
     while harness.live["new", 0].num_uncomputed_tokens > 1:
         plan, _, _ = harness.step()
         chunks.append(plan.scheduled["new", 0])
-    assert chunks == [BUDGET // CHUNK_SHARE] * 6 + [4]
+    assert chunks == [BUDGET // CHUNK_DIVISOR] * 6 + [4]
     harness.run()
 
 
-def test_prompts_have_the_whole_step_where_nothing_decodes() -> None:
+def test_prompts_have_the_whole_step_without_decodes() -> None:
     harness = harness_of()
     harness.scheduler.pressure_mode = PressureMode(small_chunks=True, makes_room=True)
     harness.add("new", range(100), LONG)
     assert dict(harness.plan().scheduled) == {("new", 0): BUDGET}
 
 
-def test_the_longest_of_the_lowest_class_is_swapped_out_while_pages_are_few_and_comes_back() -> None:
-    harness = harness_of(num_host_pages=40)
+@pytest.mark.parametrize(("num_host_pages", "mode"), [(40, PreemptMode.SWAP), (0, PreemptMode.RECOMPUTE)])
+def test_longest_of_the_lowest_class_gives_its_pages_and_comes_back(
+    num_host_pages: int, mode: PreemptMode
+) -> None:
+    harness = harness_of(num_host_pages=num_host_pages)
     for name, num_tokens in (("short", 8), ("long", 40)):
         harness.add(name, range(num_tokens), LONG, tenant="low", scheduling_key=scheduling_key(rank=1))
     harness.add("high", range(40), LONG, tenant="high")
@@ -68,33 +57,17 @@ def test_the_longest_of_the_lowest_class_is_swapped_out_while_pages_are_few_and_
         harness.step()
     harness.scheduler.pressure_mode = PressureMode(makes_room=True)
     plan, _, _ = harness.step()
-    assert plan.preempted == {("long", 0): PreemptMode.SWAP}
+    assert plan.preempted == {("long", 0): mode}
     long = harness.live["long", 0]
     while ("high", 0) in harness.live:
-        assert long.status is SequenceStatus.SWAPPED
+        assert not long.is_running
         harness.step()
     harness.run()
     assert long.num_generated_tokens == 60
 
 
-def test_room_is_made_without_a_host_tier_by_computing_again() -> None:
-    """The default: nothing is swapped, and the better class has the pages all the same."""
-    harness = harness_of()
-    for name, num_tokens in (("short", 8), ("long", 40)):
-        harness.add(name, range(num_tokens), LONG, tenant="low", scheduling_key=scheduling_key(rank=1))
-    harness.add("high", range(40), LONG, tenant="high")
-    while harness.pool.num_available >= 4:
-        harness.step()
-    harness.scheduler.pressure_mode = PressureMode(makes_room=True)
-    plan, _, _ = harness.step()
-    assert plan.preempted == {("long", 0): PreemptMode.RECOMPUTE}
-    long = harness.live["long", 0]
-    harness.run()
-    assert long.num_generated_tokens == 60
-
-
-def test_none_of_a_lower_class_comes_in_that_would_leave_few_pages() -> None:
-    """Of 100 pages ten are kept free for the better class, of which seven would be left."""
+def test_lower_class_is_not_admitted_if_few_pages_are_left() -> None:
+    """Ten of 100 pages are kept free for the better class; the prompt would leave seven."""
     for makes_room, status in ((False, SequenceStatus.RUNNING), (True, SequenceStatus.WAITING)):
         harness = harness_of(num_pages=100)
         harness.add("high", range(50), LONG, tenant="high")
@@ -110,7 +83,7 @@ def test_none_of_a_lower_class_comes_in_that_would_leave_few_pages() -> None:
         harness.run()
 
 
-def test_nothing_is_swapped_out_where_one_class_runs() -> None:
+def test_single_class_is_not_preempted() -> None:
     harness = harness_of()
     for tenant in "ab":
         harness.add(tenant, range(70), SamplingParams(max_tokens=8), tenant=tenant)

@@ -1,0 +1,105 @@
+"""A model as the runner sees it, and the parameters that a model needs."""
+
+import math
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.models.registry import ARCHITECTURES, ModelConfig
+from baton.engine.models.weights import Checkpoint, DummyCheckpoint, Parameters, ParameterSurvey, Shape
+from baton.engine.runner.model_input import ModelInput
+from baton.errors import ModelError
+from baton.kernels.decoder_stack import LayerGroups
+from baton.kernels.native import TORCH_DTYPES
+from baton.pages import DTYPE_BYTES
+
+
+class Model(Protocol):
+    """One tensor-parallel rank's part of a decoder-only transformer.
+
+    A class that is listed in `ARCHITECTURES` takes (config, parameters, max_model_len) and declares each of
+    its parameters, with its Hugging Face name and shape, by reading it from `parameters`.
+    """
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; w: position p sees (p - w, p]; None: all positions before it."""
+
+    def forward(self, step: ModelInput, kv_pool: Tensor, groups: LayerGroups | None = None) -> Tensor:
+        """Final hidden states [R, E] of the rows in `step.logit_rows_R`, normed.
+
+        Writes the KV of the step's tokens into kv_pool [num_pages, num_layers, 2, K, page_size, D].
+        groups: learns which layers are written while the pass runs.
+        """
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """[R, V] fp32, on every rank."""
+
+
+def build_model(config: ModelConfig, parameters: Parameters, max_model_len: int) -> Model:
+    """Make the model of `config.architecture` with weights from `parameters`."""
+    module, _, name = ARCHITECTURES[config.architecture].factory.partition(":")
+    model: Model = getattr(import_module(module), name)(config, parameters, max_model_len)
+    return model
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name -> shape of every parameter of the whole model, in the order in which the model reads them."""
+    return _survey(config)[0].shapes
+
+
+def parameter_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all parameters in `dtype`."""
+    return sum(map(math.prod, parameter_shapes(config).values())) * DTYPE_BYTES[dtype]
+
+
+def attention_mlp_crossover(config: ModelConfig) -> float:
+    """The context length at which attention to the context costs a token as much as all weights of the
+    layers.
+
+    Counted in operations; inf if every layer has a sliding window.
+    """
+    survey, model = _survey(config)
+    matrices = [shape for name, shape in survey.shapes.items() if ".layers." in name and shape[1:]]
+    num_weights = sum(map(math.prod, matrices))
+    num_full = sum(window is None for window in model.windows)
+    return num_weights / (2 * config.num_heads * config.head_dim * num_full) if num_full else math.inf
+
+
+def check_parameters(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise ModelError naming the first tensor that is missing, has another shape, or is not in the model.
+
+    An extra tensor is an error as well: a bias that the config does not mention would change the tokens.
+    """
+    shapes = parameter_shapes(config)
+    names = set(checkpoint.names())
+    for name, expected in shapes.items():
+        if name not in names:
+            raise ModelError(f"the checkpoint lacks tensor {name!r} of shape {list(expected)}")
+        got = checkpoint.shape(name)
+        if got != expected:
+            raise ModelError(f"tensor {name!r} should have shape {list(expected)}, got {list(got)}")
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for name in sorted(names - shapes.keys() - ignored):
+        if not name.endswith("rotary_emb.inv_freq"):  # older exports saved what the config says
+            raise ModelError(
+                f"tensor {name!r} is not part of {config.architecture} as config.json describes it"
+            )
+
+
+def dummy_checkpoint(config: ModelConfig, seed: int, device: torch.device) -> DummyCheckpoint:
+    """Random weights for a config without a checkpoint (`load_format="dummy"`)."""
+    return DummyCheckpoint(
+        parameter_shapes(config),
+        dtype=TORCH_DTYPES[config.dtype],
+        deviation=config.initializer_range,
+        seed=seed,
+        device=device,
+    )
+
+
+def _survey(config: ModelConfig) -> tuple[ParameterSurvey, Model]:
+    survey = ParameterSurvey()
+    return survey, build_model(config, survey, max_model_len=1)

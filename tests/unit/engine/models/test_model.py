@@ -1,0 +1,180 @@
+"""Architectures: the parameters of `transformers`' models, and an architecture from outside the tree."""
+
+import json
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from baton.engine.models.checkpoint import SafetensorsCheckpoint
+from baton.engine.models.decoder import Decoder, DecoderLayer
+from baton.engine.models.layers import Attention, SwiGlu
+from baton.engine.models.model import (
+    attention_mlp_crossover,
+    build_model,
+    check_parameters,
+    parameter_shapes,
+)
+from baton.engine.models.registry import ARCHITECTURES, Architecture, ModelConfig, read_model_config
+from baton.engine.models.weights import Parameters, ParameterSurvey
+from baton.errors import ModelError
+from tests.tiny_models import generate, tiny_engine, token_ids, write_config
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+WINDOWED: dict[str, Any] = SMALL | {"use_sliding_window": True, "sliding_window": 8}
+KINDS = ["sliding_attention", "full_attention"] * 2
+CONFIGS: list[tuple[PreTrainedConfig, tuple[int | None, ...]]] = [
+    (LlamaConfig(**SMALL), (None,) * 4),
+    (
+        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=16),
+        (None,) * 4,
+    ),
+    (MistralConfig(**SMALL, head_dim=16, sliding_window=8), (8,) * 4),
+    (MistralConfig(**SMALL, sliding_window=None), (None,) * 4),
+    (Qwen2Config(**SMALL, tie_word_embeddings=True), (None,) * 4),
+    (Qwen2Config(**WINDOWED, max_window_layers=0), (8,) * 4),
+    (Qwen2Config(**WINDOWED, max_window_layers=2), (None, None, 8, 8)),
+    (Qwen2Config(**WINDOWED, max_window_layers=4), (None,) * 4),
+    (Qwen3Config(**SMALL, head_dim=16, attention_bias=True), (None,) * 4),
+    (Qwen3Config(**WINDOWED, layer_types=KINDS), (8, None, 8, None)),
+]
+
+
+def save(directory: Path, config: PreTrainedConfig) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+
+
+def windows(directory: Path) -> tuple[int | None, ...]:
+    return build_model(read_model_config(directory), ParameterSurvey(), 1).windows
+
+
+@pytest.mark.parametrize(("config", "expected"), CONFIGS, ids=lambda each: type(each).__name__)
+def test_parameters_and_windows_are_those_of_transformers(
+    tmp_path: Path, config: PreTrainedConfig, expected: tuple[int | None, ...]
+) -> None:
+    save(tmp_path, config)
+    checkpoint, ours = SafetensorsCheckpoint(tmp_path), read_model_config(tmp_path)
+    check_parameters(checkpoint, ours)
+    assert {name: checkpoint.shape(name) for name in checkpoint.names()} == parameter_shapes(ours)
+    assert windows(tmp_path) == expected
+    keys = json.loads((tmp_path / "config.json").read_text())
+    if "max_window_layers" in keys and config.layer_types != KINDS:
+        del keys["layer_types"]  # older files have none
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        assert windows(tmp_path) == expected
+
+
+def test_mistral_without_the_key_has_the_published_window(tmp_path: Path) -> None:
+    assert windows(write_config(tmp_path, architectures=["MistralForCausalLM"])) == (4096,) * 2
+
+
+def test_wrong_number_of_layer_types_is_refused(tmp_path: Path) -> None:
+    keys = {"use_sliding_window": True, "layer_types": ["full_attention"]}
+    with pytest.raises(ModelError, match="'layer_types' should have 2 entries, got 1"):
+        windows(write_config(tmp_path, architectures=["Qwen2ForCausalLM"], **keys))
+
+
+@pytest.mark.parametrize(
+    ("change", "without", "message"),
+    [
+        ({}, "model.norm.weight", r"lacks tensor 'model.norm.weight' of shape \[32\]"),
+        (
+            {"lm_head.weight": torch.zeros(65, 32)},
+            "",
+            r"'lm_head.weight' should have shape \[64, 32\], got \[65, 32\]",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.bias": torch.zeros(48)},
+            "",
+            "'model.layers.1.mlp.up_proj.bias' is not part of LlamaForCausalLM",
+        ),
+    ],
+    ids=["missing", "shape", "extra"],
+)
+def test_wrong_tensor_is_named(
+    tmp_path: Path, change: dict[str, torch.Tensor], without: str, message: str
+) -> None:
+    save(tmp_path, LlamaConfig(**SMALL))
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name != without}
+    save_file(kept | change, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        check_parameters(SafetensorsCheckpoint(tmp_path), read_model_config(tmp_path))
+
+
+def test_derived_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
+    save(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=True))
+    extra = {
+        "lm_head.weight": torch.zeros(64, 32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file(load_file(tmp_path / "model.safetensors") | extra, tmp_path / "model.safetensors")
+    check_parameters(SafetensorsCheckpoint(tmp_path), read_model_config(tmp_path))
+
+
+def test_crossover_counts_operations_of_layers_with_full_attention(tmp_path: Path) -> None:
+    config = read_model_config(write_config(tmp_path))
+    weights = config.num_layers * (
+        2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+        + 3 * config.hidden_size * config.intermediate_size
+    )
+    operations_a_context_token = 4 * config.num_layers * config.num_heads * config.head_dim
+    assert attention_mlp_crossover(config) == 2 * weights / operations_a_context_token
+    windowed = read_model_config(write_config(tmp_path, architectures=["MistralForCausalLM"]))
+    assert attention_mlp_crossover(windowed) == inf
+
+
+class Outside(Decoder):
+    """An architecture from outside the tree: every second layer slides over two tokens."""
+
+    def make_layer(self, config: ModelConfig, parameters: Parameters, index: int) -> DecoderLayer:
+        window = 2 if index % 2 else None
+        attention = Attention(
+            config, parameters.scope("self_attn"), qkv_bias=True, qk_norm=True, window=window
+        )
+        return DecoderLayer(config, parameters, attention, SwiGlu(config, parameters.scope("mlp")))
+
+
+class OutsideFused(Outside):
+    """The same layers in one native call."""
+
+    fuses_layers = True
+
+
+def answer(directory: Path, **keys: object) -> list[int | None]:
+    engine = tiny_engine(write_config(directory, **keys))
+    try:
+        return token_ids(generate(engine, [5, 9, 2, 7, 1, 8, 3], max_tokens=12, ignore_eos=True))
+    finally:
+        engine.close()
+
+
+def test_outside_architecture_generates_by_name_and_by_model_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Outside", "OutsideFused"):
+        entry = Architecture(name.lower(), f"{__name__}:{name}")
+        monkeypatch.setitem(ARCHITECTURES, f"{name}ForCausalLM", entry)
+    named = answer(tmp_path, architectures=["OutsideForCausalLM"], model_type="llama")
+    assert len(named) == 12
+    assert answer(tmp_path, architectures=None, model_type="outside") == named
+    assert answer(tmp_path, architectures=["OutsideFusedForCausalLM"]) == named
+    assert answer(tmp_path, architectures=["LlamaForCausalLM"], model_type="outside") != named
